@@ -1,0 +1,96 @@
+"""Every mistake that a user can make, a class each.
+
+The text of an error says what is wrong, where, and what to do about it.
+"""
+
+
+class FxcompError(Exception):
+    """The base of all errors that fxcomp raises on purpose."""
+
+
+# Clusters, strategies, plans and costs
+
+
+class BadCluster(FxcompError):
+    """A cluster or a link that cannot exist, or does not fit the running process group."""
+
+
+class BadStrategy(FxcompError):
+    """A strategy text that does not parse, or steps that cannot follow each other."""
+
+
+class BadPlan(FxcompError):
+    """A plan file that cannot be read, or a plan made for another model."""
+
+
+class BadOption(FxcompError):
+    """An option that does not exist or has a value that it cannot have."""
+
+
+# Capture
+
+
+class LossNotScalar(FxcompError):
+    """The loss function returned something other than one number."""
+
+
+class MixedDevices(FxcompError):
+    """The model's parameters and buffers lie on more than one device."""
+
+
+class UnsupportedParameter(FxcompError):
+    """A trainable parameter that cannot be handled: its dtype, or a hook on it."""
+
+
+class UnsupportedOptimizer(FxcompError):
+    """An optimizer class, or an option of one, whose step is not captured."""
+
+
+class ForeignParameter(FxcompError):
+    """The optimizer updates a parameter that the model does not own."""
+
+
+class RandomRecomputation(FxcompError):
+    """Activation checkpointing would draw other random numbers than the forward pass drew."""
+
+
+class CaptureFailed(FxcompError):
+    """The training step does not trace into one graph."""
+
+
+class UnsynchronizedGradient(FxcompError):
+    """The gradient of a trainable parameter never reaches a collective."""
+
+
+class StepChanged(FxcompError):
+    """Something about the step changed that the compiled step cannot follow."""
+
+
+# Ranks
+
+
+class NoProcessGroup(FxcompError):
+    """A cluster of several ranks was named, but torch.distributed is not initialised."""
+
+
+class ModelsDiffer(FxcompError):
+    """Ranks brought different models, optimizers or settings."""
+
+
+class PeerFailed(FxcompError):
+    """Another rank failed or did not arrive within the timeout."""
+
+
+# Running
+
+
+class VerificationFailed(FxcompError):
+    """The compiled step computed another loss or gradient than eager PyTorch."""
+
+
+class BadState(FxcompError):
+    """A saved state that belongs to another plan, model or rank."""
+
+
+class UnsupportedFeature(FxcompError):
+    """Something that fxcomp does not do yet, refused rather than done wrongly."""

@@ -1,0 +1,303 @@
+"""Say what happens to gradients: the strategy of one bucket, and the plan for all of them.
+
+A strategy has a text form that parses back:
+
+    all_reduce@world
+    compress(int8)@gpu > all_gather@world > decompress@gpu
+    reduce_scatter@intra > compress(topk(0.01))@gpu > all_gather@inter > decompress@gpu > all_gather@intra
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fxcomp.cluster import Level
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.errors import BadPlan, BadStrategy, FxcompError
+
+
+class CollectiveKind(Enum):
+    """A collective, in torch's spelling."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+
+
+class Device(Enum):
+    """Where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    kind: CollectiveKind
+    level: Level
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}@{self.level.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    compressor: Compressor
+    device: Device = Device.GPU
+
+    def __str__(self) -> str:
+        return f"compress({self.compressor})@{self.device.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decompress:
+    device: Device = Device.GPU
+
+    def __str__(self) -> str:
+        return f"decompress@{self.device.value}"
+
+
+Step = Collective | Compress | Decompress
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What happens to one bucket between its gradients' production and their use."""
+
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
+
+    @property
+    def compressor(self) -> Compressor | None:
+        return next((step.compressor for step in self.steps if isinstance(step, Compress)), None)
+
+    @property
+    def device(self) -> Device | None:
+        """Where the compressor runs; None if there is none."""
+        return next((step.device for step in self.steps if isinstance(step, Compress)), None)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.compressor is None
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Collective))
+
+    @property
+    def stages(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps cut behind each collective, where the next step waits for the wire.
+
+        The last stage holds what follows the last collective and may be empty.
+        """
+        stages: list[tuple[Step, ...]] = []
+        current: list[Step] = []
+        for step in self.steps:
+            current.append(step)
+            if isinstance(step, Collective):
+                stages.append(tuple(current))
+                current = []
+        return (*stages, tuple(current))
+
+    def __str__(self) -> str:
+        return " > ".join(map(str, self.steps))
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Read the text form back. Raises BadStrategy."""
+        return cls(tuple(_parse_step(part.strip(), text) for part in _split_steps(text)))
+
+    @classmethod
+    def flat(cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD) -> Strategy:
+        """Reduce over all ranks at once."""
+        return cls(_reduce(compressor, device, level))
+
+    @classmethod
+    def hierarchical(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
+        """Reduce inside the host, then between hosts (compressed), then share inside the host."""
+        scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
+        share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
+        return cls((scatter, *_reduce(compressor, device, Level.INTER), share))
+
+
+DENSE = Strategy((Collective(CollectiveKind.ALL_REDUCE, Level.WORLD),))
+
+
+def _reduce(compressor: Compressor | None, device: Device, level: Level) -> tuple[Step, ...]:
+    if compressor is None:
+        return (Collective(CollectiveKind.ALL_REDUCE, level),)
+    kind = CollectiveKind.ALL_REDUCE if compressor.is_linear else CollectiveKind.ALL_GATHER
+    return (Compress(compressor, device), Collective(kind, level), Decompress(device))
+
+
+def _check_steps(strategy: Strategy) -> None:
+    """Accept the two shapes that sum over every rank exactly once: flat and hierarchical."""
+    steps, compressor, device = strategy.steps, strategy.compressor, strategy.device or Device.GPU
+    legal = [_reduce(compressor, device, level) for level in Level]
+    scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
+    share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
+    legal.append((scatter, *_reduce(compressor, device, Level.INTER), share))
+    if steps not in legal:
+        shapes = "\n".join("  " + " > ".join(map(str, shape)) for shape in (legal[2], legal[3]))
+        text = " > ".join(map(str, steps)) or "(no steps)"
+        raise BadStrategy(f"the strategy {text!r} does not sum each gradient over all ranks once; write one of\n{shapes}")
+
+
+def _split_steps(text: str) -> list[str]:
+    return text.split(">")
+
+
+def _parse_step(part: str, whole: str) -> Step:
+    match = re.fullmatch(r"(\w+)(?:\((.*)\))?(?:@(\w+))?", part)
+    if match is None:
+        raise BadStrategy(f"cannot read {part!r} in the strategy {whole!r}")
+    name, argument, place = match.groups()
+    try:
+        if name == "compress" and argument:
+            return Compress(parse_compressor(argument), Device(place or "gpu"))
+        if name == "decompress" and argument is None:
+            return Decompress(Device(place or "gpu"))
+        if argument is None and place is not None:
+            return Collective(CollectiveKind(name), Level(place))
+    except ValueError as error:
+        raise BadStrategy(f"cannot read {part!r} in the strategy {whole!r}: {error}") from None
+    raise BadStrategy(
+        f"cannot read {part!r} in the strategy {whole!r}: expected compress(...)@gpu, decompress@gpu, "
+        "or a collective with a level such as all_reduce@world"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that travel as one: parameter names, their sizes in elements, and their strategy.
+
+    Scales and counts of a compressor never mix parameters: each is a segment of its own.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        if not self.names or len(self.names) != len(self.sizes):
+            raise BadPlan(f"a bucket needs names and as many sizes, not {self.names} and {self.sizes}")
+
+    @property
+    def elements(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def dense_bytes(self) -> int:
+        return 4 * self.elements
+
+    def __str__(self) -> str:
+        return f"{len(self.names)} tensors, {self.elements:,} elements: {self.strategy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One entry of a plan's schedule: run stage `stage` of bucket `bucket` behind compute region `region`."""
+
+    region: int
+    bucket: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The buckets in the order in which they leave, with a strategy each. Every rank must share it."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise BadPlan(f"the plan names {', '.join(twice)} more than once")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for bucket in self.buckets for name in bucket.names)
+
+    @property
+    def is_dense(self) -> bool:
+        return all(bucket.strategy.is_dense for bucket in self.buckets)
+
+    @property
+    def digest(self) -> str:
+        """A short fingerprint; equal plans have equal digests on every machine."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def bucket_of(self, name: str) -> int:
+        return next(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
+
+    def schedule(self) -> tuple[Launch, ...]:
+        """The order in which stages start, a function of the plan alone, so the same on every rank.
+
+        Region k is the compute down to the last gradient of bucket k. Behind it stage 0 of bucket k starts, then
+        stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
+        Behind the last region the rest follows in the same order. Final stages (the updates) are not in here.
+        """
+        depth = [len(bucket.strategy.stages) - 1 for bucket in self.buckets]
+        last = len(self.buckets) - 1
+        rounds = len(self.buckets) + max(depth, default=0)
+        return tuple(
+            Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
+            for turn in range(rounds)
+            for stage in range(max(depth, default=0))
+            if 0 <= turn - stage <= last and stage < depth[turn - stage]
+        )
+
+    def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
+        """The same buckets with other strategies."""
+        pairs = zip(self.buckets, strategies, strict=True)
+        return Plan(tuple(Bucket(bucket.names, bucket.sizes, strategy) for bucket, strategy in pairs))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "buckets": [
+                {"names": list(b.names), "sizes": list(b.sizes), "strategy": str(b.strategy)} for b in self.buckets
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Build a plan from `to_json`'s data. Raises BadPlan."""
+        try:
+            if data["version"] != 1:
+                raise BadPlan(f"this plan has version {data['version']!r}; this fxcomp reads version 1")
+            return cls(
+                tuple(
+                    Bucket(tuple(b["names"]), tuple(map(int, b["sizes"])), Strategy.parse(b["strategy"]))
+                    for b in data["buckets"]
+                )
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file. Raises BadPlan naming the file."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise BadPlan(f"cannot read the plan {path}: {error.strerror}") from None
+        except (json.JSONDecodeError, FxcompError) as error:
+            raise BadPlan(f"cannot read the plan {path}: {error}") from None
+
+    def __str__(self) -> str:
+        return "\n".join(f"bucket {k}: {bucket}" for k, bucket in enumerate(self.buckets))
