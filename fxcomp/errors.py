@@ -94,3 +94,22 @@ class BadState(FxcompError):
 
 class UnsupportedFeature(FxcompError):
     """Something that fxcomp does not do yet, refused rather than done wrongly."""
+
+
+# Jobs and hosts
+
+
+class BadJob(FxcompError):
+    """A job file or function that does not exist, or does not return a Job."""
+
+
+class TextMissing(FxcompError):
+    """The text that the demo trains on is not on this machine."""
+
+
+class HostsUnavailable(FxcompError):
+    """Shaped hosts cannot be made on this machine."""
+
+
+class RankFailed(FxcompError):
+    """A rank that was started here failed or did not finish in time."""

@@ -1,0 +1,74 @@
+"""Say what is trained: model, loss, optimizer and batch, which the command line and the benchmarks load from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxcomp.errors import BadJob
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's training job, on one example batch.
+
+    `next_batch(step, rank)` draws the batches of a real run; without it, tools that train repeat `batch`.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    max_grad_norm: float | None = None
+    next_batch: Callable[[int, int], Any] | None = None
+
+    def batch_at(self, step: int, rank: int) -> Any:
+        return self.batch if self.next_batch is None else self.next_batch(step, rank)
+
+
+def load_job(text: str) -> Job:
+    """Call a function in a file, written `path.py:function` (`:job` if left out), and return the Job it makes.
+
+    The file runs afresh at each call, as a script would: what lies beside it can be imported.
+    """
+    path_text, colon, function_name = text.rpartition(":")
+    if not colon or function_name.endswith(".py"):
+        path_text, function_name = text, "job"
+    path = Path(path_text).expanduser()
+    if not path.is_file():
+        raise BadJob(f"cannot load {text!r}: there is no file {path_text!r}. Write it as path/to/file.py:function.")
+    function = getattr(_run_file(path), function_name, None)
+    if not callable(function):
+        raise BadJob(
+            f"cannot load {text!r}: {path.name} has no function {function_name!r}.\n"
+            f"  Define  def {function_name}() -> fxcomp.Job:  there, or name another one behind the colon."
+        )
+    job = function()
+    if not isinstance(job, Job):
+        raise BadJob(
+            f"{text!r} returned {type(job).__name__}, not a Job.\n"
+            f"  Return fxcomp.Job(model, loss_fn, optimizer, batch) from {function_name}()."
+        )
+    return job
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"fxcomp_job_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise BadJob(f"cannot load {str(path)!r}: not a Python file. Write it as path/to/file.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up here
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec.loader.exec_module(module)
+    return module
