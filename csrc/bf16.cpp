@@ -1,0 +1,52 @@
+// The upper half of each fp32: fxcomp/compressors/bf16.py has the formulas and the layout.
+//
+// One pass. Written out with integers, which every compiler vectorises, because C++17 has no bf16.
+#include "common.h"
+
+FXCOMP_INLINE uint16_t round_to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7fffffffu) > kInfinityBits ? (kNanBits >> 16) : rounded);
+}
+
+FXCOMP_INLINE float widen(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+
+FXCOMP_KERNEL void fxcomp_bf16_encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
+                                      uint16_t* FXCOMP_RESTRICT payload, int64_t elements) {
+    if (residual == nullptr) {
+        for (int64_t i = 0; i < elements; ++i) payload[i] = round_to_bf16(bucket[i]);
+        return;
+    }
+    for (int64_t i = 0; i < elements; ++i) {
+        const float value = bucket[i] + residual[i];
+        const uint16_t half = round_to_bf16(value);
+        const float left_out = value - widen(half);
+        payload[i] = half;
+        residual[i] = magnitude_bits(widen(half)) < kInfinityBits ? left_out : residual[i];
+    }
+}
+
+FXCOMP_KERNEL void fxcomp_bf16_decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
+                                      float* FXCOMP_RESTRICT out) {
+    const float factor = mean_factor(ranks);
+    for (int64_t start = 0; start < elements; start += kTile) {
+        const int64_t size = std::min(kTile, elements - start);
+        float* FXCOMP_RESTRICT tile = out + start;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+            const uint16_t* FXCOMP_RESTRICT half = payloads + rank * elements + start;
+            if (rank == 0) {
+                for (int64_t i = 0; i < size; ++i) tile[i] = widen(half[i]);
+            } else {
+                for (int64_t i = 0; i < size; ++i) tile[i] += widen(half[i]);
+            }
+        }
+        if (ranks > 1) {
+            for (int64_t i = 0; i < size; ++i) tile[i] *= factor;
+        }
+    }
+}
+
+FXCOMP_KERNEL void fxcomp_bf16_scale_copy(const float* FXCOMP_RESTRICT source, float scale,
+                                          uint16_t* FXCOMP_RESTRICT out, int64_t elements) {
+    for (int64_t i = 0; i < elements; ++i) out[i] = round_to_bf16(source[i] * scale);
+}

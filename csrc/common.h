@@ -1,0 +1,80 @@
+// What every kernel file shares: exports, the choice of instruction set, and reading floats as bits.
+//
+// A kernel gives the same bits as its reference in fxcomp/compressors/<same name>.py: compile without fused
+// multiply-add (-ffp-contract=off), and let no sum depend on the vector width.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(_WIN32)
+#define FXCOMP_EXPORT extern "C" __declspec(dllexport)
+#else
+#define FXCOMP_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// One body is compiled for AVX-512, AVX2 and the baseline; the loader picks when the library is opened.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && defined(__GLIBC__)
+#define FXCOMP_KERNEL FXCOMP_EXPORT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FXCOMP_KERNEL FXCOMP_EXPORT
+#endif
+
+// A helper must be inlined into the kernel to be compiled for the kernel's instruction set.
+#if defined(__GNUC__)
+#define FXCOMP_INLINE static inline __attribute__((always_inline))
+#define FXCOMP_RESTRICT __restrict__
+#else
+#define FXCOMP_INLINE static inline
+#define FXCOMP_RESTRICT __restrict
+#endif
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kNanBits = 0x7fc00000u;
+
+FXCOMP_INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+FXCOMP_INLINE float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// |value| as an unsigned number of the same order; not finite from kInfinityBits on, and NaN is the largest.
+FXCOMP_INLINE uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
+
+// Payloads are bytes, and a float in one need not lie on a multiple of four.
+FXCOMP_INLINE void store_float(uint8_t* to, float value) { std::memcpy(to, &value, sizeof value); }
+
+FXCOMP_INLINE float load_float(const uint8_t* from) {
+    float value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+// v, the vector to compress at i: the gradient, plus what earlier steps left out.
+template <bool kFeedback>
+FXCOMP_INLINE float compensated(const float* bucket, const float* residual, int64_t i) {
+    return kFeedback ? bucket[i] + residual[i] : bucket[i];
+}
+
+FXCOMP_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+FXCOMP_INLINE int64_t round_up(int64_t a, int64_t multiple) { return ceil_divide(a, multiple) * multiple; }
+
+FXCOMP_INLINE int64_t count_blocks(const int64_t* segments, int64_t segment_count, int64_t block) {
+    int64_t blocks = 0;
+    for (int64_t s = 0; s < segment_count; ++s) blocks += ceil_divide(segments[s], block);
+    return blocks;
+}
+
+// The mean over ranks is the sum times this, as in the references.
+FXCOMP_INLINE float mean_factor(int64_t ranks) { return static_cast<float>(1.0 / static_cast<double>(ranks)); }
+
+// Elements decoded for all ranks before going on: the running sum stays in the first-level cache.
+constexpr int64_t kTile = 1024;

@@ -1,0 +1,10 @@
+"""Gradient compressors: one file each, found by name with `parse_compressor`."""
+
+from fxcomp.compressors.base import BadCompressor, Compressor
+from fxcomp.compressors.bf16 import BF16
+from fxcomp.compressors.catalogue import parse_compressor
+from fxcomp.compressors.int8 import Int8
+from fxcomp.compressors.sign import Sign
+from fxcomp.compressors.topk import TopK
+
+__all__ = ["BF16", "BadCompressor", "Compressor", "Int8", "Sign", "TopK", "parse_compressor"]

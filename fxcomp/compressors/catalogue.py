@@ -1,0 +1,54 @@
+"""Every compressor by its name, and their text form: `bf16`, `int8`, `int8(block=128)`, `topk(0.01)`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from fxcomp.compressors.base import BadCompressor, Compressor
+from fxcomp.compressors.bf16 import BF16
+from fxcomp.compressors.int8 import Int8
+from fxcomp.compressors.sign import Sign
+from fxcomp.compressors.topk import TopK
+
+CATALOGUE: dict[str, Callable[..., Compressor]] = {kind.name: kind for kind in (BF16, Int8, Sign, TopK)}
+
+
+def parse_compressor(text: str) -> Compressor:
+    """Read the text form back. Raises BadCompressor, a ValueError."""
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
+    if match is None:
+        raise BadCompressor(f"cannot read the compressor {text!r}; write for example int8(block=128) or topk(0.01)")
+    name, arguments = match.groups()
+    if name not in CATALOGUE:
+        raise BadCompressor(f"there is no compressor {name!r}; {_suggest(name)}")
+    kind = CATALOGUE[name]
+    signature = inspect.signature(kind)
+    parts = [part for part in map(str.strip, (arguments or "").split(",")) if part]
+    pairs = [(key.strip(), value.strip()) for key, _, value in (part.rpartition("=") for part in parts)]
+    try:
+        given = signature.bind(*(value for key, value in pairs if not key), **{key: v for key, v in pairs if key})
+        values = {key: _READ[signature.parameters[key].annotation](text) for key, text in given.arguments.items()}
+    except (TypeError, ValueError) as error:
+        raise BadCompressor(f"cannot read the compressor {text!r}: {error}; it is {name}{_usage(signature)}") from None
+    return kind(**values)
+
+
+_READ: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}
+
+
+def _suggest(name: str) -> str:
+    close = get_close_matches(name.lower(), CATALOGUE, n=1)
+    known = ", ".join(CATALOGUE)
+    return f"did you mean {close[0]!r}? There are {known}" if close else f"there are {known}"
+
+
+def _usage(signature: inspect.Signature) -> str:
+    parts = [
+        f"{parameter.name}: {parameter.annotation}"
+        + ("" if parameter.default is parameter.empty else f" = {parameter.default}")
+        for parameter in signature.parameters.values()
+    ]
+    return f"({', '.join(parts)})"

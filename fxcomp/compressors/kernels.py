@@ -1,0 +1,72 @@
+"""Find the C++ kernels of csrc/ and call them; without them the references run.
+
+The shared library is torch-free: kernels take raw pointers, and ctypes releases Python's lock while one runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+ABI_VERSION = 1  # the same number as in csrc/module.cpp
+
+
+def kernel_path() -> Path | None:
+    """Where the built kernels lie; None if they were not built."""
+    spec = find_spec("fxcomp._kernels")
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def available() -> bool:
+    """The kernels were built, from this version's sources."""
+    return _library() is not None
+
+
+def can_run_on(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and available()
+
+
+def describe() -> str:
+    """One line for a report: which kernels run, or what to do to have some."""
+    path = kernel_path()
+    if path is None:
+        return "compression on the CPU: plain torch (no kernels; install fxcomp where a C++ compiler is found)"
+    if not available():
+        return f"compression on the CPU: plain torch ({path.name} is from another version; install fxcomp again)"
+    return f"compression on the CPU: C++ kernels ({path.name})"
+
+
+def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
+    """Call a kernel. Tensors go as pointers, tuples as arrays of int64; the caller has checked sizes and dtypes."""
+    library = _library()
+    assert library is not None, f"{name} was called, but no kernels are built"
+    return library[name](*map(_to_c, arguments))
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    path = kernel_path()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    return library if library.fxcomp_abi_version() == ABI_VERSION else None
+
+
+def _to_c(argument: Tensor | tuple[int, ...] | float | None) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, tuple):
+        return _array(argument)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    return None if argument is None else ctypes.c_float(argument)
+
+
+@lru_cache(maxsize=4096)
+def _array(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)

@@ -1,0 +1,141 @@
+"""Send the k values of largest magnitude of each segment, with their places.
+
+    k       = max(1, ceil(ratio * n)), 0 for an empty segment
+    decoded = v at the k places of largest |v|, 0 elsewhere
+
+Payload, as bytes: for each segment its k fp32 values, then their k int32 places within the segment, ascending. 8 bytes
+a value sent, the sum of 8k over the segments.
+
+Of equal magnitudes the lower place goes first. Magnitudes are compared as unsigned bit patterns, so whatever is not
+finite counts as largest and is sent. The residual is 0 where a value was sent, v elsewhere, and stays as it was where
+v is not finite.
+
+What is left out is at most 1 - ratio of the squared norm: at 1 % it is 0.92 for Gaussian values and 0.84 for Laplace.
+Without error feedback it can diverge for every step size. Gathering from N ranks beats a dense all_reduce in volume
+only where ratio < 1/N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fxcomp.compressors import kernels
+from fxcomp.compressors.base import BadCompressor, check_decode, check_encode, mean_over_ranks
+from fxcomp.compressors.blocks import split
+from fxcomp.compressors.registration import register_compress, register_decompress
+
+
+def compress_reference(
+    bucket: Tensor, residual: Tensor | None, segments: Sequence[int], ratio: float
+) -> tuple[Tensor, Tensor]:
+    value = bucket if residual is None else bucket + residual
+    places = [_largest(piece, k) for piece, k in zip(split(value, segments), counts(segments, ratio), strict=True)]
+    sections = [
+        section.view(torch.uint8)
+        for piece, index in zip(split(value, segments), places, strict=True)
+        for section in (piece[index], index.to(torch.int32))
+    ]
+    payload = torch.cat([bucket.new_empty(0, dtype=torch.uint8), *sections])
+    if residual is None:
+        return payload, bucket.new_empty(0)
+    left_out = value.clone()
+    for piece, index in zip(split(left_out, segments), places, strict=True):
+        piece[index] = 0
+    return payload, torch.where(value.isfinite(), left_out, residual)
+
+
+def decompress_reference(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: float) -> Tensor:
+    return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in payloads.view(ranks, -1)])
+
+
+def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> Tensor:
+    out = torch.zeros(sum(segments), dtype=torch.float32, device=payload.device)
+    ks = counts(segments, ratio)
+    for piece, section, k in zip(split(out, segments), split(payload, [8 * k for k in ks]), ks, strict=True):
+        values, places = split(section.clone(), [4 * k, 4 * k])
+        # Adding to zero, as the mean over ranks does, makes a sent -0 a 0.
+        piece.index_add_(0, places.view(torch.int32), values.view(torch.float32))
+    return out
+
+
+def _largest(piece: Tensor, k: int) -> Tensor:
+    """The places of the k largest magnitudes, ascending."""
+    magnitude = (piece.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
+    place = torch.arange(len(piece), device=piece.device)
+    rank = (magnitude << 32) - place  # no two are equal
+    return rank.topk(k, sorted=False).indices.sort().values
+
+
+def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
+    """k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7 in floating point."""
+    part, whole = _as_fraction(ratio)
+    return tuple(max(min(n, 1), -(-part * n // whole)) for n in segments)
+
+
+@lru_cache
+def _as_fraction(ratio: float) -> tuple[int, int]:
+    return Fraction(repr(float(ratio))).as_integer_ratio()
+
+
+def _make(ratio: float) -> TopK:
+    return TopK(ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Any part of the bytes; only with error feedback."""
+
+    ratio: float
+
+    name: ClassVar[str] = "topk"
+    is_linear: ClassVar[bool] = False
+    needs_error_feedback: ClassVar[bool] = True
+    payload_dtype: ClassVar[torch.dtype] = torch.uint8
+    compress_op: ClassVar[OpOverload] = register_compress("topk", "float ratio", _make)
+    decompress_op: ClassVar[OpOverload] = register_decompress("topk", "float ratio", _make)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise BadCompressor(f"topk needs a ratio above 0 and at most 1, not {self.ratio}")
+
+    @property
+    def parameters(self) -> tuple[int | float, ...]:
+        return (self.ratio,)
+
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return 8 * sum(counts(segments, self.ratio))
+
+    def payload_bytes(self, segments: Sequence[int]) -> int:
+        return self.payload_elements(segments)
+
+    def encode(self, bucket: Tensor, residual: Tensor | None, payload: Tensor, segments: Sequence[int]) -> None:
+        check_encode(self, bucket, residual, payload, segments)
+        assert max(segments, default=0) < 2**31, "places are sent as int32"
+        if kernels.can_run_on(bucket):
+            ks = counts(segments, self.ratio)
+            kernels.run("fxcomp_topk_encode", bucket, residual, payload, tuple(segments), ks, len(ks))
+            return
+        new_payload, new_residual = compress_reference(bucket, residual, segments, self.ratio)
+        payload.copy_(new_payload)
+        if residual is not None:
+            residual.copy_(new_residual)
+
+    def decode(self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:
+        check_decode(self, payloads, ranks, segments, out)
+        if kernels.can_run_on(out):
+            ks = counts(segments, self.ratio)
+            is_ours = kernels.run("fxcomp_topk_decode", payloads, ranks, tuple(segments), ks, len(ks), out)
+            assert is_ours, "a payload names places outside its segment"
+        else:
+            out.copy_(decompress_reference(payloads, ranks, segments, self.ratio))
+
+    def __str__(self) -> str:
+        return f"topk({self.ratio})"
