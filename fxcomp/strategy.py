@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ class Strategy:
         return cls(tuple(_parse_step(part.strip(), text) for part in _split_steps(text)))
 
     @classmethod
-    def flat(cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD) -> Strategy:
+    def flat(
+        cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD
+    ) -> Strategy:
         """Reduce over all ranks at once."""
         return cls(_reduce(compressor, device, level))
 
@@ -128,9 +131,6 @@ class Strategy:
         scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
         share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
         return cls((scatter, *_reduce(compressor, device, Level.INTER), share))
-
-
-DENSE = Strategy((Collective(CollectiveKind.ALL_REDUCE, Level.WORLD),))
 
 
 def _reduce(compressor: Compressor | None, device: Device, level: Level) -> tuple[Step, ...]:
@@ -150,7 +150,12 @@ def _check_steps(strategy: Strategy) -> None:
     if steps not in legal:
         shapes = "\n".join("  " + " > ".join(map(str, shape)) for shape in (legal[2], legal[3]))
         text = " > ".join(map(str, steps)) or "(no steps)"
-        raise BadStrategy(f"the strategy {text!r} does not sum each gradient over all ranks once; write one of\n{shapes}")
+        raise BadStrategy(
+            f"the strategy {text!r} does not sum each gradient over all ranks once; write one of\n{shapes}"
+        )
+
+
+DENSE = Strategy((Collective(CollectiveKind.ALL_REDUCE, Level.WORLD),))
 
 
 def _split_steps(text: str) -> list[str]:
@@ -213,6 +218,18 @@ class Launch:
     stage: int
 
 
+@lru_cache(maxsize=1024)
+def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
+    """The schedule of buckets with so many collectives each; see `Plan.schedule`."""
+    last, deepest = len(depth) - 1, max(depth, default=0)
+    return tuple(
+        Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
+        for turn in range(len(depth) + deepest)
+        for stage in range(deepest)
+        if 0 <= turn - stage <= last and stage < depth[turn - stage]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The buckets in the order in which they leave, with a strategy each. Every rank must share it."""
@@ -248,15 +265,7 @@ class Plan:
         stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
         Behind the last region the rest follows in the same order. Final stages (the updates) are not in here.
         """
-        depth = [len(bucket.strategy.stages) - 1 for bucket in self.buckets]
-        last = len(self.buckets) - 1
-        rounds = len(self.buckets) + max(depth, default=0)
-        return tuple(
-            Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
-            for turn in range(rounds)
-            for stage in range(max(depth, default=0))
-            if 0 <= turn - stage <= last and stage < depth[turn - stage]
-        )
+        return launch_order(tuple(len(bucket.strategy.collectives) for bucket in self.buckets))
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
         """The same buckets with other strategies."""

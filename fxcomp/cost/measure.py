@@ -1,0 +1,209 @@
+"""Measure what a cost table holds, on this machine: the only file here with a clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fxcomp.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
+from fxcomp.cost import collectives as formulas
+from fxcomp.cost.table import AlphaBeta, CompressorPoint, Roofline
+from fxcomp.strategy import CollectiveKind, Device
+
+TimeCollective = Callable[[CollectiveKind, Level, int], float]
+"""Runs one collective over so many bytes; returns seconds, the slowest rank's, the same number on every rank."""
+
+SMALLEST_BYTES = 1 << 10
+LARGEST_BYTES = 16 << 20
+GROWTH = 4
+REPEATS = 3
+
+
+def measure_collectives(
+    time_collective: TimeCollective, cluster: Cluster, budget_s: float = 3.0
+) -> dict[tuple[CollectiveKind, Level], AlphaBeta]:
+    """Fit α and bandwidth of all_reduce and all_gather at each level of the cluster to live timings.
+
+    What is measured next depends on the returned numbers alone: ranks that took different decisions would wait for
+    each other for ever. So time is what `time_collective` says has passed, never a clock.
+    """
+    pairs = [
+        (kind, level) for level in _levels(cluster) for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+    ]
+    fits: dict[tuple[CollectiveKind, Level], AlphaBeta] = {}
+    for kind, level in pairs:
+        samples = _sample(
+            lambda size, kind=kind, level=level: time_collective(kind, level, size), budget_s / len(pairs)
+        )
+        fits[kind, level] = fit_alpha_beta(kind, cluster.ranks_at(level), samples)
+    return fits
+
+
+def _levels(cluster: Cluster) -> list[Level]:
+    if cluster.world_size == 1:
+        return []
+    return list(Level) if cluster.hosts > 1 and cluster.ranks_per_host > 1 else [Level.WORLD]
+
+
+def _sample(timed: Callable[[int], float], budget_s: float) -> list[tuple[int, float]]:
+    """Time growing sizes while the budget lasts: the next size may cost `GROWTH` times the last."""
+    spent = timed(SMALLEST_BYTES)  # the first one opens connections: not a sample
+    samples: list[tuple[int, float]] = []
+    size = SMALLEST_BYTES
+    while size <= LARGEST_BYTES:
+        for _ in range(REPEATS):
+            seconds = timed(size)
+            spent += seconds
+            samples.append((size, seconds))
+            if spent + seconds > budget_s and len(samples) > REPEATS:
+                return samples
+        if spent + GROWTH * samples[-1][1] > budget_s and size > SMALLEST_BYTES:
+            break
+        size *= GROWTH
+    return samples
+
+
+def fit_alpha_beta(kind: CollectiveKind, ranks: int, samples: Sequence[tuple[int, float]]) -> AlphaBeta:
+    """Fit `steps · α + wire bytes / B` to (bytes, seconds), by least squares of relative errors.
+
+    Outliers lose weight in rounds: another job on the link must not bend the line. Larger messages weigh more: a shaped
+    link lets short bursts through at full speed, and buckets are not short.
+    """
+    steps = formulas.steps(kind, ranks)
+    sizes = sorted({size for size, _ in samples})
+    rows = [
+        (steps, formulas.wire_bytes(kind, ranks, size), seconds * 1e6, (1.0 + sizes.index(size)) / (seconds * 1e6) ** 2)
+        for size, seconds in samples
+    ]
+    errors = [0.0] * len(rows)
+    alpha, us_per_byte = 0.0, 0.0
+    for _ in range(5):
+        typical = max(1e-3, statistics.median(map(abs, errors)))
+        trusted = [
+            w if abs(e) <= 3 * typical else w * 3 * typical / abs(e) for (*_, w), e in zip(rows, errors, strict=True)
+        ]
+        alpha, us_per_byte = _least_squares([(s, b, t, w) for (s, b, t, _), w in zip(rows, trusted, strict=True)])
+        errors = [(alpha * s + us_per_byte * b - t) / t for s, b, t, _ in rows]
+    return AlphaBeta(
+        alpha_us=alpha,
+        gb_per_s=1e-3 / us_per_byte,
+        spread=statistics.median(map(abs, errors)),
+        source=f"measured, {len(rows)} samples up to {max(sizes):,} bytes",
+    )
+
+
+def _least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
+    """Minimise Σ w (α s + β b − t)² with α ≥ 0 and β > 0."""
+    ss = sum(w * s * s for s, _, _, w in rows)
+    sb = sum(w * s * b for s, b, _, w in rows)
+    bb = sum(w * b * b for _, b, _, w in rows)
+    st = sum(w * s * t for s, _, t, w in rows)
+    bt = sum(w * b * t for _, b, t, w in rows)
+    determinant = ss * bb - sb * sb
+    if determinant > 1e-12 * ss * bb:
+        alpha, beta = (st * bb - bt * sb) / determinant, (bt * ss - st * sb) / determinant
+        if alpha >= 0 and beta > 0:
+            return alpha, beta
+        if beta <= 0:  # time does not grow with size: the link is too fast to be seen
+            return st / ss, _FASTEST_US_PER_BYTE
+    return 0.0, max(bt / bb, _FASTEST_US_PER_BYTE)
+
+
+_FASTEST_US_PER_BYTE = 1e-6  # 1 TB/s: nothing measured here is faster
+
+
+def measure_compressors(
+    compressors: Sequence[Compressor],
+    sizes: Sequence[int] = (4_096, 65_536, 524_288, 2_097_152),
+    *,
+    device: Device = Device.GPU,
+    on: torch.device | None = None,
+    budget_s: float = 1.5,
+) -> dict[str, tuple[CompressorPoint, ...]]:
+    """Time encode and decode at growing sizes, keyed as a cost table wants it.
+
+    `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
+    threads are those that the caller allows). A compressor without a fast kernel stops at a smaller size.
+    """
+    on = on or torch.device("cpu")
+    source = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).to(on)
+    each_s = budget_s / max(1, len(compressors))
+    return {f"{c}@{device.value}": _measure_compressor(c, source, sorted(sizes), each_s) for c in compressors}
+
+
+def _measure_compressor(
+    compressor: Compressor, source: torch.Tensor, sizes: Sequence[int], budget_s: float
+) -> tuple[CompressorPoint, ...]:
+    points: list[CompressorPoint] = []
+    ranks = 1 if compressor.is_linear else 2
+    begun = time.perf_counter()
+    for size in sizes:
+        if points and time.perf_counter() - begun + _cost_of_next_s(points[-1], size) > budget_s:
+            break
+        bucket, segments = source[:size], (size,)
+        residual = torch.zeros_like(bucket) if compressor.needs_error_feedback else None
+        payloads = torch.zeros(
+            ranks * compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=source.device
+        )
+        payload, out = payloads[: payloads.numel() // ranks], torch.zeros_like(bucket)
+        encode = median_us(
+            lambda b=bucket, r=residual, p=payload, s=segments: compressor.encode(b, r, p, s), on=source.device
+        )
+        payloads.copy_(payload.repeat(ranks))
+        decode = median_us(lambda p=payloads, s=segments, o=out: compressor.decode(p, ranks, s, o), on=source.device)
+        points.append(CompressorPoint(size, encode, decode / ranks))
+    return tuple(points)
+
+
+def _cost_of_next_s(last: CompressorPoint, size: int) -> float:
+    growth = size / last.elements
+    return 1e-6 * growth * (REPEATS + 1) * (last.encode_us + 2 * last.decode_us)
+
+
+def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
+    """Measure how fast a bucket is filled (its bytes, in GB/s), and the roofline of matrix products and copies."""
+    on = on or torch.device("cpu")
+    source = torch.ones(4 << 20, device=on)
+    target = torch.zeros_like(source)
+    square = torch.ones(512, 512, device=on)
+    product = torch.zeros_like(square)
+    pack_us = median_us(lambda: torch.mul(source, 0.5, out=target), on=on)
+    gemm_us = median_us(lambda: torch.mm(square, square, out=product), on=on)
+    size = source.numel() * source.element_size()
+    roofline = Roofline(gflops=2 * 512**3 / gemm_us / 1e3, gb_per_s=2 * size / pack_us / 1e3, source="measured")
+    return size / pack_us / 1e3, roofline
+
+
+def measure_copy(on: torch.device) -> float | None:
+    """Measure the slower direction between pinned host memory and a device, in GB/s; None if they are the same."""
+    if on.type == "cpu":
+        return None
+    host = torch.zeros(4 << 20, pin_memory=True)
+    there = torch.zeros_like(host, device=on)
+    slower_us = max(
+        median_us(lambda: there.copy_(host, non_blocking=True), on=on),
+        median_us(lambda: host.copy_(there, non_blocking=True), on=on),
+    )
+    return host.numel() * host.element_size() / slower_us / 1e3
+
+
+def median_us(run: Callable[[], object], *, on: torch.device, repeats: int = 2 * REPEATS - 1) -> float:
+    """The median time of a call, after one that does not count. On a GPU until the device is done."""
+    run()
+    times: list[float] = []
+    for _ in range(repeats):
+        _synchronize(on)
+        begun = time.perf_counter()
+        run()
+        _synchronize(on)
+        times.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(times)
+
+
+def _synchronize(on: torch.device) -> None:
+    if on.type != "cpu":
+        torch.accelerator.synchronize(on)

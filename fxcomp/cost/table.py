@@ -1,0 +1,325 @@
+"""What everything costs on this machine: measured numbers with their source, and estimates where none was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fxcomp.cluster import Cluster, Level, format_gbit
+from fxcomp.compressors import Compressor
+from fxcomp.cost import collectives as formulas
+from fxcomp.errors import BadOption
+from fxcomp.strategy import CollectiveKind, Device
+
+ASSUMED = "assumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A time, how much it varied (relative), and where it is from."""
+
+    us: float
+    spread: float = 0.0
+    source: str = ASSUMED
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What the device does at best, for operations that were never run."""
+
+    gflops: float
+    gb_per_s: float
+    launch_us: float = 5.0  # assumed: torch's dispatch of one op
+    source: str = ASSUMED
+
+    def us(self, flops: float, size: float) -> float:
+        """The time of an operation of so many floating-point operations that touches so many bytes."""
+        return max(self.launch_us, flops / (self.gflops * 1e3), size / (self.gb_per_s * 1e3))
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """A collective as it was measured: a latency per step and the bandwidth that one rank gets."""
+
+    alpha_us: float
+    gb_per_s: float
+    spread: float = 0.0
+    source: str = ASSUMED
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorPoint:
+    """A compressor at one size: what a rank needs to encode, and to decode one rank's payload."""
+
+    elements: int
+    encode_us: float
+    decode_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
+
+    `compute` is keyed by operation and shapes: `aten.mm f32[512,384] f32[384,384]`.
+    `compressors` is keyed by compressor and device as a strategy writes them: `int8@gpu`.
+    `collectives` holds live measurements and wins over the cluster's links.
+    """
+
+    hardware: str = "unknown"
+    versions: str = ""
+    date: str = ""
+    source: str = ASSUMED
+    compute: Mapping[str, Measured] = field(default_factory=dict[str, Measured])
+    roofline: Roofline = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
+    collectives: Mapping[tuple[CollectiveKind, Level], AlphaBeta] = field(
+        default_factory=dict[tuple[CollectiveKind, Level], AlphaBeta]
+    )
+    compressors: Mapping[str, tuple[CompressorPoint, ...]] = field(
+        default_factory=dict[str, tuple[CompressorPoint, ...]]
+    )
+    pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
+    launch_us: float = 20.0  # assumed: what the main thread spends on starting a collective
+    copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
+    contention: float = 1.0  # assumed: how much slower the pool compresses while the device computes
+    error: float = 0.1  # assumed: the prediction's own relative error
+
+    # Estimates
+
+    def compute_us(self, key: str, flops: float, size: float) -> Measured:
+        """The time of one operation: as measured, or by the roofline."""
+        return self.compute.get(key) or Measured(self.roofline.us(flops, size))
+
+    def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
+        """The time of one collective over `size` bytes: what one rank contributes (all_gather) or the full tensor."""
+        ranks = cluster.ranks_at(level)
+        fit = self._fit(kind, level, cluster)
+        if fit is not None:
+            return formulas.time_us(kind, ranks, size, fit.alpha_us, fit.gb_per_s)
+        alpha_us = cluster.link_at(level).alpha_us
+        return formulas.time_us(kind, ranks, size, alpha_us, formulas.rank_gb_per_s(level, cluster))
+
+    def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
+        fit = self._fit(kind, level, cluster)
+        return fit.source if fit else f"the cluster's link, {cluster.link_at(level)}"
+
+    def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
+        """The time in which a rank compresses its own gradient."""
+        points = self._points(compressor, device)
+        if points:
+            return self._busy(_interpolate(points, [p.encode_us for p in points], elements), device)
+        # g in, residual in, residual out: what error feedback must touch at least.
+        return self._busy(self.roofline.us(0.0, 12.0 * elements), device)
+
+    def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
+        """The time in which a rank turns all ranks' payloads into their mean."""
+        points = self._points(compressor, device)
+        if points:
+            return self._busy(ranks * _interpolate(points, [p.decode_us for p in points], elements), device)
+        # A payload in, the sum in and out, for each rank.
+        return self._busy(ranks * self.roofline.us(0.0, 9.0 * elements), device)
+
+    def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
+        """`measured` if this very compressor was timed, or what its cost was taken from."""
+        if f"{compressor}@{device.value}" in self.compressors:
+            return "measured"
+        key = self._key(compressor, device)
+        return f"{ASSUMED}, as {key}" if key else f"{ASSUMED}, by memory bandwidth"
+
+    def pack_us(self, size: float) -> float:
+        """The time to gather gradients of `size` bytes into a bucket, scaled."""
+        return size / (self.pack_gb_per_s * 1e3)
+
+    def copy_us(self, size: float) -> float:
+        """The time to move `size` bytes between host and device; nothing if they are the same."""
+        return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
+
+    # Variants
+
+    def without_collectives(self) -> CostTable:
+        """The same table, with collectives by the cluster's links alone: for asking about other clusters."""
+        return replace(self, collectives={})
+
+    # Text and files
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "hardware": self.hardware,
+            "versions": self.versions,
+            "date": self.date,
+            "source": self.source,
+            "pack_gb_per_s": self.pack_gb_per_s,
+            "launch_us": self.launch_us,
+            "copy_gb_per_s": self.copy_gb_per_s,
+            "contention": self.contention,
+            "error": self.error,
+            "roofline": asdict(self.roofline),
+            "compute": {key: asdict(value) for key, value in self.compute.items()},
+            "collectives": {f"{kind.value}@{level.value}": asdict(v) for (kind, level), v in self.collectives.items()},
+            "compressors": {key: [asdict(p) for p in points] for key, points in self.compressors.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CostTable:
+        """Build a table from `to_json`'s data. Raises BadOption."""
+        try:
+            if data["version"] != 1:
+                raise BadOption(f"this cost table has version {data['version']!r}; this fxcomp reads version 1")
+            return cls(
+                hardware=str(data["hardware"]),
+                versions=str(data["versions"]),
+                date=str(data["date"]),
+                source=str(data["source"]),
+                pack_gb_per_s=float(data["pack_gb_per_s"]),
+                launch_us=float(data["launch_us"]),
+                copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
+                contention=float(data["contention"]),
+                error=float(data["error"]),
+                roofline=Roofline(**data["roofline"]),
+                compute={key: Measured(**value) for key, value in data["compute"].items()},
+                collectives={_parse_collective(key): AlphaBeta(**v) for key, v in data["collectives"].items()},
+                compressors={k: tuple(CompressorPoint(**p) for p in ps) for k, ps in data["compressors"].items() if ps},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadOption(f"this is not a cost table: {type(error).__name__}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the table whole or not at all: other ranks may read or write the same file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(json.dumps(self.to_json(), indent=1) + "\n")
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable | None:
+        """Read a saved table; None if there is none. One that cannot be read is set aside, with a warning."""
+        path = Path(path)
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, BadOption) as error:
+            kept = _set_aside(path)
+            warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
+            return None
+
+    @classmethod
+    def cached(cls, hardware: str, versions: str, build: Callable[[], CostTable]) -> CostTable:
+        """The table of this machine from the user's cache, or built and put there."""
+        path = cache_path(hardware, versions)
+        table = cls.load(path)
+        if table is None:
+            table = build()
+            try:
+                table.save(path)
+            except OSError as error:
+                warnings.warn(f"cannot keep the cost table in {path}: {error}", stacklevel=2)
+        return table
+
+    def __str__(self) -> str:
+        lines = [
+            f"costs of {self.hardware} ({self.source}{', ' + self.date if self.date else ''})",
+            f"  compute      {len(self.compute)} operations measured, else {self.roofline.gflops:.4g} GFLOP/s and "
+            f"{self.roofline.gb_per_s:.4g} GB/s ({self.roofline.source})",
+            f"  pack         {self.pack_gb_per_s:.4g} GB/s",
+        ]
+        if self.copy_gb_per_s is not None:
+            lines.append(f"  copy         {self.copy_gb_per_s:.4g} GB/s between host and device")
+        for (kind, level), fit in self.collectives.items():
+            lines.append(
+                f"  {kind.value}@{level.value}  {fit.alpha_us:.4g} us a step, {format_gbit(fit.gb_per_s)} a rank, "
+                f"± {100 * fit.spread:.0f} % ({fit.source})"
+            )
+        for key, points in self.compressors.items():
+            largest = points[-1]
+            encode, decode = (1e3 * us / largest.elements for us in (largest.encode_us, largest.decode_us))
+            lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
+        lines.append(f"  contention   {self.contention:.3g}, prediction error {100 * self.error:.0f} %")
+        return "\n".join(lines)
+
+    # Lookup
+
+    def _fit(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> AlphaBeta | None:
+        """The measurement for this collective, or of another one over the same ranks: α and B belong to the link."""
+        levels = [level]
+        if cluster.ranks_per_host == 1 and level is not Level.INTRA:
+            levels = [level, Level.INTER, Level.WORLD]
+        if cluster.hosts == 1 and level is not Level.INTER:
+            levels = [level, Level.INTRA, Level.WORLD]
+        for known in (kind, CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER):
+            for place in levels:
+                if (known, place) in self.collectives:
+                    return self.collectives[known, place]
+        return None
+
+    def _points(self, compressor: Compressor, device: Device) -> tuple[CompressorPoint, ...]:
+        key = self._key(compressor, device)
+        return self.compressors[key] if key else ()
+
+    def _key(self, compressor: Compressor, device: Device) -> str | None:
+        """This compressor here, else elsewhere if device and host are one, else one of its name with other numbers."""
+        devices = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
+        for place in devices:
+            if f"{compressor}@{place}" in self.compressors:
+                return f"{compressor}@{place}"
+        for place in devices:
+            for key in self.compressors:
+                if key.startswith(f"{compressor.name}(") and key.endswith(f"@{place}"):
+                    return key
+        return None
+
+    def _busy(self, us: float, device: Device) -> float:
+        return us * self.contention if device is Device.CPU else us
+
+
+def cache_path(hardware: str, versions: str) -> Path:
+    """Where the user's cache keeps the table of this hardware and software."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    key = hashlib.sha256(f"{hardware}\n{versions}".encode()).hexdigest()[:16]
+    return Path(home) / "fxcomp" / f"costs-{key}.json"
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a file that cannot be read, never over an older one."""
+    number, kept = 1, path.with_name(path.name + ".corrupt")
+    while kept.exists():
+        number, kept = number + 1, path.with_name(f"{path.name}.corrupt.{number}")
+    try:
+        path.rename(kept)
+    except OSError:  # another rank was faster, or the folder is read-only
+        return path
+    return kept
+
+
+def _parse_collective(key: str) -> tuple[CollectiveKind, Level]:
+    kind, _, level = key.partition("@")
+    return CollectiveKind(kind), Level(level)
+
+
+def _interpolate(points: Sequence[CompressorPoint], values: Sequence[float], elements: int) -> float:
+    """Constant below the first point, on a line between two, beyond the last along the line over all; never falling."""
+    rising = [max(values[: k + 1]) for k in range(len(values))]
+    first, last = points[0].elements, points[-1].elements
+    right = bisect_right(points, elements, key=lambda point: point.elements)
+    if right == 0:
+        return rising[0]
+    if len(points) == 1:
+        return rising[0] * elements / first
+    if right == len(points):
+        return rising[-1] + (elements - last) * (rising[-1] - rising[0]) / (last - first)
+    low, high = points[right - 1].elements, points[right].elements
+    return rising[right - 1] + (elements - low) * (rising[right] - rising[right - 1]) / (high - low)

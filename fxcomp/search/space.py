@@ -1,0 +1,66 @@
+"""What a mode allows: the strategies that a bucket may have."""
+
+from __future__ import annotations
+
+import difflib
+from enum import Enum
+from functools import cache
+
+from fxcomp.cluster import Cluster
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.errors import BadOption
+from fxcomp.strategy import DENSE, Device, Strategy
+
+
+class Mode(Enum):
+    """How much may be lost for speed."""
+
+    LOSSLESS = "lossless"  # dense: buckets and their order alone
+    BALANCED = "balanced"  # follows the dense loss
+    AGGRESSIVE = "aggressive"  # as fast as possible
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """Read a mode. Raises BadOption."""
+        names = [mode.value for mode in cls]
+        if text in names:
+            return cls(text)
+        close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.0)
+        raise BadOption(f"there is no mode {text!r}; did you mean {close[0]!r}? The modes are {', '.join(names)}.")
+
+
+# The small error first: it wins a tie.
+_COMPRESSORS = {
+    Mode.LOSSLESS: ("",),
+    Mode.BALANCED: ("bf16", "int8"),
+    Mode.AGGRESSIVE: ("bf16", "int8", "sign", "topk(0.01)"),
+}
+_VECTOR_COMPRESSORS = {
+    Mode.LOSSLESS: ("",),
+    Mode.BALANCED: ("bf16",),
+    Mode.AGGRESSIVE: _COMPRESSORS[Mode.AGGRESSIVE],
+}
+
+
+def strategies(mode: Mode, cluster: Cluster, is_vector: bool) -> tuple[Strategy, ...]:
+    """Every strategy that a bucket may have here, dense first, then by error.
+
+    A bucket of vectors (biases, norms) is small, and what is lost of it shows most.
+    """
+    if cluster.world_size == 1:
+        return (DENSE,)
+    names = (_VECTOR_COMPRESSORS if is_vector else _COMPRESSORS)[mode]
+    compressors = [compressor for name in names if (compressor := _compressor(name))]
+    has_levels = cluster.hosts > 1 and cluster.ranks_per_host > 1
+    dense = [DENSE, Strategy.hierarchical(None)] if has_levels else [DENSE]
+    return (*dense, *(s for compressor in compressors for s in _compressed(compressor, has_levels)))
+
+
+def _compressed(compressor: Compressor, has_levels: bool) -> list[Strategy]:
+    flat = [Strategy.flat(compressor, device) for device in Device]
+    return [*flat, *(Strategy.hierarchical(compressor, device) for device in Device)] if has_levels else flat
+
+
+@cache
+def _compressor(name: str) -> Compressor | None:
+    return parse_compressor(name) if name else None

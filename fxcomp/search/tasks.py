@@ -1,0 +1,217 @@
+"""Lay a plan out as the tasks of the emitted step, in the order in which they are issued.
+
+    region 0, pack 0, compress 0, all_gather 0      compute down to bucket 0's last gradient; its first stage
+    region 1, pack 1, all_reduce 1                  ...
+    backward                                        the rest of backward, behind every launch
+    decompress 0, update 0, update 1                what follows the last collective, bucket by bucket
+
+The order of launches is `Plan.schedule()`; the emitted code follows the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxcomp.cluster import Cluster, Level
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Stream, Task
+from fxcomp.search.workload import Workload
+from fxcomp.strategy import (
+    Bucket,
+    Collective,
+    CollectiveKind,
+    Compress,
+    Decompress,
+    Device,
+    Plan,
+    Strategy,
+    launch_order,
+)
+
+END_OF_BACKWARD = "backward"
+BROADCAST = "broadcast buffers"
+_ROUNDING_US = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTasks:
+    """All that one bucket adds to a step: tasks behind each launch, those behind the last collective, the update."""
+
+    stages: tuple[tuple[Task, ...], ...]
+    final: tuple[Task, ...]
+    update: Task
+
+
+def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
+    """Write down the emitted step of a plan."""
+    position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
+    buckets = [bucket_tasks(k, bucket, workload, costs, cluster) for k, bucket in enumerate(plan.buckets)]
+    last_gradients = [max(position[name] for name in bucket.names) for bucket in plan.buckets]
+    ready_us = [workload.gradients[last].ready_us for last in last_gradients]
+    return tuple(assemble(workload, region_tasks(ready_us), buckets, broadcast_task(workload, costs, cluster)))
+
+
+def region_tasks(ready_us: Sequence[float]) -> list[Task]:
+    """Compute down to each bucket's last gradient, given when that is ready."""
+    tasks: list[Task] = []
+    done_us = 0.0
+    for k, ready in enumerate(ready_us):
+        tasks.append(Task(f"region {k}", Stream.COMPUTE, max(0.0, ready - done_us)))
+        done_us = max(done_us, ready)
+    return tasks
+
+
+def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Task | None:
+    """The broadcast of buffers, without what it follows."""
+    if not workload.broadcast_bytes or cluster.world_size == 1:
+        return None
+    us = costs.collective_us(CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster)
+    return Task(BROADCAST, _stream(Level.WORLD, cluster), us)
+
+
+def assemble(
+    workload: Workload, regions: Sequence[Task], buckets: Sequence[BucketTasks], broadcast: Task | None
+) -> list[Task]:
+    """Put the regions and the buckets' tasks in the order in which they are issued."""
+    tasks: list[Task] = []
+    done_us, entered = 0.0, -1
+    for launch in launch_order(tuple(len(bucket.stages) for bucket in buckets)):
+        while entered < launch.region:
+            entered += 1
+            tasks.append(regions[entered])
+            done_us += regions[entered].duration_us
+            if broadcast is not None and done_us + _ROUNDING_US >= workload.broadcast_ready_us:
+                tasks.append(_behind(broadcast, regions[entered]))
+                broadcast = None
+        tasks.extend(buckets[launch.bucket].stages[launch.stage])
+    for region in regions[entered + 1 :]:  # nothing is launched in a world of one rank
+        tasks.append(region)
+        done_us += region.duration_us
+    rest = Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us))
+    tasks.append(rest)
+    if broadcast is not None:
+        tasks.append(_behind(broadcast, rest))
+    for bucket in buckets:
+        tasks.extend(bucket.final)
+        if not workload.clips:
+            tasks.append(bucket.update)
+    if workload.clips:
+        arrived = tuple(name for bucket in buckets for name in bucket.update.after)
+        tasks.append(Task("finish", Stream.COMPUTE, workload.finish_us, after=arrived))
+        tasks.extend(bucket.update for bucket in buckets)
+    return tasks
+
+
+def _behind(task: Task, before: Task) -> Task:
+    return Task(task.name, task.stream, task.duration_us, after=(before.name,))
+
+
+def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
+    """Price bucket k of a plan. What comes out depends on nothing else in the plan."""
+    members = set(bucket.names)
+    update_us = sum(gradient.update_us for gradient in workload.gradients if gradient.name in members)
+    return price_bucket(k, bucket.sizes, bucket.strategy, update_us, costs, cluster)
+
+
+def price_bucket(
+    k: int, sizes: tuple[int, ...], strategy: Strategy, update_us: float, costs: CostTable, cluster: Cluster
+) -> BucketTasks:
+    """`bucket_tasks` for a search, which knows its gradients by number."""
+    if cluster.world_size == 1:
+        return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
+    writer = _Writer(k, sizes, strategy, costs, cluster)
+    stages = tuple(writer.stage(number) for number in range(len(strategy.collectives)))
+    final = writer.final()
+    return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
+
+
+class _Writer:
+    """Writes one bucket's tasks from its first step to its last; remembers what the tensor is at each point."""
+
+    def __init__(self, k: int, sizes: tuple[int, ...], strategy: Strategy, costs: CostTable, cluster: Cluster) -> None:
+        self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
+        self.segments = sizes
+        self.payload_bytes: int | None = None  # None while the tensor is dense
+        self.ranks = 1  # whose payloads lie here
+        self.previous = f"region {k}"
+        self.gathered = False
+
+    def stage(self, number: int) -> tuple[Task, ...]:
+        """The steps down to a collective, after what the main thread spends on them in any case."""
+        if number == 0:
+            us = self.costs.launch_us + self.costs.pack_us(self.dense_bytes)
+            first = self._task("pack", Stream.COMPUTE, us)
+        else:  # the main thread blocks until the previous wire is done
+            kind = self.strategy.collectives[number - 1].kind.value
+            first = self._task(f"wait for {kind}", Stream.COMPUTE, self.costs.launch_us)
+        return (first, *(task for step in self.strategy.stages[number] for task in self._step(step)))
+
+    def final(self) -> tuple[Task, ...]:
+        return tuple(task for step in self.strategy.stages[-1] for task in self._step(step))
+
+    @property
+    def elements(self) -> int:
+        return sum(self.segments)
+
+    @property
+    def dense_bytes(self) -> int:
+        return 4 * self.elements
+
+    def _step(self, step: Collective | Compress | Decompress) -> list[Task]:
+        if isinstance(step, Collective):
+            return [self._collective(step)]
+        return self._compress(step) if isinstance(step, Compress) else self._decompress(step)
+
+    def _compress(self, step: Compress) -> list[Task]:
+        us = self.costs.encode_us(step.compressor, self.elements, step.device)
+        self.payload_bytes = step.compressor.payload_bytes(self.segments)
+        copy_us = self.costs.copy_us(self.dense_bytes) if step.device is Device.CPU else 0.0
+        copies = [self._task("d2h", Stream.D2H, copy_us)] if copy_us else []
+        return [*copies, self._task("compress", _device_stream(step.device), us)]
+
+    def _decompress(self, step: Decompress) -> list[Task]:
+        compressor = self.strategy.compressor
+        assert compressor is not None, "a strategy decompresses what it compressed"
+        us = self.costs.decode_us(compressor, self.elements, self.ranks, step.device)
+        self.payload_bytes = None
+        if step.device is Device.GPU:
+            return [self._task("decompress", Stream.COMPUTE, us)]
+        # The last one is asked of the pool when the main thread has nothing left to launch.
+        is_last = step in self.strategy.stages[-1]
+        task = self._task("decompress", Stream.CPU, us, *([END_OF_BACKWARD] if is_last else []))
+        copy_us = self.costs.copy_us(self.dense_bytes)
+        return [task, self._task("h2d", Stream.H2D, copy_us)] if copy_us else [task]
+
+    def _collective(self, step: Collective) -> Task:
+        """Price a collective over what is there now, and note what is there then."""
+        if step.kind is CollectiveKind.REDUCE_SCATTER:
+            ranks = self.cluster.ranks_at(step.level)
+            self.segments = tuple(-(-size // ranks) for size in self.segments)
+            size = self.dense_bytes * ranks
+        else:
+            size = self.dense_bytes if self.payload_bytes is None else self.payload_bytes
+        if self.payload_bytes is not None and step.kind is CollectiveKind.ALL_GATHER:
+            self.ranks = self.cluster.ranks_at(step.level)
+        us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
+        # A strategy may gather twice: between hosts, then inside them.
+        is_second = self.gathered and step.kind is CollectiveKind.ALL_GATHER
+        self.gathered |= step.kind is CollectiveKind.ALL_GATHER
+        return self._task(str(step) if is_second else step.kind.value, _stream(step.level, self.cluster), us)
+
+    def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
+        """A task behind the bucket's previous one."""
+        task = Task(f"{what} {self.k}", stream, duration_us, after=(self.previous, *also_after))
+        self.previous = task.name
+        return task
+
+
+def _device_stream(device: Device) -> Stream:
+    return Stream.COMPUTE if device is Device.GPU else Stream.CPU
+
+
+def _stream(level: Level, cluster: Cluster) -> Stream:
+    """A flat collective is limited by the links between hosts, if there are several."""
+    if level is Level.INTRA or (level is Level.WORLD and cluster.hosts == 1):
+        return Stream.INTRA
+    return Stream.INTER

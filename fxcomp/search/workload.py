@@ -1,0 +1,64 @@
+"""What the search needs to know of a training step: when each gradient is ready, and what must run anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One parameter's gradient."""
+
+    name: str
+    elements: int
+    ready_us: float
+    """How long compute has worked, from the start of the step, when backward has made it."""
+    update_us: float
+    """What the optimizer needs for this parameter."""
+    is_vector: bool
+    """The parameter has at most one dimension: a bias or a norm's weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A step without its communication. Gradients are in the order in which they become ready."""
+
+    gradients: tuple[Gradient, ...]
+    backward_us: float
+    """The end of forward and backward."""
+    finish_us: float = 0.0
+    """What follows when every gradient has arrived: the norm and the coefficient of clipping."""
+    clips: bool = False
+    broadcast_bytes: int = 0
+    """Buffers that rank 0 shares with all, such as batch-norm statistics."""
+    broadcast_ready_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        ready = [gradient.ready_us for gradient in self.gradients]
+        assert ready == sorted(ready), "a workload's gradients are in ready order"
+        assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
+
+    @property
+    def free_us(self) -> float:
+        """The step if communication took no time."""
+        return self.backward_us + self.finish_us + sum(gradient.update_us for gradient in self.gradients)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(4 * gradient.elements for gradient in self.gradients)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Workload:
+        fields = dict(data)
+        return cls(gradients=tuple(Gradient(**gradient) for gradient in fields.pop("gradients")), **fields)
+
+    def __str__(self) -> str:
+        elements = sum(gradient.elements for gradient in self.gradients)
+        return (
+            f"{len(self.gradients)} gradients, {elements:,} elements, {self.free_us / 1e3:.4g} ms without communication"
+        )
