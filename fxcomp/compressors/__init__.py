@@ -2,9 +2,9 @@
 
 from fxcomp.compressors.base import BadCompressor, Compressor
 from fxcomp.compressors.bf16 import BF16
-from fxcomp.compressors.catalogue import parse_compressor
+from fxcomp.compressors.catalogue import compressor_of, parse_compressor
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.topk import TopK
 
-__all__ = ["BF16", "BadCompressor", "Compressor", "Int8", "Sign", "TopK", "parse_compressor"]
+__all__ = ["BF16", "BadCompressor", "Compressor", "Int8", "Sign", "TopK", "compressor_of", "parse_compressor"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+
+from torch._ops import OpOverload
 
 from fxcomp.compressors.base import BadCompressor, Compressor
 from fxcomp.compressors.bf16 import BF16
@@ -13,7 +15,7 @@ from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.topk import TopK
 
-CATALOGUE: dict[str, Callable[..., Compressor]] = {kind.name: kind for kind in (BF16, Int8, Sign, TopK)}
+CATALOGUE: dict[str, type[BF16] | type[Int8] | type[Sign] | type[TopK]] = {kind.name: kind for kind in (BF16, Int8, Sign, TopK)}
 
 
 def parse_compressor(text: str) -> Compressor:
@@ -34,6 +36,12 @@ def parse_compressor(text: str) -> Compressor:
     except (TypeError, ValueError) as error:
         raise BadCompressor(f"cannot read the compressor {text!r}: {error}; it is {name}{_usage(signature)}") from None
     return kind(**values)
+
+
+def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compressor:
+    """The compressor that an op of a graph belongs to, with the parameters that the node carries."""
+    kind = next(kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op))
+    return kind(*parameters)
 
 
 _READ: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}

@@ -1,0 +1,69 @@
+"""The text form of compressors, and what is said about a wrong one."""
+
+import pytest
+
+from fxcomp.compressors import BF16, BadCompressor, Compressor, Int8, Sign, TopK, parse_compressor
+from fxcomp.errors import BadOption
+
+
+@pytest.mark.parametrize(
+    ("text", "compressor"),
+    [
+        ("bf16", BF16()),
+        ("bf16()", BF16()),
+        ("int8", Int8(block=512)),
+        ("int8(block=128)", Int8(block=128)),
+        ("int8(128)", Int8(block=128)),
+        ("sign", Sign(block=512)),
+        ("topk(0.01)", TopK(0.01)),
+        (" topk( ratio = 1e-3 ) ", TopK(0.001)),
+        ("topk(1)", TopK(1.0)),
+    ],
+)
+def test_a_text_gives_the_compressor(text: str, compressor: Compressor) -> None:
+    assert parse_compressor(text) == compressor
+
+
+def test_a_default_is_not_written() -> None:
+    assert [str(c) for c in (Int8(), Int8(64), Sign(), Sign(64), TopK(1e-5))] == [
+        "int8",
+        "int8(block=64)",
+        "sign",
+        "sign(block=64)",
+        "topk(1e-05)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("itn8", "there is no compressor 'itn8'; did you mean 'int8'? There are bf16, int8, sign, topk"),
+        ("TopK(0.1)", "there is no compressor 'TopK'; did you mean 'topk'? There are bf16, int8, sign, topk"),
+        ("zstd", "there is no compressor 'zstd'; there are bf16, int8, sign, topk"),
+        ("topk(", "cannot read the compressor 'topk('; write for example int8(block=128) or topk(0.01)"),
+        (
+            "topk",
+            "cannot read the compressor 'topk': missing a required argument: 'ratio'; it is topk(ratio: float)",
+        ),
+        (
+            "int8(bloc=3)",
+            "cannot read the compressor 'int8(bloc=3)': got an unexpected keyword argument 'bloc'; "
+            "it is int8(block: int = 512)",
+        ),
+        (
+            "int8(1.5)",
+            "cannot read the compressor 'int8(1.5)': invalid literal for int() with base 10: '1.5'; "
+            "it is int8(block: int = 512)",
+        ),
+        ("int8(0)", "int8 needs a block of at least one value, not block=0"),
+        ("sign(12)", "sign needs a block of whole bytes, a multiple of 8, not block=12"),
+        ("topk(0)", "topk needs a ratio above 0 and at most 1, not 0.0"),
+        ("topk(nan)", "topk needs a ratio above 0 and at most 1, not nan"),
+    ],
+)
+def test_a_wrong_text_is_explained(text: str, complaint: str) -> None:
+    with pytest.raises(BadCompressor) as caught:
+        parse_compressor(text)
+    assert str(caught.value) == complaint
+    assert isinstance(caught.value, BadOption)
+    assert isinstance(caught.value, ValueError)

@@ -1,0 +1,161 @@
+"""Nothing is lost under error feedback, little is lost without, and the checks that say so notice planted bugs."""
+
+import pytest
+import torch
+from compressor_cases import (
+    COMPRESSORS,
+    EACH,
+    Broken,
+    decode,
+    encode,
+    gaussian,
+    laplace,
+    left_out,
+    plain_torch,
+    rounding_bias,
+    telescoping_error,
+)
+from torch import Tensor
+
+from fxcomp.compressors import BF16, Compressor, Int8, Sign, TopK
+
+SEGMENTS = (70_000, 513, 5)  # more than 65,536, and lengths that no block divides
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_what_was_sent_and_what_is_left_telescope_to_what_was_put_in(compressor: Compressor) -> None:
+    assert telescoping_error(compressor, SEGMENTS) < TOLERANCE
+    with plain_torch():
+        assert telescoping_error(compressor, SEGMENTS) < TOLERANCE
+
+
+def _flip_residual(value: Tensor, residual: Tensor | None, payload: Tensor) -> None:  # noqa: ARG001
+    if residual is not None:
+        residual.neg_()
+
+
+def _keep_all_as_residual(value: Tensor, residual: Tensor | None, payload: Tensor) -> None:  # noqa: ARG001
+    if residual is not None:
+        residual.copy_(value)
+
+
+def _drop_residual(value: Tensor, residual: Tensor | None, payload: Tensor) -> None:  # noqa: ARG001
+    if residual is not None:
+        residual.zero_()
+
+
+@pytest.mark.parametrize("bug", [_flip_residual, _keep_all_as_residual, _drop_residual])
+@pytest.mark.parametrize("compressor", EACH, ids=str)
+def test_telescoping_notices_a_wrong_residual(compressor: Compressor, bug: object) -> None:
+    assert telescoping_error(Broken(compressor, bug), SEGMENTS) > 100 * TOLERANCE  # type: ignore[arg-type]
+
+
+def test_telescoping_notices_places_cut_to_16_bits() -> None:
+    def cut_places(value: Tensor, residual: Tensor | None, payload: Tensor) -> None:  # noqa: ARG001
+        payload[4 * 700 : 8 * 700].view(torch.int32).bitwise_and_(0xFFFF)
+
+    with plain_torch():  # the kernel refuses places that do not ascend
+        assert telescoping_error(Broken(TopK(0.01), cut_places), SEGMENTS) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("compressor", [BF16(), Int8()], ids=str)
+def test_rounding_goes_either_way(compressor: Compressor) -> None:
+    assert abs(rounding_bias(compressor)) < 0.02
+
+
+def test_the_check_of_rounding_notices_flooring_which_error_feedback_hides() -> None:
+    def floor(value: Tensor, residual: Tensor | None, payload: Tensor) -> None:
+        blocks = -(-len(value) // 512)
+        scale = payload[: 4 * blocks].view(torch.float32).repeat_interleave(512)[: len(value)]
+        codes = (value / scale).floor()
+        payload[4 * blocks : 4 * blocks + len(value)] = codes.to(torch.int8).view(torch.uint8)
+        if residual is not None:
+            residual.copy_(value - codes * scale)
+
+    flooring = Broken(Int8(), floor)
+    assert telescoping_error(flooring, (70_000,)) < TOLERANCE
+    assert rounding_bias(flooring) < -0.5
+
+
+@pytest.mark.parametrize("compressor", EACH, ids=str)
+def test_a_sum_instead_of_the_mean_would_be_seen(compressor: Compressor) -> None:
+    payload = encode(compressor, gaussian(5000), None, (5000,))
+    one, four = (decode(compressor, payload.repeat(ranks), ranks, (5000,)) for ranks in (1, 4))
+    torch.testing.assert_close(four, one, rtol=1e-6, atol=0)
+
+
+# The part of the squared norm that is lost: measured on 131,072 values, and by formula where there is one.
+@pytest.mark.parametrize(
+    ("compressor", "gauss", "double_exponential"),
+    [
+        (Sign(), 0.36, 0.50),  # 1 - 2/pi and 1 - 1/2
+        (TopK(0.01), 0.92, 0.84),
+        (TopK(0.001), 0.99, 0.97),
+    ],
+    ids=str,
+)
+def test_a_compression_loses_as_much_as_theory_says(
+    compressor: Compressor, gauss: float, double_exponential: float
+) -> None:
+    assert left_out(compressor, gaussian(131_072)) == pytest.approx(gauss, rel=0.05)
+    assert left_out(compressor, laplace(131_072)) == pytest.approx(double_exponential, rel=0.05)
+
+
+@pytest.mark.parametrize("values", [gaussian(131_072), laplace(131_072)], ids=["gaussian", "laplace"])
+def test_int8_loses_a_twelfth_of_its_squared_step(values: Tensor) -> None:
+    step = values.view(-1, 512).abs().amax(dim=1) / 127
+    expected = (step.square().mean() / 12 / values.square().mean()).item()
+    assert left_out(Int8(), values) == pytest.approx(expected, rel=0.05)
+
+
+def test_bf16_loses_three_millionths() -> None:
+    assert left_out(BF16(), gaussian(131_072)) == pytest.approx(3e-6, rel=0.2)
+
+
+@pytest.mark.parametrize("values", [gaussian(131_072), laplace(131_072)], ids=["gaussian", "laplace"])
+def test_a_sign_loses_one_minus_the_squared_ratio_of_mean_and_root_mean_square(values: Tensor) -> None:
+    blocks = values.double().view(-1, 512)
+    expected = 1 - (512 * blocks.abs().mean(dim=1).square()).sum() / blocks.square().sum()
+    assert left_out(Sign(), values) == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3])
+def test_topk_loses_at_most_the_share_it_does_not_send(ratio: float) -> None:
+    for values in (gaussian(10_000), laplace(10_000), torch.ones(10_000)):
+        assert left_out(TopK(ratio), values) <= 1 - ratio + 1e-6
+
+
+def test_sign_without_error_feedback_is_stuck_where_with_it_it_converges() -> None:
+    """f = |x1 + x2| / 4 + |x1 - x2|: every gradient has the signs of (1, -1), so x1 + x2 never moves."""
+
+    def final_loss(residual: Tensor | None) -> float:
+        x = torch.ones(2)
+        for step in range(3000):
+            total, difference = x[0] + x[1], x[0] - x[1]
+            first = 0.25 * (1.0 if total >= 0 else -1.0)
+            second = 1.0 if difference >= 0 else -1.0
+            gradient = torch.tensor([first + second, first - second])
+            x -= 0.3 / (step + 1) ** 0.5 * decode(Sign(), encode(Sign(), gradient, residual, (2,)), 1, (2,))
+        return (0.25 * (x[0] + x[1]).abs() + (x[0] - x[1]).abs()).item()
+
+    assert final_loss(None) > 0.4
+    assert final_loss(torch.zeros(2)) < 0.02
+
+
+def test_topk_without_error_feedback_diverges_where_with_it_it_converges() -> None:
+    """Each of three ranks' largest entry points the wrong way: f_i = (a_i x)^2 + |x|^2 / 4."""
+    rows = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]])
+    top1 = TopK(0.1)
+
+    def final_loss(residuals: list[Tensor] | list[None]) -> float:
+        x = torch.ones(3)
+        for _ in range(100):
+            gradients = [2 * (row @ x) * row + x / 2 for row in rows]
+            pairs = zip(gradients, residuals, strict=True)
+            payloads = torch.cat([encode(top1, gradient, residual, (3,)) for gradient, residual in pairs])
+            x -= 0.05 * decode(top1, payloads, 3, (3,))
+        return ((rows @ x).square().mean() + x.square().sum() / 4).item()
+
+    assert final_loss([None, None, None]) > 1e6
+    assert final_loss([torch.zeros(3) for _ in range(3)]) < 1e-3

@@ -1,0 +1,51 @@
+"""Finding the kernels, and the scaled copy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressor_cases import WITH_KERNELS, assert_same_bits, gaussian, plain_torch
+
+from fxcomp.compressors import TopK, kernels
+from fxcomp.compressors.pack import scale_copy
+
+
+@WITH_KERNELS
+def test_built_kernels_are_described() -> None:
+    path = kernels.kernel_path()
+    assert path is not None
+    assert kernels.describe() == f"compression on the CPU: C++ kernels ({path.name})"
+
+
+def test_missing_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_path", lambda: None)
+    assert kernels.describe() == (
+        "compression on the CPU: plain torch (no kernels; install fxcomp where a C++ compiler is found)"
+    )
+
+
+def test_kernels_of_another_version_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_path", lambda: Path("_kernels.abi3.so"))
+    monkeypatch.setattr(kernels, "_library", lambda: None)
+    assert not kernels.can_run_on(torch.zeros(1))
+    assert kernels.describe() == (
+        "compression on the CPU: plain torch (_kernels.abi3.so is from another version; install fxcomp again)"
+    )
+
+
+@WITH_KERNELS
+def test_a_payload_with_places_outside_its_segment_is_refused() -> None:
+    payload = torch.cat([torch.ones(1), torch.tensor([100], dtype=torch.int32).view(torch.float32)]).view(torch.uint8)
+    with pytest.raises(AssertionError, match="a payload names places outside its segment"):
+        TopK(0.01).decode(payload, 1, (100,), torch.zeros(100))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_copy_is_the_same_with_and_without_kernels(dtype: torch.dtype) -> None:
+    for source in (gaussian(0), gaussian(70_001), gaussian(60).view(6, 10).T):
+        by_kernel, by_torch = torch.empty(source.numel(), dtype=dtype), torch.empty(source.numel(), dtype=dtype)
+        scale_copy(source, 1 / 3, by_kernel)
+        with plain_torch():
+            scale_copy(source, 1 / 3, by_torch)
+        assert_same_bits(by_kernel, by_torch)
+        assert_same_bits(by_kernel, (source * (1 / 3)).flatten().to(dtype))
