@@ -18,7 +18,7 @@ from fxcomp.job import Job
 
 BASELINES = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd")
 FXCOMP = {"fxcomp": "balanced", "fxcomp_lossless": "lossless", "fxcomp_aggressive": "aggressive"}  # and their modes
-FREE = ("free",)  # steps without a network; the fastest counts
+FREE = ("free",)  # steps without a network; the fastest counts, so an emitted step without transport joins here
 
 
 @dataclass

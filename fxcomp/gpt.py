@@ -95,7 +95,7 @@ def gpt_job(config: GPTConfig | None = None, *, seed: int = 0, batch_size: int =
     config = config or GPTConfig()
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     model = GPT(config)
-    text = _text()
+    text = training_text()
 
     def next_batch(step: int, rank: int) -> Batch:
         return draw_batch(text.train, step=step, rank=rank, size=batch_size, context=config.context, seed=seed)
@@ -111,7 +111,7 @@ def gpt_job(config: GPTConfig | None = None, *, seed: int = 0, batch_size: int =
 
 
 @functools.cache
-def _text() -> Text:
+def training_text() -> Text:
     return load_text()
 
 
