@@ -95,7 +95,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
         set_rate(inter)
         say_note.prefix = f"{inter}: "
         # What fxcomp measures and plans belongs to this link.
-        contestants = [lasting[name] if name in lasting else make(name) for name in names]
+        compiled = {name: make(name) for name in names if name in FXCOMP}
+        run_each(compiled.values(), batches, rank, WARM_UP_STEPS)
+        contestants = [(lasting | compiled)[name] for name in names]
         turns = take_turns(contestants, arguments, batches, rank, say_note)
         set_rate(UNSHAPED)
         for turn, contestant in zip(turns, contestants, strict=True):
@@ -131,7 +133,7 @@ def take_turns(
     turns = {
         c.name: Turns(c.name, predicted_ms=c.predicted_ms, predicted_free_ms=c.predicted_free_ms) for c in contestants
     }
-    round_s = run_each(contestants, batches, rank, WARM_UP_STEPS) / WARM_UP_STEPS
+    round_s = run_each(contestants, batches, rank, 1)
     steps, blocks = choose_lengths(round_s, arguments)
     say_note(f"{blocks} rounds, blocks of {steps} steps, about {blocks * steps * round_s:.0f} s")
     sent: dict[str, list[float]] = {c.name: [] for c in contestants}
@@ -363,6 +365,7 @@ def contest(arguments: argparse.Namespace) -> None:
     found: list[dict[str, object]] = []
     sections: list[str] = []
     model = Path(arguments.model.rpartition(":")[0] or arguments.model).stem
+    load_job(arguments.model)  # here too, so that a mistake in it is told before ranks start
 
     def hear(_rank: int, line: str) -> None:
         if not line.startswith(MARK):

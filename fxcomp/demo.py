@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from fxcomp.errors import FxcompError
 from fxcomp.hosts import ShapedHosts, join, run_ranks, sent_by_this_host, why_not
 
 if TYPE_CHECKING:  # the parent starts ranks and prints; it need not load torch
@@ -268,7 +269,11 @@ def main() -> int:
     if arguments.rank_worker:
         rank_main(arguments.steps)
         return 0
-    return run_demo(inter=arguments.inter, steps=arguments.steps, as_json=arguments.json)
+    try:
+        return run_demo(inter=arguments.inter, steps=arguments.steps, as_json=arguments.json)
+    except FxcompError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
