@@ -1,1 +1,180 @@
 """The private parts of torch that we need, in one place, and what differs between torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+# Tracing
+
+
+def fake_mode() -> tuple[FakeTensorMode, ShapeEnv]:
+    """A fake mode that lets constants of the model (tensors that are no buffers) into the graph."""
+    shapes = ShapeEnv()
+    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
+
+
+def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int], name: str) -> Any:
+    """A fake tensor whose named dimensions are symbols; other values pass."""
+    if not isinstance(value, Tensor):
+        return value
+    if not dims:
+        return mode.from_tensor(value, static_shapes=True)
+    sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * value.dim())
+    return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
+
+
+def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
+    """A float symbol with a hint: comparisons decide by the hint, arithmetic becomes nodes."""
+    source = ConstantSource(f"live_{name}".replace(".", "_"))
+    symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
+    """Trace a function of fake inputs into ATen operators."""
+    return make_fx(function, tracing_mode="real")(*inputs)
+
+
+def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """Trace again without in-place operators and views of written tensors."""
+
+    def run(*flat: Any) -> Any:
+        return Interpreter(traced).run(*flat)
+
+    return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*inputs)
+
+
+def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
+    """Whether other batch tensors satisfy what tracing assumed about symbolic sizes."""
+    tensors = [leaf for leaf in batch if isinstance(leaf, Tensor)]
+    if not any(isinstance(size, torch.SymInt) for leaf in tensors for size in leaf.shape):
+        return lambda _: True
+
+    def holds(leaves: Sequence[Any]) -> bool:
+        real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return shapes.evaluate_guards_for_args(tensors, real, ignore_static=False)
+
+    return holds
+
+
+def is_random(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def is_profiler(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler"
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a node must stay although nobody uses its value."""
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or is_random(target))
+
+
+# Process groups
+
+
+def default_store() -> dist.Store:
+    """The store behind the default process group, with keys of our own."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore("fxcomp", store)
+
+
+def group_timeout() -> timedelta:
+    """How long the default process group waits for a rank, as init_process_group was told."""
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(group._device_types[0])
+    return backend.options._timeout
+
+
+def host_name() -> str:
+    """What tells this host from others. Namespaces of one machine share a name, but not their network."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net') if os.path.exists('/proc/self/ns/net') else ''}".strip()
+
+
+# Compiling and files
+
+
+def standalone_compile(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor's code for a graph of fake inputs; returns a function of real ones with a tuple of results."""
+    from torch._inductor import standalone_compile as compile_graph
+
+    return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file or nothing; another process may write the same one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def cache_directory() -> Path:
+    """Where fxcomp keeps what it can make again."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fxcomp"
+
+
+# Prices
+
+
+def flops(target: Any, args: Sequence[Any], out: Any) -> float:
+    """What torch's flop counter says of an operator's call on fake values; 0 if it does not know it."""
+    from torch.utils.flop_counter import flop_registry
+
+    count = flop_registry.get(getattr(target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    try:
+        return float(size_hint(count(*args, out_val=out)))
+    except (TypeError, ValueError, AssertionError, AttributeError):
+        return 0.0
+
+
+def size_hint(size: Any) -> int:
+    """A symbolic size as the number that it was traced with."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given; the CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def processor_name() -> str:
+    """The processor as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,181 @@
+"""Measure what a plan is judged by, on the job itself: the emitted dense step with all ranks running, and the live links."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.cluster import Cluster
+from fxcomp.codegen.load import replace_regions
+from fxcomp.codegen.regions import Region, cut
+from fxcomp.compressors import Compressor, kernels_available
+from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
+from fxcomp.cost.table import AlphaBeta, CostTable, Measured
+from fxcomp.graph.info import info
+from fxcomp.graph.work import is_free, work_key
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transport import Transport
+from fxcomp.step import CompiledStep, Variant
+from fxcomp.strategy import CollectiveKind, Device
+
+SLOW_STEP_S = 2.0
+"""A step slower than this is measured fewer times."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """A step as it was run, in µs: as a whole, and each region."""
+
+    step_us: float
+    spread: float
+    region_us: Mapping[str, float]
+
+
+# The machine
+
+
+def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
+    """Compressors and memory of this machine, from the user's cache or measured now (about 2 s)."""
+
+    def build() -> CostTable:
+        pack, roofline = measure_memory(device)
+        table = CostTable(
+            hardware=hardware(device),
+            versions=versions(),
+            date=date.today().isoformat(),
+            source="measured",
+            roofline=roofline,
+            pack_gb_per_s=pack,
+            copy_gb_per_s=measure_copy(device),
+        )
+        points = measure_compressors(compressors, on=device)
+        points |= measure_compressors(compressors, device=Device.CPU)
+        return replace(table, compressors=points)
+
+    return CostTable.cached(hardware(device), versions(), build)
+
+
+def hardware(device: torch.device) -> str:
+    """What measured numbers belong to: processor or GPU, and the threads that torch may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{compat.processor_name()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> str:
+    """What else changes the numbers: torch, Python, and whether the kernels are built."""
+    kernels = "kernels" if kernels_available() else "no kernels"
+    return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
+
+
+# The links
+
+
+def live_links(transport: Transport, cluster: Cluster, device: torch.device) -> dict[Any, AlphaBeta]:
+    """Fit α and bandwidth to collectives on the running process groups, in under 3 s. Every rank takes part."""
+
+    def seconds(kind: CollectiveKind, level: Any, size: int) -> float:
+        ranks = cluster.ranks_at(level)
+        elements = max(1, size // 4)
+        value = torch.zeros(elements, device=device)
+        out = torch.empty(ranks * elements, device=device) if kind is CollectiveKind.ALL_GATHER else value
+        _barrier(transport, device)
+        start = time.perf_counter()
+        if kind is CollectiveKind.ALL_GATHER:
+            transport.all_gather(value, out, level.value, "main").wait()
+        else:
+            transport.all_reduce(value, level.value, "main").wait()
+        compat.synchronize(device)
+        return _slowest(transport, time.perf_counter() - start, device)
+
+    return measure_collectives(seconds, cluster)
+
+
+def _barrier(transport: Transport, device: torch.device) -> None:
+    transport.all_reduce(torch.zeros(1, device=device), "world", "main").wait()
+    compat.synchronize(device)
+
+
+def _slowest(transport: Transport, seconds: float, device: torch.device) -> float:
+    """The same number on every rank: the ranks' largest."""
+    mine = torch.tensor([seconds], dtype=torch.float32, device=device)
+    everyone = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
+    transport.all_gather(mine, everyone, "world", "main").wait()
+    return float(everyone.max().item())
+
+
+# The step
+
+
+def measure_step(step: CompiledStep, variant: Variant, transport: Transport, leaves: Sequence[Any], repeats: int) -> StepMeasurement:
+    """Run an emitted step on copies of everything it changes, and time its regions.
+
+    Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before afterwards.
+    """
+    runtime = Runtime(transport)
+    scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
+    device = step.training.owned[0].parameter.device
+    times: dict[str, list[float]] = {}
+    original = dict(variant.module.__dict__)
+    replace_regions(variant.module, lambda name, run: _timed(name, run, times, device))
+    totals: list[float] = []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for _ in range(repeats + 1):
+                compat.synchronize(device)
+                start = time.perf_counter()
+                variant.module.step(runtime, *scratch)
+                compat.synchronize(device)
+                totals.append(1e6 * (time.perf_counter() - start))
+    finally:
+        variant.module.__dict__.update(original)
+        runtime.close()
+    warm = totals[1:]
+    return StepMeasurement(
+        step_us=statistics.median(warm),
+        spread=(max(warm) - min(warm)) / statistics.median(warm),
+        region_us={name: statistics.median(found[1:]) for name, found in times.items()},
+    )
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _timed(name: str, run: Callable[..., Any], times: dict[str, list[float]], device: torch.device) -> Callable[..., Any]:
+    def measured(*inputs: Any) -> Any:
+        compat.synchronize(device)
+        start = time.perf_counter()
+        result = run(*inputs)
+        compat.synchronize(device)
+        times.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        return result
+
+    return measured
+
+
+def apportion(variant: Variant, region_us: Mapping[str, float], spread: float, source: str) -> dict[str, Measured]:
+    """Share each region's time out to its nodes, by the costs that they are annotated with now.
+
+    A key that occurs more than once gets the mean, so that the sum over the step stays what was measured.
+    """
+    found: dict[str, list[float]] = {}
+    for piece in cut(variant.graph):
+        if not isinstance(piece, Region) or piece.name not in region_us:
+            continue
+        working = [node for node in piece.nodes if not is_free(node)]
+        expected = sum(info(node).cost_us or 0.0 for node in working)
+        for node in working:
+            share = (info(node).cost_us or 0.0) / expected if expected else 1 / len(working)
+            found.setdefault(work_key(node), []).append(share * region_us[piece.name])
+    return {key: Measured(statistics.fmean(us), spread, source) for key, us in found.items()}

@@ -1,0 +1,565 @@
+"""Capture the whole training step: forward, backward and the user's own optimizer, as one flat FX graph.
+
+    loss_fn(model, batch) ─make_fx─► forward and backward, functionalized ─┐
+    optimizer.step()      ─make_fx─► one small in-place graph a parameter  ├─► one graph; inputs and gradients labelled
+    clip_grad_norm_       ─make_fx─► norm, coefficient, scaled gradients  ─┘
+
+The optimizer stays in place, right behind its gradient: no copies of parameters. Numbers that schedulers change (the
+learning rate, momenta, betas, weight decay) are inputs of the graph, so that they stay live without another capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxcomp import compat, errors
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
+"""Hyper-parameters that are inputs of the graph. Whether one is zero is still part of the capture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A trainable parameter: its first name in the model, and the optimizer's group that updates it."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The captured step and what must be known to feed it."""
+
+    graph: GraphModule
+    aux_spec: pytree.TreeSpec | None
+    has_aux: bool
+    gradient_names: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+    guard: Callable[[Sequence[Tensor]], bool]
+    """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
+
+
+# What the user hands in
+
+
+def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Owned, ...]:
+    """Match the optimizer's parameters with the model's. Raises for everything that cannot be captured rightly."""
+    _check_optimizer(optimizer)
+    _check_devices(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise errors.ForeignParameter(
+                    f"the optimizer updates a parameter that the model does not own: number {place} of parameter "
+                    f"group {index}, shape {tuple(parameter.shape)}.\n"
+                    "  Build the optimizer from this model's parameters, after the model has been moved or wrapped."
+                )
+            group_of[id(parameter)] = index
+    owned: list[Owned] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in group_of:
+            warnings.warn(
+                f"fxcomp: no parameter group updates {name!r}: it stays as it is and its gradient is not reduced. "
+                "Give it to the optimizer, or set requires_grad=False.",
+                stacklevel=4,
+            )
+            continue
+        _check_parameter(name, parameter)
+        owned.append(Owned(name, parameter, group_of[id(parameter)]))
+    if not owned:
+        raise errors.UnsupportedParameter("the optimizer updates no trainable parameter of the model")
+    return tuple(owned)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    known = ", ".join(cls.__name__ for cls in OPTIMIZERS)
+    if type(optimizer) not in OPTIMIZERS:
+        raise errors.UnsupportedOptimizer(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer that fxcomp captures.\n"
+            f"  Use torch.optim's {known}, or torch.compile(model, backend='fxcomp'), which leaves the optimizer yours."
+        )
+    hooks = [kind for kind in ("pre", "post") if getattr(optimizer, f"_optimizer_step_{kind}_hooks")]
+    if hooks:
+        raise errors.UnsupportedOptimizer(
+            f"the optimizer has step {' and '.join(hooks)} hooks, which a captured step would not call.\n"
+            "  Remove them, or call their work around step(batch)."
+        )
+    for option in ("differentiable", "capturable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise errors.UnsupportedOptimizer(f"{option}=True is not captured: build the optimizer without it")
+
+
+def _check_devices(model: nn.Module) -> None:
+    devices: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        devices.setdefault(str(tensor.device), name)
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise errors.MixedDevices(f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device).")
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype is not torch.float32:
+        raise errors.UnsupportedParameter(
+            f"the parameter {name!r} is {parameter.dtype}; only float32 parameters can be trained.\n"
+            "  Keep the parameters in float32 and use torch.autocast inside the loss function."
+        )
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise errors.UnsupportedParameter(
+            f"the parameter {name!r} has a gradient hook, which a captured step would not call.\n"
+            "  Remove it, or do its work in the loss function."
+        )
+
+
+# Capturing
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    owned: Sequence[Owned],
+    *,
+    max_grad_norm: float | None = None,
+    dynamic_dims: Mapping[int, frozenset[int]] | None = None,
+) -> Captured:
+    """Trace one training step on fake tensors; nothing of the user's is changed.
+
+    `dynamic_dims` names the dimensions of batch tensors (by leaf index) whose size may vary. Outputs of the graph: the
+    loss, then the auxiliary tensors; buffers and parameters change in place.
+    """
+    fakes = _Fakes(model, owned, batch, dynamic_dims or {})
+    body, layout = _trace_forward_backward(model, loss_fn, owned, fakes)
+    _check_body(body, model)
+    return _assemble(body, layout, optimizer, owned, fakes, max_grad_norm)
+
+
+class _Fakes:
+    """Fake stand-ins for everything that enters the step."""
+
+    def __init__(self, model: nn.Module, owned: Sequence[Owned], batch: Any, dynamic: Mapping[int, frozenset[int]]):
+        self.mode, self.shapes = compat.fake_mode()
+        # The optimizer's live numbers are symbols too; apart, they are no conditions on the batch's shapes.
+        self.update_mode, self.update_shapes = compat.fake_mode()
+        self.parameters = [(name, p, self.of(p)) for name, p in model.named_parameters()]
+        self.buffers = [(name, b, self.of(b)) for name, b in model.named_buffers()]
+        leaves, self.batch_spec = pytree.tree_flatten(batch)
+        self.batch = [
+            compat.fake_with_dynamic_dims(self.mode, leaf, dynamic.get(i, frozenset()), f"batch_{i}")
+            for i, leaf in enumerate(leaves)
+        ]
+        self.trainable = [owner.name for owner in owned]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the outputs of the forward and backward graph are."""
+
+    has_aux: bool
+    aux_spec: pytree.TreeSpec | None
+    aux_count: int
+    gradient_names: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+
+
+def _trace_forward_backward(
+    model: nn.Module, loss_fn: LossFn, owned: Sequence[Owned], fakes: _Fakes
+) -> tuple[GraphModule, _Layout]:
+    layout: list[_Layout] = []
+
+    def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
+        with _swapped(model, fakes, parameters, buffers):
+            loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
+            by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
+            gradients = torch.autograd.grad(loss, [by_name[o.name] for o in owned], allow_unused=True)
+        aux_leaves, aux_spec = pytree.tree_flatten(aux)
+        named = [(o.name, g) for o, g in zip(owned, gradients, strict=True)]
+        layout.append(
+            _Layout(
+                has_aux=has_aux,
+                aux_spec=aux_spec if has_aux else None,
+                aux_count=len(aux_leaves),
+                gradient_names=tuple(name for name, g in named if g is not None),
+                without_gradient=tuple(name for name, g in named if g is None),
+            )
+        )
+        aux_tensors = [leaf.detach() if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in aux_leaves]
+        return [loss.detach(), *aux_tensors, *(g for g in gradients if g is not None)]
+
+    inputs = ([f for _, _, f in fakes.parameters], [f for _, _, f in fakes.buffers], fakes.batch)
+    with fakes.mode, _as_capture_failure(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
+        traced = compat.trace(forward_backward, inputs)
+        flat = [value for part in inputs for value in part]
+        functional = compat.trace_functional(traced, flat)
+    _restore_random_order(functional)
+    return functional, layout[0]
+
+
+_FRESH = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+_RANDOM_IN_PLACE = {
+    torch.ops.aten.bernoulli.p: torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.uniform.default: torch.ops.aten.uniform_.default,
+    torch.ops.aten.normal_functional.default: torch.ops.aten.normal_.default,
+    torch.ops.aten.exponential.default: torch.ops.aten.exponential_.default,
+}
+
+
+def _restore_random_order(body: GraphModule) -> None:
+    """Fill fresh tensors with random numbers in place again, as eager does.
+
+    The functional operator makes a contiguous result; in place, numbers go in the order of memory. For a transposed tensor the
+    same draws then land elsewhere, and a dropout mask would not be eager's.
+    """
+    for node in body.graph.nodes:
+        if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
+            node.target = _RANDOM_IN_PLACE[node.target]
+
+
+def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
+    has_aux = isinstance(result, tuple) and len(result) == 2
+    loss, aux = result if has_aux else (result, ())
+    if not isinstance(loss, Tensor):
+        raise errors.LossNotScalar(
+            f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
+            "  For a model that returns an output object, return its loss: lambda model, batch: model(**batch).loss"
+        )
+    if loss.dim() != 0:
+        raise errors.LossNotScalar(
+            f"loss_fn returned a loss of shape {tuple(loss.shape)}; it must be a scalar.\n"
+            "  Reduce it in loss_fn, for example with .mean()."
+        )
+    if not loss.requires_grad:
+        raise errors.LossNotScalar("the loss does not depend on any trainable parameter: nothing to train")
+    return loss, aux, has_aux
+
+
+@contextlib.contextmanager
+def _swapped(model: nn.Module, fakes: _Fakes, parameters: list[Tensor], buffers: list[Tensor]) -> Iterator[None]:
+    """Put traced tensors in place of the model's parameters and buffers, tied ones in every place."""
+    stand_in: dict[int, Tensor] = {id(p): t for (_, p, _), t in zip(fakes.parameters, parameters, strict=True)}
+    stand_in |= {id(b): t for (_, b, _), t in zip(fakes.buffers, buffers, strict=True)}
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                saved.append((table, dict(table)))
+                for name, tensor in saved[-1][1].items():
+                    if tensor is not None:
+                        table[name] = stand_in[id(tensor)]
+            _refresh_flat_weights(module)
+        yield
+    finally:
+        for table, original in saved:
+            table.clear()
+            table.update(original)
+        for module in model.modules():
+            _refresh_flat_weights(module)
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent layers keep their weights a second time, in a list."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+@contextlib.contextmanager
+def _as_capture_failure() -> Iterator[None]:
+    """Say what to do where torch's tracing gives up."""
+    try:
+        yield
+    except errors.FxcompError:
+        raise
+    except compat.DATA_DEPENDENT as error:
+        raise errors.CaptureFailed(
+            "the step decides by the values of tensors, which one graph cannot.\n"
+            f"  {_first_line(error)}\n"
+            "  Move the decision out of loss_fn, or compute both sides and select with torch.where."
+        ) from error
+    except Exception as error:
+        raise errors.CaptureFailed(
+            f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n"
+            "  The error above this one shows the line. Reentrant activation checkpointing, custom C++ autograd and"
+            " Python that reads tensors' values do not trace."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _check_body(body: GraphModule, model: nn.Module) -> None:
+    """Refuse what traces, but would train wrongly."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    loss = body.graph.output_node().args[0][0]  # type: ignore[index]
+    seen_loss = False
+    for node in body.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(body, str(node.target))
+            if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False):
+                name = parameters.get(id(value), str(node.target))
+                raise errors.CaptureFailed(
+                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its present value.\n"
+                    "  Reach every parameter through the model's own attributes."
+                )
+        if seen_loss and node.op == "call_function" and compat.is_random(node.target):
+            raise errors.RandomRecomputation(
+                f"the backward pass draws random numbers ({node.target}): activation checkpointing around dropout.\n"
+                "  Its recomputation would draw other numbers than the forward pass drew, and gradients would be wrong without"
+                " a sign.\n  Switch checkpointing off for blocks with dropout, or set their dropout to 0."
+            )
+        seen_loss = seen_loss or node is loss
+
+
+# The optimizer and clipping
+
+
+def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a parameter group that are inputs of the graph; betas count as two. Zeros are baked in."""
+    found: dict[str, float] = {}
+    for key in LIVE_NUMBERS:
+        value = group.get(key)
+        values = value if isinstance(value, tuple | list) else (value,)
+        for i, number in enumerate(values):
+            if isinstance(number, Tensor):
+                number = number.item()
+            if isinstance(number, int | float) and not isinstance(number, bool) and (key == "lr" or number != 0):
+                found[f"{key}_{i}" if len(values) > 1 else key] = float(number)
+    return found
+
+
+def _with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with other numbers in place of the live ones."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    for key, value in options.items():
+        if isinstance(value, tuple | list):
+            options[key] = tuple(numbers.get(f"{key}_{i}", item) for i, item in enumerate(value))
+        elif key in numbers:
+            options[key] = numbers[key]
+    return options
+
+
+def state_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
+    """The names of the optimizer's state tensors of a parameter."""
+    return tuple(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
+
+
+def fresh_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over one parameter."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+    return type(optimizer)([parameter], **options)  # type: ignore[call-arg]
+
+
+def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> frozenset[str]:
+    """Create the optimizer's state where its first step would, all zero; returns the names that were fresh.
+
+    Runs the optimizer's own class once on a zero parameter with a zero gradient, so no knowledge of its state is needed.
+    """
+    fresh: set[str] = set()
+    for owner in owned:
+        if optimizer.state.get(owner.parameter):
+            # SGD stores momentum_buffer=None where there is no momentum.
+            if any(isinstance(value, Tensor) for value in optimizer.state[owner.parameter].values()):
+                continue
+        stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
+        stand_in.grad = torch.zeros_like(stand_in)
+        shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
+        shadow.step()
+        state = shadow.state[stand_in]
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+        optimizer.state[owner.parameter] = dict(state)
+        fresh.add(owner.name)
+    return frozenset(fresh)
+
+
+def _trace_update(
+    optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], fakes: _Fakes
+) -> GraphModule:
+    """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers."""
+    group = optimizer.param_groups[owner.group]
+    numbers = live_numbers(group)
+    symbols = [compat.live_number(fakes.update_shapes, value, f"{owner.group}.{key}") for key, value in numbers.items()]
+    state = optimizer.state[owner.parameter]
+
+    def update(parameter: Tensor, gradient: Tensor, tensors: list[Tensor], live: list[Any]) -> tuple[()]:
+        shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
+        options = _with_live(group, dict(zip(numbers, live, strict=True)))
+        shadow.param_groups[0].update(options, foreach=False, params=[parameter])
+        shadow.state.clear()
+        shadow.state[parameter] = {**state, **dict(zip(keys, tensors, strict=True))}
+        parameter.grad = gradient
+        with torch.no_grad():
+            shadow.step()
+        return ()
+
+    fake = fakes.update_mode.from_tensor
+    parameter = fake(owner.parameter.detach(), static_shapes=True)
+    tensors = [fake(state[key], static_shapes=True) for key in keys]
+    with fakes.update_mode:
+        return compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
+
+
+def _trace_clip(parameters: Sequence[Tensor], max_norm: float, fakes: _Fakes) -> GraphModule:
+    """Trace global-norm clipping as torch.nn.utils.clip_grad_norm_ does it."""
+
+    def clip(gradients: list[Tensor]) -> list[Tensor]:
+        total = torch.nn.utils.get_total_norm(gradients, foreach=False)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        return [gradient * coefficient for gradient in gradients]
+
+    gradients = [fakes.update_mode.from_tensor(p.detach(), static_shapes=True) for p in parameters]
+    with fakes.update_mode:
+        return compat.trace(clip, (gradients,))
+
+
+# One graph
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Operators that mean something to autograd alone."""
+
+
+def _assemble(
+    body: GraphModule,
+    layout: _Layout,
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[Owned],
+    fakes: _Fakes,
+    max_grad_norm: float | None,
+) -> Captured:
+    builder = _Builder(body)
+    owners = {owner.name: owner for owner in owned}
+
+    parameters = {name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in fakes.parameters}
+    buffers = [builder.input(name, fake, Source(InputKind.BUFFER, name)) for name, _, fake in fakes.buffers]
+    states: dict[str, list[Node]] = {}
+    for name in layout.gradient_names:
+        owner = owners[name]
+        states[name] = [
+            builder.input(f"{name}_{key}", fakes.of(optimizer.state[owner.parameter][key]), Source(InputKind.STATE, name, key))
+            for key in state_keys(optimizer, owner.parameter)
+        ]
+    numbers = {
+        index: [
+            builder.input(f"{key}_{index}" if len(optimizer.param_groups) > 1 else key, number, Source(InputKind.HYPER, key=key, index=index))
+            for key, number in live_numbers(group).items()
+        ]
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    batch = [builder.input(f"batch_{i}", fake, Source(InputKind.BATCH, index=i)) for i, fake in enumerate(fakes.batch)]
+
+    outputs = builder.splice(body, [*parameters.values(), *buffers, *batch], Role.COMPUTE)
+    loss_and_aux, gradients = outputs[: 1 + layout.aux_count], outputs[1 + layout.aux_count :]
+    gradients = [builder.mark_gradient(node, name) for node, name in zip(gradients, layout.gradient_names, strict=True)]
+
+    if max_grad_norm is not None and gradients:
+        clip = _trace_clip([owners[name].parameter for name in layout.gradient_names], max_grad_norm, fakes)
+        clipped = builder.splice(clip, gradients, Role.CLIP)
+    else:
+        clipped = gradients
+
+    traced: dict[Any, GraphModule] = {}
+    for name, gradient in zip(layout.gradient_names, clipped, strict=True):
+        owner = owners[name]
+        keys = state_keys(optimizer, owner.parameter)
+        likeness = (owner.group, owner.parameter.shape, owner.parameter.stride(), keys)
+        if likeness not in traced:
+            traced[likeness] = _trace_update(optimizer, owner, keys, fakes)
+        inputs = [parameters[name], gradient, *states[name], *numbers[owner.group]]
+        builder.splice(traced[likeness], inputs, Role.UPDATE, parameter=name)
+
+    builder.output(loss_and_aux)
+    return Captured(
+        graph=builder.finish(),
+        aux_spec=layout.aux_spec,
+        has_aux=layout.has_aux,
+        gradient_names=layout.gradient_names,
+        without_gradient=layout.without_gradient,
+        guard=compat.shape_guard(fakes.shapes, fakes.batch),
+    )
+
+
+class _Builder:
+    """Copies traced pieces into one graph."""
+
+    def __init__(self, body: GraphModule):
+        self.root = body
+        self.graph = Graph()
+
+    def input(self, name: str, value: Any, source: Source) -> Node:
+        node = self.graph.placeholder(re.sub(r"\W", "_", name))
+        node.meta["val"] = value
+        return set_info(node, NodeInfo(Role.INPUT, parameter=source.name or None, source=source))
+
+    def splice(self, piece: GraphModule, inputs: Sequence[Node], role: Role, *, parameter: str | None = None) -> list[Node]:
+        """Copy a piece's nodes behind what is there; returns what its output names."""
+        supplied = iter(inputs)
+        copies: dict[Node, Node] = {}
+        for node in piece.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(supplied)
+            elif node.op == "output":
+                return [copies[value] for value in pytree.tree_leaves(node.args[0])]
+            elif node.target in _ALIASES:
+                copies[node] = copies[node.args[0]]
+            elif not compat.is_profiler(node.target):
+                copy = self.graph.node_copy(node, lambda n: copies[n])
+                if node.op == "get_attr":
+                    copy.target = self._adopt(getattr(piece, str(node.target)))
+                copies[node] = set_info(copy, NodeInfo(role, parameter=parameter))
+        raise AssertionError("a traced piece has no output")
+
+    def _adopt(self, constant: Tensor) -> str:
+        """Keep a constant of the step under a name of its own."""
+        taken = sum(1 for name in vars(self.root) if name.startswith("constant_"))
+        name = f"constant_{taken}"
+        setattr(self.root, name, constant)
+        return name
+
+    def mark_gradient(self, node: Node, parameter: str) -> Node:
+        """Label the node that makes a gradient; one that is shared or an input gets an alias of its own."""
+        known: NodeInfo = node.meta["fxcomp"]
+        if known.role is not Role.COMPUTE:
+            value = node.meta["val"]
+            node = self.graph.call_function(torch.ops.aten.alias.default, (node,))
+            node.meta["val"] = value
+        return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
+
+    def output(self, values: Sequence[Node]) -> None:
+        set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))
+
+    def finish(self) -> GraphModule:
+        self.graph.eliminate_dead_code(lambda node: compat.has_effect(node))
+        module = GraphModule(self.root, self.graph, class_name="TrainingStep")
+        module.graph.lint()
+        return module

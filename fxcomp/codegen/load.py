@@ -1,0 +1,41 @@
+"""Turn emitted source into a callable, saved where tracebacks and people find it."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxcomp import compat
+
+
+def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
+    """Save the source in `directory` and run it as a module; `gm` supplies the graph's constants.
+
+    The file's name is the source's own digest, so that ranks of one host may write it at the same time. A directory that
+    cannot be written to is no reason to fail: the source is then kept in memory alone.
+    """
+    name = f"step_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    path = directory / f"{name}.py"
+    try:
+        compat.write_atomically(path, source)
+    except OSError:
+        lines = source.splitlines(keepends=True)
+        linecache.cache[str(path)] = (len(source), None, lines, str(path))
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    module.__dict__.update({n.name: getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"})
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
+
+
+def replace_regions(module: ModuleType, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put something in place of each region's function: a compiled one, or one that measures."""
+    for name, value in list(module.__dict__.items()):
+        if callable(value) and name.startswith(("region_", "update_")):
+            module.__dict__[name] = replacement(name, value)

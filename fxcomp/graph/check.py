@@ -1,0 +1,78 @@
+"""Check what must hold of a graph after every pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.edit import gradients, is_collective
+from fxcomp.graph.info import InputKind, Role, has_info, info
+from fxcomp.graph.ops import WAIT
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    node: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"%{self.node}: {self.problem}"
+
+
+def check(gm: GraphModule) -> list[Violation]:
+    """The broken invariants of a labelled graph; an empty list is a good graph."""
+    labelled = [node for node in gm.graph.nodes if has_info(node)]
+    if len(labelled) < len(gm.graph.nodes):
+        return []  # not labelled yet: nothing can be said
+    return [*_unawaited(gm), *_reduced_twice(gm), *_lost_residuals(gm), *_early_updates(gm)]
+
+
+def _unawaited(gm: GraphModule) -> list[Violation]:
+    """A collective is awaited once, and nothing else touches its result."""
+    found: list[Violation] = []
+    for node in filter(is_collective, gm.graph.nodes):
+        waits = [user for user in node.users if user.target is WAIT]
+        if len(waits) != 1:
+            found.append(Violation(node.name, f"awaited {len(waits)} times"))
+        found += [Violation(user.name, f"uses %{node.name} before it is awaited") for user in node.users if user not in waits]
+    return found
+
+
+def _reduced_twice(gm: GraphModule) -> list[Violation]:
+    """A gradient that goes to a collective or bucket goes nowhere else, so it is reduced on exactly one path."""
+    found: list[Violation] = []
+    for name, node in gradients(gm).items():
+        syncs = [user for user in node.users if info(user).role in (Role.COLLECTIVE, Role.PACK)]
+        if len(syncs) > 1:
+            found.append(Violation(node.name, f"the gradient of {name} is reduced {len(syncs)} times"))
+        updates = [user for user in node.users if info(user).role in (Role.UPDATE, Role.CLIP)]
+        if syncs and updates:
+            found.append(Violation(node.name, f"the gradient of {name} is also used without being reduced"))
+    return found
+
+
+def _lost_residuals(gm: GraphModule) -> list[Violation]:
+    """Every residual that comes in goes out."""
+    entering = [n for n in gm.graph.nodes if _is_residual(n)]
+    returned = gm.graph.output_node().args[0]
+    leaving = len(returned[2]) if isinstance(returned, tuple) and len(returned) > 2 else 0  # type: ignore[arg-type]
+    if len(entering) != leaving:
+        return [Violation("output", f"{len(entering)} residuals come in, {leaving} go out")]
+    return []
+
+
+def _is_residual(node: Node) -> bool:
+    source = info(node).source
+    return source is not None and source.kind is InputKind.RESIDUAL
+
+
+def _early_updates(gm: GraphModule) -> list[Violation]:
+    """Updates write parameters in place, so no forward or backward node may follow one."""
+    updated = False
+    found: list[Violation] = []
+    for node in gm.graph.nodes:
+        updated = updated or info(node).role is Role.UPDATE
+        if updated and info(node).role in (Role.COMPUTE, Role.GRADIENT) and node.op == "call_function":
+            found.append(Violation(node.name, "computes with parameters that have been updated already"))
+    return found

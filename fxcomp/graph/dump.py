@@ -1,0 +1,56 @@
+"""Print a graph as stable text: the same on every machine, made to be read and compared.
+
+    %mm           gradient    f32[4,2]  1.2 us   aten.mm(%a, %x)                fc.weight
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.check import check
+from fxcomp.graph.info import has_info, info
+from fxcomp.graph.work import operator_text, type_text
+
+
+def dump(gm: GraphModule, *, costs: bool = True) -> str:
+    """One line a node: name, role, type, cost, call, and the parameter that it belongs to. Violations stand below."""
+    rows = [_row(node, costs) for node in gm.graph.nodes if node.op != "output"]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
+    lines.append(f"output({_argument(gm.graph.output_node().args[0], bare=True)})")
+    return "\n".join([*lines, *(f"! {violation}" for violation in check(gm))])
+
+
+def _row(node: Node, costs: bool) -> tuple[str, ...]:
+    label = info(node) if has_info(node) else None
+    cost = f"{label.cost_us:.1f} us" if costs and label and label.cost_us else ""
+    stream = f" @{label.stream.value}" if costs and label and label.stream and label.cost_us else ""
+    call = "" if node.op == "placeholder" else _call(node)
+    if node.op == "placeholder" and label and label.source:
+        call = str(label.source)
+    parameter = (label.parameter or "") if label and node.op != "placeholder" else ""
+    role = label.role.value if label else "?"
+    return (f"%{node.name}", role, type_text(node.meta.get("val")), cost + stream, call, parameter)
+
+
+def _call(node: Node) -> str:
+    if node.op == "get_attr":
+        return str(node.target)
+    if getattr(node.target, "__name__", "") == "getitem":
+        return f"{_argument(node.args[0])}[{node.args[1]}]"
+    arguments = [_argument(a) for a in node.args]
+    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    return f"{operator_text(node.target)}({', '.join(arguments)})"
+
+
+def _argument(value: Any, *, bare: bool = False) -> str:
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(_argument(item) for item in value)
+        if bare:
+            return inner
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return str(value)

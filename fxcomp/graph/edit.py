@@ -1,0 +1,67 @@
+"""Change a graph: new nodes get their fake value and their label at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
+from fxcomp.graph.ops import COLLECTIVES, PACK, WAIT
+
+
+def clone(gm: GraphModule) -> GraphModule:
+    """Copy the nodes; parameters and metadata stay the same objects."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = dict(node.meta)
+    return GraphModule(gm, graph, class_name=type(gm).__name__)
+
+
+def call(graph: Graph, target: Any, args: tuple[Any, ...], label: NodeInfo, *, name: str | None = None) -> Node:
+    """Insert a call at the graph's insertion point, with the fake value that the operator gives for fake arguments."""
+    node = graph.create_node("call_function", target, args, name=name)
+    node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+    return set_info(node, label)
+
+
+def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -> Node:
+    """Add an input behind the last one."""
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["val"] = value
+    return set_info(node, label)
+
+
+def gradients(gm: GraphModule) -> dict[str, Node]:
+    """The nodes that make the local gradients, by parameter name, in ready order."""
+    return {str(info(n).parameter): n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.GRADIENT}
+
+
+def is_collective(node: Node) -> bool:
+    return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def wait_of(collective: Node) -> Node:
+    """The node that waits for a collective."""
+    waits = [user for user in collective.users if user.target is WAIT]
+    assert len(waits) == 1, f"{collective.name} is awaited {len(waits)} times"
+    return waits[0]
+
+
+def collective_of(gradient: Node) -> Node | None:
+    """The collective that reduces a gradient or bucket, if there is one."""
+    return next((user for user in gradient.users if is_collective(user)), None)
+
+
+def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
+    """The pack nodes of gradient buckets, with the bucket's number."""
+    for node in gm.graph.nodes:
+        if node.target is PACK and (number := info(node).bucket) is not None:
+            yield number, node

@@ -1,0 +1,92 @@
+"""What fxcomp knows about one node, under the one meta key that is ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from torch.fx import Node
+
+from fxcomp.cost.timeline import Stream
+
+KEY = "fxcomp"
+
+
+class Role(Enum):
+    """What a node is there for."""
+
+    INPUT = "input"
+    COMPUTE = "compute"
+    GRADIENT = "gradient"  # the node that makes a parameter's local gradient
+    PACK = "pack"  # gradients into one flat bucket
+    COMPRESS = "compress"
+    COLLECTIVE = "collective"
+    WAIT = "wait"
+    DECOMPRESS = "decompress"
+    COPY = "copy"  # between the device and the host
+    UNPACK = "unpack"  # a bucket back into gradients
+    CLIP = "clip"  # needs every gradient
+    UPDATE = "update"  # the optimizer, for one parameter
+    OUTPUT = "output"
+
+
+class InputKind(Enum):
+    """Where the step finds the value of a graph input."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    STATE = "state"  # the optimizer's, of one parameter
+    HYPER = "hyper"  # a number of a parameter group, live: schedulers may change it
+    BATCH = "batch"
+    RESIDUAL = "residual"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The value that an input stands for: `name` of a parameter or buffer, or a group's or leaf's `index`."""
+
+    kind: InputKind
+    name: str = ""
+    key: str = ""
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.name or self.index}{'.' + self.key if self.key else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Facts about a node; read with `info(node)`."""
+
+    role: Role
+    parameter: str | None = None
+    bucket: int | None = None
+    stage: int = 0
+    cost_us: float | None = None
+    stream: Stream | None = None
+    source: Source | None = None
+
+    def __str__(self) -> str:
+        parts = [self.role.value, self.parameter, f"{self.cost_us:.1f} us" if self.cost_us else None]
+        return " ".join(part for part in parts if part)
+
+
+def info(node: Node) -> NodeInfo:
+    """What is known about a node; an unlabelled one is a mistake of the compiler."""
+    assert KEY in node.meta, f"node {node.name} has no NodeInfo: label_gradients runs first"
+    return node.meta[KEY]
+
+
+def has_info(node: Node) -> bool:
+    return KEY in node.meta
+
+
+def set_info(node: Node, value: NodeInfo) -> Node:
+    node.meta[KEY] = value
+    return node
+
+
+def update_info(node: Node, **changes: Any) -> Node:
+    """Change some of the facts about a node."""
+    return set_info(node, replace(info(node), **changes))

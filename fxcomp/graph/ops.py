@@ -1,0 +1,68 @@
+"""The graph's own operators: what the collectives need around them, functional and visible as nodes.
+
+    fxcomp::pack(Tensor[] gradients, float scale) -> Tensor      one flat fp32 bucket, scaled
+    fxcomp::shard(Tensor bucket, int ranks) -> Tensor            pads a bucket so that it splits evenly
+    fxcomp::d2h(Tensor value) -> Tensor                          to the host, for a compressor that runs there
+    fxcomp::h2d(Tensor value) -> Tensor                          back
+
+They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("fxcomp", "FRAGMENT")
+
+
+def _define(schema: str, implementation: object, fake: object) -> None:
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxcomp::{name}", fake, lib=_LIBRARY)
+
+
+def _pack(gradients: Sequence[Tensor], scale: float) -> Tensor:
+    return torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in gradients]) * scale
+
+
+def _pack_fake(gradients: Sequence[Tensor], scale: float) -> Tensor:  # noqa: ARG001
+    return gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=torch.float32)
+
+
+def _shard(bucket: Tensor, ranks: int) -> Tensor:
+    return torch.nn.functional.pad(bucket, (0, -bucket.numel() % ranks)).clone()
+
+
+def _shard_fake(bucket: Tensor, ranks: int) -> Tensor:
+    return bucket.new_empty(bucket.numel() + -bucket.numel() % ranks)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _same_fake(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+_define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
+_define("pad(Tensor bucket, int ranks) -> Tensor", _shard, _shard_fake)
+_define("d2h(Tensor value) -> Tensor", _same, _same_fake)
+_define("h2d(Tensor value) -> Tensor", _same, _same_fake)
+
+PACK = torch.ops.fxcomp.pack.default
+PAD = torch.ops.fxcomp.pad.default
+D2H = torch.ops.fxcomp.d2h.default
+H2D = torch.ops.fxcomp.h2d.default
+
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+BROADCAST = torch.ops._c10d_functional.broadcast.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST)

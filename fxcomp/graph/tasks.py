@@ -1,0 +1,60 @@
+"""Read the final graph as tasks: what the emitted step will do, in the order in which it does it."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.cost.timeline import Stream, Task
+from fxcomp.graph.info import Role, info
+
+_PLAIN = (Role.COMPUTE, Role.GRADIENT, Role.CLIP, Role.UPDATE, Role.UNPACK)
+
+
+def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
+    """Plain nodes between two lines are one task; every line with a cost is a task of its own.
+
+    Main-thread tasks run in graph order by being on one stream; a task waits for the tasks whose values it takes.
+    """
+    tasks: list[Task] = []
+    made_by: dict[Node, tuple[str, ...]] = {}
+    run: list[Node] = []
+    counts: dict[str, int] = {}
+
+    def close_run() -> None:
+        if run:
+            kind = "update" if info(run[-1]).role in (Role.UPDATE, Role.CLIP, Role.UNPACK) else "region"
+            counts[kind] = counts.get(kind, -1) + 1
+            after = dict.fromkeys(name for node in run for name in _waits_for(node, made_by))
+            duration = sum(info(node).cost_us or 0.0 for node in run)
+            name = f"{kind} {counts[kind]}"
+            tasks.append(Task(name, Stream.COMPUTE, duration, tuple(after)))
+            made_by.update(dict.fromkeys(run, (name,)))
+            run.clear()
+
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        label = info(node)
+        if label.role in _PLAIN:
+            if run and _kind(run[-1]) != _kind(node):
+                close_run()
+            run.append(node)
+            continue
+        close_run()
+        before = tuple(dict.fromkeys(_waits_for(node, made_by)))
+        if label.cost_us:
+            assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
+            tasks.append(Task(node.name, label.stream, label.cost_us, before))
+            made_by[node] = (node.name,)
+        else:
+            made_by[node] = before
+    close_run()
+    return tuple(tasks)
+
+
+def _kind(node: Node) -> bool:
+    return info(node).role in (Role.COMPUTE, Role.GRADIENT)
+
+
+def _waits_for(node: Node, made_by: dict[Node, tuple[str, ...]]) -> list[str]:
+    return [name for source in node.all_input_nodes for name in made_by.get(source, ())]

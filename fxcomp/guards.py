@@ -1,0 +1,134 @@
+"""Notice when a step is not the one that was captured.
+
+Tracing has no guards of its own, so each call compares what tracing baked in. What differs either leads to another capture (a
+key that was not seen yet) or is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxcomp.capture import Owned, live_numbers
+from fxcomp.errors import StepChanged
+
+Key = tuple[Hashable, ...]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchType:
+    """Structure, shapes, dtypes and devices of a batch; values that are no tensors are part of it."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Hashable, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        return tuple(leaf[0] if isinstance(leaf, tuple) else None for leaf in self.leaves)  # type: ignore[misc]
+
+    def like(self) -> Key:
+        """The type without sizes: what two batches of different lengths share."""
+        ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, tuple) else leaf for leaf in self.leaves)  # type: ignore[arg-type]
+        return (str(self.structure), ranks)
+
+
+def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
+    """The type of a batch, and its leaves."""
+    leaves, structure = pytree.tree_flatten(batch)
+    return BatchType(structure, tuple(map(_leaf_type, leaves))), leaves
+
+
+def _leaf_type(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, str(leaf.device))
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    raise StepChanged(
+        f"a batch holds a {type(leaf).__name__}; it may hold tensors, numbers, strings and None in tuples, lists and dicts.\n"
+        "  Convert it before the call."
+    )
+
+
+class StepGuard:
+    """Reads everything that a capture depends on, cheaply, before each step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]):
+        self._model, self._optimizer = model, optimizer
+        self._owned = tuple(owned)
+        self._modules = tuple(model.named_modules())
+        self._places = self._parameter_places()
+
+    def check_identity(self) -> None:
+        """Raise StepChanged if a parameter was replaced, frozen, thawed or moved."""
+        for table, key, name, parameter, trainable in self._places:
+            if table.get(key) is not parameter:
+                raise StepChanged(
+                    f"the parameter {name!r} is another object than when the step was compiled.\n"
+                    "  Change parameters in place (with torch.no_grad(): p.copy_(...)), or call compile_step again."
+                )
+            if parameter.requires_grad != trainable:
+                raise StepChanged(
+                    f"requires_grad of {name!r} changed from {trainable} to {parameter.requires_grad}.\n"
+                    "  Call compile_step again: other gradients need another plan."
+                )
+        groups = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        if len(groups) != self._grouped:
+            raise StepChanged(
+                "the optimizer has other parameters than when the step was compiled.\n  Call compile_step again after add_param_group."
+            )
+
+    def key(self) -> Key:
+        """Everything but the batch that a capture bakes in."""
+        return (
+            tuple(map(_plain_attributes, self._modules)),
+            tuple(map(_baked_options, self._optimizer.param_groups)),
+            _autocast_state(),
+        )
+
+    def describe_change(self, old: Key, new: Key) -> str:
+        """Say in words what differs between two keys."""
+        for (name, _), before, after in zip(self._modules, old[0], new[0], strict=True):  # type: ignore[arg-type]
+            if before != after:
+                was, now = dict(before), dict(after)
+                changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+                return f"{name or 'model'}.{changed[0]} changed from {was.get(changed[0])!r} to {now.get(changed[0])!r}"
+        for number, (before, after) in enumerate(zip(old[1], new[1], strict=True)):  # type: ignore[arg-type]
+            if before != after:
+                return f"options of parameter group {number} changed"
+        return "autocast was switched" if old[2] != new[2] else "nothing changed"
+
+    def _parameter_places(self) -> list[tuple[dict[str, Any], str, str, nn.Parameter, bool]]:
+        self._grouped = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        return [
+            (module._parameters, key, f"{prefix}.{key}" if prefix else key, parameter, parameter.requires_grad)
+            for prefix, module in self._modules
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+
+def _plain_attributes(named: tuple[str, nn.Module]) -> tuple[tuple[str, Any], ...]:
+    """A module's own numbers, strings and flags, `training` among them."""
+    return tuple((key, value) for key, value in vars(named[1]).items() if isinstance(value, _PLAIN))
+
+
+def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
+    """A parameter group's options without the numbers that are live; of those, only which are there."""
+    live = live_numbers(group)
+    baked = tuple((key, value) for key, value in group.items() if isinstance(value, _PLAIN) and key not in live)
+    own = tuple((key, value) for key, value in baked if key not in ("initial_lr", "max_lr", "min_lr", "max_momentum",
+                                                                    "base_momentum"))  # fmt: skip
+    return (own, tuple(live))
+
+
+def _autocast_state() -> tuple[Hashable, ...]:
+    return tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )

@@ -1,0 +1,68 @@
+"""Write the predicted time on every node.
+
+    %mm   gradient    f32[4,2]              aten.mm(%a, %x)
+    %r    collective  f32[12]               all_reduce(%p, sum, world)
+ -->
+    %mm   gradient    f32[4,2]     1.2 us   aten.mm(%a, %x)
+    %r    collective  f32[12]     52.0 us   all_reduce(%p, sum, world)
+
+Plain operators cost what was measured for them, else what the roofline says; the rest is priced by bytes and links.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.cluster import Cluster, Level
+from fxcomp.compressors import compressor_of
+from fxcomp.cost.table import CostTable
+from fxcomp.graph.info import Role, info, update_info
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, H2D, PACK, PAD, REDUCE_SCATTER
+from fxcomp.graph.work import flops, is_free, touched_bytes, work_key
+from fxcomp.strategy import CollectiveKind, Device
+
+_KIND = {
+    ALL_REDUCE: CollectiveKind.ALL_REDUCE,
+    ALL_GATHER: CollectiveKind.ALL_GATHER,
+    REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
+    BROADCAST: CollectiveKind.BROADCAST,
+}
+
+
+def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> GraphModule:
+    on_host: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.target is D2H or (node.target is not H2D and any(source in on_host for source in node.all_input_nodes)):
+            on_host.add(node)
+        update_info(node, cost_us=_cost_us(node, costs, cluster, Device.CPU if node in on_host else Device.GPU))
+    return gm
+
+
+def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> float:
+    role = info(node).role
+    if node.op != "call_function" or node.target is operator.getitem or role is Role.WAIT:
+        return 0.0
+    if node.target in _KIND:
+        level = Level(str(node.args[-1]))
+        return costs.collective_us(_KIND[node.target], level, _bytes(node.args[0]), cluster)
+    if node.target in (PACK, PAD):
+        return costs.pack_us(_bytes(node))
+    if role is Role.COPY:
+        return costs.copy_us(_bytes(node))
+    if role is Role.COMPRESS:
+        elements = sum(node.args[2])  # type: ignore[arg-type]
+        return costs.encode_us(compressor_of(node.target, node.args[3:]), elements, device)
+    if role is Role.DECOMPRESS:
+        elements, ranks = sum(node.args[2]), int(node.args[1])  # type: ignore[arg-type]
+        return costs.decode_us(compressor_of(node.target, node.args[3:]), elements, ranks, device)
+    if is_free(node):
+        return 0.0
+    return costs.compute_us(work_key(node), flops(node), touched_bytes(node)).us
+
+
+def _bytes(node: object) -> int:
+    assert isinstance(node, Node), "a collective carries a node"
+    value = node.meta["val"]
+    return value.numel() * value.element_size()

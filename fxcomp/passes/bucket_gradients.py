@@ -1,0 +1,97 @@
+"""Send the gradients of a bucket as one.
+
+    %r0  collective  f32[4,2]  all_reduce(%g0, avg, world)     fc.weight
+    %w0  wait        f32[4,2]  wait_tensor(%r0)                fc.weight
+    %r1  collective  f32[4]    all_reduce(%g1, avg, world)     fc.bias
+    %w1  wait        f32[4]    wait_tensor(%r1)                fc.bias
+ -->
+    %p   pack        f32[12]   pack([%g0, %g1], 1.0)
+    %r   collective  f32[12]   all_reduce(%p, avg, world)
+    %w   wait        f32[12]   wait_tensor(%r)
+    %s   unpack      …         aten.split_with_sizes(%w, [8, 4])
+    %u0  unpack      f32[4,2]  aten.view(%s[0], [4, 2])        fc.weight
+    %u1  unpack      f32[4]    aten.view(%s[1], [4])           fc.bias
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxcomp.errors import BadPlan, UnsynchronizedGradient
+from fxcomp.graph.edit import call, collective_of, gradients, wait_of
+from fxcomp.graph.info import NodeInfo, Role, info
+from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
+from fxcomp.strategy import Bucket, Plan
+
+
+def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
+    _check_plan(gm, plan)
+    for number, bucket in enumerate(plan.buckets):
+        _gather_bucket(gm, number, bucket)
+    return gm
+
+
+def _gather_bucket(gm: GraphModule, number: int, bucket: Bucket) -> None:
+    graph, local = gm.graph, gradients(gm)
+    own = [local[name] for name in bucket.names]
+    old = {name: _reduction(name, local[name]) for name in bucket.names}
+    waits = {name: wait_of(reduction) for name, reduction in old.items()}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+
+    with graph.inserting_after(max(own, key=order.__getitem__)):
+        pack = call(graph, PACK, (own, 1.0), NodeInfo(Role.PACK, bucket=number), name=f"pack_{number}")
+    with graph.inserting_after(pack):
+        label = NodeInfo(Role.COLLECTIVE, bucket=number)
+        reduction = call(graph, ALL_REDUCE, (pack, "avg", "world"), label, name=f"all_reduce_{number}")
+    with graph.inserting_before(min((user for wait in waits.values() for user in wait.users), key=order.__getitem__)):
+        wait = call(graph, WAIT, (reduction,), NodeInfo(Role.WAIT, bucket=number, stage=1), name=f"wait_{number}")
+        unpack = NodeInfo(Role.UNPACK, bucket=number)
+        pieces = call(graph, torch.ops.aten.split_with_sizes.default, (wait, list(bucket.sizes)), unpack)
+        for index, (name, gradient) in enumerate(zip(bucket.names, own, strict=True)):
+            label = NodeInfo(Role.UNPACK, name, bucket=number)
+            piece = call(graph, operator.getitem, (pieces, index), label)
+            shaped = call(graph, torch.ops.aten.view.default, (piece, list(gradient.meta["val"].shape)), label)
+            waits[name].replace_all_uses_with(shaped)
+            _scale_in_place(shaped)
+    for name in bucket.names:
+        graph.erase_node(waits[name])
+        graph.erase_node(old[name])
+
+
+def _scale_in_place(gradient: Node) -> None:
+    """Clip where the gradient lies: the bucket is ours, and the unscaled gradient has no other user."""
+    for user in gradient.users:
+        if info(user).role is Role.CLIP and user.target is torch.ops.aten.mul.Tensor:
+            user.target = torch.ops.aten.mul_.Tensor
+
+
+def _reduction(name: str, gradient: Node) -> Node:
+    reduction = collective_of(gradient)
+    if reduction is None:
+        raise UnsynchronizedGradient(
+            f"the gradient of {name!r} never reaches a collective: replicas would drift apart.\n"
+            "  Reduce it in the step, or let fxcomp insert the reduction."
+        )
+    return reduction
+
+
+def _check_plan(gm: GraphModule, plan: Plan) -> None:
+    """A plan must name exactly the gradients of this step, with their sizes."""
+    sizes = {name: node.meta["val"].numel() for name, node in gradients(gm).items()}
+    planned = {name: size for bucket in plan.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
+    unknown = [name for name in planned if name not in sizes]
+    missing = [name for name in sizes if name not in planned]
+    resized = [name for name in planned if name in sizes and planned[name] != sizes[name]]
+    if unknown or missing or resized:
+        parts = [
+            f"it plans {unknown[0]!r}, which has no gradient here ({len(unknown)} such)" if unknown else "",
+            f"it does not plan {missing[0]!r} ({len(missing)} such)" if missing else "",
+            f"it plans {planned[resized[0]]:,} elements for {resized[0]!r}, which has {sizes[resized[0]]:,}" if resized else "",
+        ]
+        raise BadPlan(
+            "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"
+            "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
+        )

@@ -1,0 +1,74 @@
+"""Bring every gradient's synchronisation into one form: gradient, collective, wait.
+
+    %mm    gradient  f32[4,2]  aten.mm(%a, %x)               fc.weight
+    %add_  update    f32[4,2]  aten.add_(%weight, %mm)       fc.weight
+ -->
+    %mm    gradient    f32[4,2]  aten.mm(%a, %x)               fc.weight
+    %r     collective  f32[4,2]  all_reduce(%mm, avg, world)
+    %w     collective  f32[4,2]  wait_tensor(%r)
+    %add_  update      f32[4,2]  aten.add_(%weight, %w)        fc.weight
+
+A mean over all ranks goes in where the user reduces nothing. A reduction that the user wrote is kept and never doubled: a
+sum divided by the number of ranks becomes the mean that it is. With one rank there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxcomp.errors import UnsupportedFeature
+from fxcomp.graph.edit import call, collective_of, gradients, wait_of
+from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.ops import ALL_REDUCE, WAIT
+
+WORLD = "world"
+
+
+def canonicalize_sync(gm: GraphModule, world_size: int) -> GraphModule:
+    if world_size == 1:
+        return gm
+    for name, gradient in gradients(gm).items():
+        reduction = collective_of(gradient)
+        if reduction is None:
+            _insert_mean(gm, gradient, name)
+        else:
+            _adopt(gm, reduction, name, world_size)
+    return gm
+
+
+def _insert_mean(gm: GraphModule, gradient: Node, name: str) -> None:
+    users = list(gradient.users)
+    with gm.graph.inserting_after(gradient):
+        reduction = call(gm.graph, ALL_REDUCE, (gradient, "avg", WORLD), NodeInfo(Role.COLLECTIVE, name))
+    with gm.graph.inserting_after(reduction):
+        wait = call(gm.graph, WAIT, (reduction,), NodeInfo(Role.WAIT, name))
+    for user in users:
+        user.replace_input_with(gradient, wait)
+
+
+def _adopt(gm: GraphModule, reduction: Node, name: str, world_size: int) -> None:
+    """Turn a reduction that the user wrote into ours."""
+    operation = str(reduction.args[1])
+    if reduction.target is not ALL_REDUCE or operation not in ("sum", "avg"):
+        raise UnsupportedFeature(
+            f"the gradient of {name!r} goes through {reduction.target} ({operation}); only an all_reduce with sum or avg over all"
+            " ranks can be rewritten.\n  Leave the reduction out: fxcomp inserts it."
+        )
+    reduction.args = (reduction.args[0], "avg", WORLD)
+    if operation == "sum":
+        _drop_division(gm, wait_of(reduction), name, world_size)
+
+
+def _drop_division(gm: GraphModule, wait: Node, name: str, world_size: int) -> None:
+    """Remove the division that made a mean of the sum."""
+    users = list(wait.users)
+    division = users[0] if len(users) == 1 else None
+    factor = {torch.ops.aten.div.Tensor: 1 / world_size, torch.ops.aten.mul.Tensor: world_size}
+    if division is None or division.target not in factor or division.args[1] * factor[division.target] != 1:  # type: ignore[operator]
+        raise UnsupportedFeature(
+            f"the gradient of {name!r} is summed over the ranks and not divided by their number, {world_size}.\n"
+            "  Reduce with 'avg', or divide the sum right behind its wait."
+        )
+    division.replace_all_uses_with(wait)
+    gm.graph.erase_node(division)

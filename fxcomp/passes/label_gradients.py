@@ -1,0 +1,45 @@
+"""Give every node a role, and what belongs to one gradient that parameter's name.
+
+    %mm    gradient    f32[4,2]  aten.mm(%a, %x)                             fc.weight
+    %r     ?           f32[4,2]  all_reduce(%mm, avg, world)
+    %w     ?           f32[4,2]  wait_tensor(%r)
+ -->
+    %mm    gradient    f32[4,2]  aten.mm(%a, %x)                             fc.weight
+    %r     collective  f32[4,2]  all_reduce(%mm, avg, world)                 fc.weight
+    %w     wait        f32[4,2]  wait_tensor(%r)                             fc.weight
+
+Capture labels what it alone knows (inputs, gradients, updates); this labels the rest.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.edit import is_collective
+from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
+from fxcomp.graph.ops import WAIT
+
+
+def label_gradients(gm: GraphModule) -> GraphModule:
+    for node in gm.graph.nodes:
+        if not has_info(node):
+            set_info(node, NodeInfo(_role(node), parameter=_parameter(node)))
+    return gm
+
+
+def _role(node: Node) -> Role:
+    if node.op == "output":
+        return Role.OUTPUT
+    if node.op == "placeholder":
+        return Role.INPUT
+    if is_collective(node):
+        return Role.COLLECTIVE
+    return Role.WAIT if node.target is WAIT else Role.COMPUTE
+
+
+def _parameter(node: Node) -> str | None:
+    """A collective or a wait belongs to the gradient that it carries."""
+    source = node.args[0] if is_collective(node) or node.target is WAIT else None
+    if isinstance(source, Node) and info(source).role in (Role.GRADIENT, Role.COLLECTIVE):
+        return info(source).parameter
+    return None

@@ -1,0 +1,102 @@
+"""Start every collective as soon as its bucket is complete, and wait as late as the update.
+
+    %g1  gradient  %g0  gradient  %p  pack  %r  collective  %w  wait  %add_  update
+ -->
+    compute down to the last gradient of bucket 0 │ pack, compress, start bucket 0
+    compute down to the last gradient of bucket 1 │ pack, compress, start bucket 1; next stage of bucket 0
+    …
+    rest of the compute
+    bucket 0: wait, decompress, update;  bucket 1: …        (with clipping: all waits, the norm, all updates)
+
+The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch. Updates
+write parameters in place and come behind all compute that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import Graph, GraphModule, Node
+
+from fxcomp.graph.info import Role, info
+from fxcomp.strategy import Plan
+
+_SYNC = (Role.PACK, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT, Role.DECOMPRESS, Role.COPY)
+_BODY = (Role.COMPUTE, Role.GRADIENT)
+
+
+def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
+    nodes = list(gm.graph.nodes)
+    inputs = [n for n in nodes if n.op in ("placeholder", "get_attr")]
+    body = [n for n in nodes if _is_body(n)]
+    order = [*inputs, *_launch_during(body, nodes, plan)]
+    placed = set(order)
+
+    finals: list[Node] = []
+    for number in range(len(plan.buckets)):
+        finals += [n for n in nodes if n not in placed and info(n).bucket == number]
+    placed.update(finals)
+    updates = _updates_by_bucket([n for n in nodes if info(n).role is Role.UPDATE and n not in placed], plan)
+    clips = [n for n in nodes if info(n).role is Role.CLIP]
+    placed.update(clips, *updates.values())
+    rest = [n for n in nodes if n not in placed]
+
+    if clips:
+        order += [*finals, *clips, *(n for group in updates.values() for n in group), *rest]
+    else:
+        for number in range(len(plan.buckets)):
+            order += [n for n in finals if info(n).bucket == number] + updates.pop(number, [])
+        order += [*(n for group in updates.values() for n in group), *rest]
+    return _reordered(gm, order)
+
+
+def _is_body(node: Node) -> bool:
+    """Forward and backward; the broadcast of buffers starts in the middle of it and stays where it was put."""
+    label = info(node)
+    if node.op != "call_function":
+        return False
+    return label.role in _BODY or (label.bucket is None and label.role in (Role.PACK, Role.COLLECTIVE))
+
+
+def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[Node]:
+    """The body, with the stages of the buckets behind the regions where the plan starts them."""
+    stages: dict[tuple[int, int], list[Node]] = {}
+    depth = {number: len(b.strategy.stages) - 1 for number, b in enumerate(plan.buckets)}
+    for node in nodes:
+        label = info(node)
+        if label.role in _SYNC and label.bucket is not None and label.stage < depth[label.bucket]:
+            stages.setdefault((label.bucket, label.stage), []).append(node)
+
+    place = {node: i for i, node in enumerate(body)}
+    ends: list[int] = []
+    for number in range(len(plan.buckets)):
+        names = plan.buckets[number].names
+        last = max((place[n] for n in body if info(n).role is Role.GRADIENT and info(n).parameter in names), default=-1)
+        ends.append(max([last + 1, *ends[-1:]]))
+
+    done = 0
+    for launch in plan.schedule():
+        yield from body[done : max(done, ends[launch.region])]
+        done = max(done, ends[launch.region])
+        yield from stages.get((launch.bucket, launch.stage), [])
+    yield from body[done:]
+
+
+def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]:
+    bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.names}
+    found: dict[int, list[Node]] = {}
+    for node in updates:
+        number = bucket_of.get(str(info(node).parameter), len(plan.buckets))
+        found.setdefault(number, []).append(node)
+    return dict(sorted(found.items()))
+
+
+def _reordered(gm: GraphModule, order: list[Node]) -> GraphModule:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in order:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = dict(node.meta)
+    result = GraphModule(gm, graph, class_name=type(gm).__name__)
+    result.graph.lint()
+    return result

@@ -1,0 +1,468 @@
+"""The compiler's table of contents: from the user's model, loss and optimizer to a compiled step.
+
+    capture ─► analyze ─► workload ─► choose ─► plan ─► rewrite ─► emit ─► load ─► CompiledStep
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.fx import GraphModule
+
+from fxcomp import compat
+from fxcomp.calibrate import StepMeasurement, apportion, live_links, machine_costs, measure_step
+from fxcomp.capture import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
+from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.codegen.emit import emit
+from fxcomp.codegen.load import load
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import simulate
+from fxcomp.errors import BadCluster, BadOption, BadPlan, NoProcessGroup
+from fxcomp.graph.check import check
+from fxcomp.graph.edit import clone
+from fxcomp.graph.tasks import graph_tasks
+from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.passes.assign_streams import assign_streams
+from fxcomp.passes.broadcast_buffers import broadcast_buffers
+from fxcomp.passes.bucket_gradients import bucket_gradients
+from fxcomp.passes.canonicalize_sync import canonicalize_sync
+from fxcomp.passes.insert_compression import insert_compression
+from fxcomp.passes.label_gradients import label_gradients
+from fxcomp.passes.order_for_overlap import order_for_overlap
+from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
+from fxcomp.passes.split_by_level import split_by_level
+from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.report import explain_step
+from fxcomp.runtime.agree import Agreement
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.state import BucketLayout, Residuals
+from fxcomp.runtime.transport import Groups, Nowhere, Transport
+from fxcomp.search.choose import Choice, choose, uniform
+from fxcomp.search.read_workload import read_workload
+from fxcomp.search.space import Mode, compressors_of
+from fxcomp.search.workload import Workload
+from fxcomp.step import CompiledStep, Training, Variant
+from fxcomp.strategy import Device, Plan
+
+P = ParamSpec("P")
+
+
+# The compiler
+
+
+def analyze(captured: Captured, costs: CostTable, cluster: Cluster) -> Workload:
+    """What there is to decide about."""
+    run = PassRunner()
+    gm = run(canonicalize_sync, captured.graph, cluster.world_size)
+    gm = run(broadcast_buffers, gm, cluster.world_size)
+    gm = run(label_gradients, gm)
+    gm = run(annotate_costs, gm, costs, cluster)
+    return read_workload(gm)
+
+
+def rewrite(captured: Captured, plan: Plan, costs: CostTable, cluster: Cluster, rank: int) -> Variant:
+    """Turn a captured step into the source of one that follows the plan."""
+    run = PassRunner()
+    gm = run(canonicalize_sync, captured.graph, cluster.world_size)
+    gm = run(broadcast_buffers, gm, cluster.world_size)
+    gm = run(label_gradients, gm)
+    if cluster.world_size > 1:
+        gm = run(bucket_gradients, gm, plan)
+    gm = run(split_by_level, gm, plan, cluster)
+    gm = run(insert_compression, gm, plan, cluster, cluster.local_rank(rank))
+    gm = run(thread_residuals, gm, plan)
+    gm = run(remove_dead_nodes, gm)
+    gm = run(annotate_costs, gm, costs, cluster)
+    gm = run(assign_streams, gm, cluster)
+    gm = run(order_for_overlap, gm, plan)
+    return finish(captured, gm, run.history)
+
+
+def finish(captured: Captured, gm: GraphModule, history: Mapping[str, GraphModule]) -> Variant:
+    """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
+    source = emit(gm)
+    module = load(source, gm, compat.cache_directory() / "steps")
+    return Variant.of(captured, gm, history, module, source, simulate(graph_tasks(gm)))
+
+
+class PassRunner:
+    """Runs each pass on a copy of the graph, checks what must hold, and remembers the result."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, GraphModule] = {}
+
+    def __call__(
+        self, pass_: Callable[Concatenate[GraphModule, P], GraphModule], gm: GraphModule, *args: P.args, **kwargs: P.kwargs
+    ) -> GraphModule:
+        result = pass_(clone(gm), *args, **kwargs)
+        result.graph.lint()
+        violations = check(result)
+        assert not violations, f"{pass_.__name__} broke the graph: " + "; ".join(map(str, violations))
+        self.history[pass_.__name__] = result
+        return result
+
+
+# The entry
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    example_batch: Any,
+    *,
+    cluster: Cluster | None = None,
+    costs: CostTable | None = None,
+    plan: Plan | str | Path | None = None,
+    mode: str = "balanced",
+    max_grad_norm: float | None = None,
+    verify_every: int = 0,
+) -> CompiledStep:
+    """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
+
+    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. The returned step is called
+    with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does. Gradients are averaged over
+    all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
+
+    `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
+    `costs` replaces all measuring. `plan` replaces the choice: a Plan, the path of a saved one, or one compressor for all
+    matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
+    may be lost: `lossless`, `balanced`, `aggressive`. `max_grad_norm` clips the averaged gradients by their global norm.
+    `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything is updated.
+
+    Raises FxcompError's subclasses, each naming what is wrong and what to do.
+    """
+    chosen_mode = Mode.parse(mode)
+    _check_options(max_grad_norm, verify_every)
+    ranks = _Ranks.join(cluster)
+    training, captured = ranks.attempt(lambda: _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm))
+    ranks.check_same(training, captured)
+    ranks.share_model(model)
+    cluster = ranks.cluster_of(cluster)
+    transport = ranks.transport(cluster)
+    device = training.owned[0].parameter.device
+
+    def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
+        again = _capture(training, batch, varying)
+        _check_same_gradients(captured, again)
+        return rewrite(again, plan, decided.costs, cluster, ranks.rank)
+
+    decided = _decide(
+        captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan
+    )
+    groups = ranks.extend(transport, decided.plan, cluster)
+    variant = rewrite(captured, decided.plan, decided.costs, cluster, ranks.rank)
+    step = CompiledStep(
+        training,
+        decided.plan,
+        build,
+        Runtime(groups),
+        Residuals(_layout(decided.plan, cluster, ranks.rank), device),
+        verify_every=verify_every,
+        dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
+        dense_plan=decided.choice.dense if decided.choice else None,
+        report=lambda step: explain_step(
+            plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
+            choice=decided.choice, notes=(*decided.notes, *step.notes), measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
+        ),
+    )  # fmt: skip
+    step.adopt(example_batch, variant)
+    return step
+
+
+# Capturing
+
+
+def _capture_first(
+    model: nn.Module, loss_fn: LossFn, optimizer: torch.optim.Optimizer, batch: Any, max_grad_norm: float | None
+) -> tuple[Training, Captured]:
+    owned = owned_parameters(model, optimizer)
+    fresh = materialize_state(optimizer, owned)
+    training = Training(model, loss_fn, optimizer, owned, max_grad_norm, fresh)
+    captured = _capture(training, batch, {})
+    for name in captured.without_gradient:
+        warnings.warn(
+            f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch skips it."
+            " Set requires_grad=False if that is meant.",
+            stacklevel=5,
+        )
+    return training, captured
+
+
+def _capture(training: Training, batch: Any, varying: Mapping[int, frozenset[int]]) -> Captured:
+    return capture(
+        training.model,
+        training.loss_fn,
+        training.optimizer,
+        batch,
+        training.owned,
+        max_grad_norm=training.max_grad_norm,
+        dynamic_dims=varying,
+    )
+
+
+def _check_same_gradients(first: Captured, again: Captured) -> None:
+    """A plan covers certain gradients; another set of them needs another plan, on all ranks at once."""
+    if set(first.gradient_names) != set(again.gradient_names):
+        from fxcomp.errors import StepChanged
+
+        changed = sorted(set(first.gradient_names) ^ set(again.gradient_names))
+        raise StepChanged(
+            f"for this batch other parameters get a gradient than when the step was compiled: {', '.join(changed[:3])}.\n"
+            "  Call compile_step again on all ranks, or let every parameter take part in every loss."
+        )
+
+
+# Deciding
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What rank 0 decided and all ranks follow."""
+
+    plan: Plan
+    costs: CostTable
+    workload: Workload
+    choice: Choice | None = None
+    dense: StepMeasurement | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _decide(
+    captured: Captured,
+    training: Training,
+    batch: Any,
+    cluster: Cluster,
+    ranks: _Ranks,
+    transport: Transport,
+    device: torch.device,
+    *,
+    mode: Mode,
+    costs: CostTable | None,
+    plan: Plan | str | Path | None,
+) -> Decided:
+    if cluster.world_size == 1:
+        table = costs or CostTable()
+        return Decided(Plan(()), table, analyze(captured, table, cluster), notes=("one rank: nothing to communicate",))
+    if plan is not None:
+        table = costs or CostTable()
+        workload = analyze(captured, table, cluster)
+        data = ranks.from_rank_0("the plan", lambda: _given_plan(plan, workload, table, cluster).to_json())
+        return Decided(Plan.from_json(data), table, workload, notes=("the plan was given, not chosen",))
+
+    dense: StepMeasurement | None = None
+    if costs is None:
+        costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+        if ranks.fits_links:
+            costs = replace(costs, collectives=live_links(transport, cluster, device))
+        costs, dense = _measured_on_job(captured, training, batch, costs, cluster, ranks, transport)
+    table, measured = costs, dense
+    workload = analyze(captured, table, cluster)
+    choices: list[Choice] = []
+
+    def decide() -> dict[str, Any]:
+        choices.append(choose(workload, table, cluster, mode))
+        return {
+            "plan": choices[0].plan.to_json(),
+            "dense": choices[0].dense.to_json(),
+            "costs": table.to_json(),
+            "workload": workload.to_json(),
+        }
+
+    data = ranks.from_rank_0("the plan", decide)
+    table, workload = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
+    choice = choices[0] if choices else choose(workload, table, cluster, mode)
+    choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
+    return Decided(choice.plan, table, workload, choice, measured)
+
+
+def _given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
+    """A plan as the user named it."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, Path) or plan.endswith(".json") or "/" in plan:
+        return Plan.load(plan)
+    if plan != "dense":
+        try:
+            parse_compressor(plan)
+        except ValueError as error:
+            raise BadPlan(
+                f"plan={plan!r} is neither the path of a saved plan nor a compressor: {error}.\n"
+                "  Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
+            ) from None
+    return uniform(plan, workload, costs, cluster)
+
+
+def _measured_on_job(
+    captured: Captured, training: Training, batch: Any, costs: CostTable, cluster: Cluster, ranks: _Ranks, transport: Transport
+) -> tuple[CostTable, StepMeasurement]:
+    """Add what this job's regions cost, from its own dense step with all ranks running, and how far prediction was off."""
+    workload = analyze(captured, costs, cluster)
+    data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
+    plan = Plan.from_json(data)
+    variant = rewrite(captured, plan, costs, cluster, ranks.rank)
+
+    def no_rebuild(*_: Any) -> Variant:
+        raise AssertionError("a step that is only measured is captured once")
+
+    device = training.owned[0].parameter.device
+    step = CompiledStep(training, plan, no_rebuild, Runtime(transport), Residuals((), device))
+    leaves = pytree.tree_leaves(batch)
+    alone = measure_step(step, variant, Nowhere(), leaves, 2)
+    repeats = 3 if alone.step_us < 1e6 else 2
+    dense = measure_step(step, variant, transport, leaves, repeats)
+    compute = apportion(variant, dense.region_us, dense.spread, "measured in the dense step, all ranks running")
+    costs = replace(costs, compute={**costs.compute, **compute})
+    predicted = simulate(graph_tasks(rewrite(captured, plan, costs, cluster, ranks.rank).graph)).step_time_us
+    error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
+    return replace(costs, error=min(error, LARGEST_ERROR)), dense
+
+
+SMALLEST_ERROR = 0.03
+"""A prediction is never trusted further than this (assumed: timings of the same thing differ by as much)."""
+
+LARGEST_ERROR = 0.5
+
+
+def _layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayout]:
+    """Where residuals lie: the whole bucket, or this rank's shard where a host's ranks share the work."""
+    layout: list[BucketLayout] = []
+    for bucket in plan.buckets:
+        shared = len(bucket.strategy.collectives) == 3
+        shards, shard = (cluster.ranks_per_host, cluster.local_rank(rank)) if shared else (1, 0)
+        layout.append(BucketLayout(bucket.names, bucket.sizes, shards, shard))
+    return layout
+
+
+# Ranks
+
+
+_CALLS = itertools.count()
+
+
+class _Ranks:
+    """This rank among the others: agreement, groups, and the broadcast of the model. Alone, all of it is nothing."""
+
+    def __init__(self, rank: int, world_size: int, agreement: Agreement | None, fits_links: bool):
+        self.rank, self.world_size = rank, world_size
+        self.fits_links = fits_links
+        self._agreement = agreement
+
+    @classmethod
+    def join(cls, cluster: Cluster | None) -> _Ranks:
+        running = dist.is_available() and dist.is_initialized()
+        if not running:
+            if cluster is not None and cluster.world_size > 1:
+                raise NoProcessGroup(
+                    f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this process.\n"
+                    "  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use fxcomp explain to ask"
+                    " about a cluster that is not here."
+                )
+            return cls(0, 1, None, False)
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if cluster is not None and cluster.world_size != world_size:
+            raise BadCluster(
+                f"the cluster {cluster.hosts}x{cluster.ranks_per_host} has {cluster.world_size} ranks, the process group has {world_size}"
+            )
+        if world_size == 1:
+            return cls(0, 1, None, False)
+        name = f"compile_step_{next(_CALLS)}"
+        agreement = Agreement(compat.default_store(), name, rank, world_size, compat.group_timeout())
+        return cls(rank, world_size, agreement, cluster is None)
+
+    def attempt(self, work: Callable[[], tuple[Training, Captured]]) -> tuple[Training, Captured]:
+        """Capture, and tell the others if it failed here."""
+        if self._agreement is None:
+            return work()
+        done: list[tuple[Training, Captured]] = []
+        self._agreement.attempt("capturing the step", lambda: done.append(work()))
+        return done[0]
+
+    def check_same(self, training: Training, captured: Captured) -> None:
+        """All ranks must train the same thing; the batch's shape may differ."""
+        if self._agreement is None:
+            return
+        sizes = {name: list(p.shape) for name, p in training.model.named_parameters()}
+        facts = {f"the shape of {name!r}": shape for name, shape in sizes.items()}
+        facts |= {f"requires_grad of {name!r}": p.requires_grad for name, p in training.model.named_parameters()}
+        facts |= {f"the shape of the buffer {name!r}": list(b.shape) for name, b in training.model.named_buffers()}
+        facts |= {f"a gradient of {name!r}": True for name in captured.gradient_names}
+        facts["the optimizer"] = type(training.optimizer).__name__
+        for number, group in enumerate(training.optimizer.param_groups):
+            for key, value in {**group, **live_numbers(group)}.items():
+                if isinstance(value, bool | int | float | str | type(None)):
+                    facts[f"{key} of parameter group {number}"] = value
+        facts["max_grad_norm"] = training.max_grad_norm
+        self._agreement.check_same("comparing models", facts)
+
+    def share_model(self, model: nn.Module) -> None:
+        """Start from rank 0's parameters and buffers, as DistributedDataParallel does."""
+        if self._agreement is None:
+            return
+        with torch.no_grad():
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                dist.broadcast(tensor.data, 0)
+
+    def cluster_of(self, given: Cluster | None) -> Cluster:
+        """The user's cluster, or one told by the hosts' names; its links are then measured, not looked up."""
+        if given is not None:
+            return given
+        if self._agreement is None:
+            return Cluster(1, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
+        names = self._agreement.attempt("naming hosts", compat.host_name)
+        hosts = list(dict.fromkeys(names))
+        placement = tuple(hosts.index(name) for name in names)
+        counts = {placement.count(host) for host in range(len(hosts))}
+        if len(counts) > 1:
+            return Cluster(self.world_size, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
+        return Cluster(len(hosts), counts.pop(), intra=LOCAL_LINK, inter=LOCAL_LINK, placement=placement)
+
+    def transport(self, cluster: Cluster) -> Transport:
+        """Groups for everything that is measured before there is a plan."""
+        if self._agreement is None:
+            return Nowhere()
+        return Groups.create(_members(cluster, tuple(Level)), ["main"])
+
+    def extend(self, transport: Transport, plan: Plan, cluster: Cluster) -> Transport:
+        """Add the groups of the pool, if the plan offloads anything."""
+        offloads = any(bucket.strategy.device is Device.CPU for bucket in plan.buckets)
+        if not offloads or not isinstance(transport, Groups):
+            return transport
+        return transport.joined(Groups.create(_members(cluster, tuple(Level)), ["pool"]))
+
+    def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
+        return work() if self._agreement is None else self._agreement.from_rank_0(topic, work)
+
+
+LOCAL_LINK = Link(alpha_us=30.0, gb_per_s=5.0)  # assumed: loopback; live measurements replace it
+
+
+def _members(cluster: Cluster, levels: tuple[Level, ...]) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none."""
+    members: dict[str, list[tuple[int, ...]]] = {}
+    for level in levels:
+        if cluster.ranks_at(level) > 1:
+            members[level.value] = list(dict.fromkeys(cluster.group(level, rank) for rank in range(cluster.world_size)))
+    return members
+
+
+# Options
+
+
+def _check_options(max_grad_norm: float | None, verify_every: int) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
+    if verify_every < 0:
+        raise BadOption(f"verify_every must be 0 (never) or a number of steps; it is {verify_every}")
+
+

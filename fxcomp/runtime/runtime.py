@@ -1,0 +1,208 @@
+"""What emitted code calls: packing, compressing, launching and waiting, with every buffer kept from step to step.
+
+The main thread plays the device, and a pool of one thread plays the host's processor: work handed over with `d2h` runs there, in
+order, until `h2d` takes it back. Nothing here knows a plan; the emitted lines say what to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors import Compressor
+from fxcomp.runtime.transport import Transport, Work
+
+T = TypeVar("T")
+
+GradientCheck = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A collective under way; `output` is valid once `work` is done."""
+
+    name: str
+    output: Tensor
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A value that the pool is computing."""
+
+    future: Future[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HostFlight:
+    """A collective that the pool has launched or will launch."""
+
+    future: Future[Flight]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What one step did, in seconds and bytes."""
+
+    waited_s: float = 0.0
+    payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Bytes that this rank put into collectives, by kind and level."""
+
+
+class Runtime:
+    """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the names of the lines."""
+
+    def __init__(self, transport: Transport):
+        self.transport = transport
+        self.counters = Counters()
+        self.on_gradient: GradientCheck | None = None
+        self.on_update: Callable[[Tensor], None] | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._slots: dict[str, list[Tensor]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    # Lines of an emitted step
+
+    def pack(self, name: str, parameters: Sequence[str], gradients: Sequence[Tensor], scale: float) -> Tensor:
+        """Copy gradients into one flat bucket, scaled."""
+        self.see(parameters, gradients)
+        sizes = [gradient.numel() for gradient in gradients]
+        flat = self._buffer(name, sum(sizes), torch.float32, gradients[0].device)
+        slots = self._slots.get(name)
+        if slots is None:
+            pieces = zip(flat.split(sizes), gradients, strict=True)
+            slots = self._slots[name] = [piece.view(gradient.shape) for piece, gradient in pieces]
+        for slot, gradient in zip(slots, gradients, strict=True):
+            if scale == 1.0:
+                slot.copy_(gradient)
+            else:
+                torch.mul(gradient, scale, out=slot)
+        return flat
+
+    def pad(self, name: str, bucket: Tensor, ranks: int) -> Tensor:
+        """Lengthen a bucket with zeros until it splits evenly."""
+        padded = self._buffer(name, bucket.numel() + -bucket.numel() % ranks, bucket.dtype, bucket.device)
+        padded[: bucket.numel()].copy_(bucket)
+        padded[bucket.numel() :].zero_()
+        return padded
+
+    def compress(
+        self, name: str, compressor: Compressor, bucket: Tensor | OnHost, residual: Tensor | None, segments: Sequence[int]
+    ) -> Tensor | OnHost:
+        """Fill a payload; the residual changes in place."""
+
+        def run(value: Tensor) -> Tensor:
+            elements = compressor.payload_elements(segments)
+            payload = self._buffer(name, elements, compressor.payload_dtype, value.device)
+            compressor.encode(value, residual, payload, segments)
+            return payload
+
+        return self._then(bucket, run)
+
+    def launch(self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str) -> Flight | HostFlight:
+        """Start a collective and return at once."""
+        if isinstance(value, OnHost):
+            given = value.future
+            return HostFlight(self._submit(lambda: self._launch(name, kind, given.result(), ranks, level, "pool")))
+        return self._launch(name, kind, value, ranks, level, "main")
+
+    def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
+        """The collective's result; time spent here is exposed communication."""
+        if isinstance(flight, HostFlight):
+            given = flight.future
+            return OnHost(self._submit(lambda: _finish(given.result())))
+        start = time.perf_counter()
+        output = _finish(flight)
+        self.counters.waited_s += time.perf_counter() - start
+        return output
+
+    def decompress(
+        self, name: str, compressor: Compressor, payloads: Tensor | OnHost, ranks: int, segments: Sequence[int]
+    ) -> Tensor | OnHost:
+        """The mean of what the ranks' payloads stand for, flat fp32."""
+
+        def run(value: Tensor) -> Tensor:
+            mean = self._buffer(name, sum(segments), torch.float32, value.device)
+            compressor.decode(value, ranks, segments, mean)
+            return mean
+
+        return self._then(payloads, run)
+
+    def d2h(self, value: Tensor) -> OnHost:
+        """Hand a value to the host's pool."""
+        return OnHost(self._submit(lambda: value))
+
+    def h2d(self, value: OnHost) -> Tensor:
+        """Take a value back from the pool; time spent here is exposed communication."""
+        start = time.perf_counter()
+        result = value.future.result()
+        self.counters.waited_s += time.perf_counter() - start
+        return result
+
+    def see(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Show local gradients to whoever checks them."""
+        if self.on_gradient is not None and parameters:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                self.on_gradient(parameter, gradient)
+
+    def before_update(self, loss: Tensor) -> None:
+        """The last line before parameters change: every gradient has been seen."""
+        if self.on_update is not None:
+            self.on_update(loss)
+
+    # Behind the lines
+
+    def take_counters(self) -> Counters:
+        """What was counted since the last call."""
+        counted, self.counters = self.counters, Counters()
+        return counted
+
+    def close(self) -> None:
+        """End the pool's thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def _launch(self, name: str, kind: str, value: Tensor, ranks: int, level: str, lane: str) -> Flight:
+        key = (kind, level)
+        self.counters.payload_bytes[key] = self.counters.payload_bytes.get(key, 0) + value.nbytes
+        if kind == "all_reduce":
+            return Flight(name, value, self.transport.all_reduce(value, level, lane))
+        if kind == "broadcast":
+            return Flight(name, value, self.transport.broadcast(value, 0, level, lane))
+        if kind == "all_gather":
+            out = self._buffer(name, ranks * value.numel(), value.dtype, value.device)
+            return Flight(name, out, self.transport.all_gather(value, out, level, lane))
+        assert kind == "reduce_scatter", f"unknown collective {kind}"
+        out = self._buffer(name, value.numel() // ranks, value.dtype, value.device)
+        return Flight(name, out, self.transport.reduce_scatter(value, out, level, lane))
+
+    def _then(self, value: Tensor | OnHost, run: Callable[[Tensor], Tensor]) -> Tensor | OnHost:
+        """Do it now, or on the pool behind what makes the value."""
+        if isinstance(value, OnHost):
+            given = value.future
+            return OnHost(self._submit(lambda: run(given.result())))
+        return run(value)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        # One thread: what is submitted runs in order, so collectives leave in the same order on every rank.
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
+        return self._pool.submit(work)
+
+    def _buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = self._buffers[name] = torch.empty(elements, dtype=dtype, device=device)
+        return buffer
+
+
+def _finish(flight: Flight) -> Tensor:
+    flight.work.wait()
+    return flight.output

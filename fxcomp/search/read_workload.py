@@ -1,0 +1,44 @@
+"""Read from an annotated graph what the search needs; the only file of the search that sees nodes."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.edit import gradients
+from fxcomp.graph.info import Role, info
+from fxcomp.graph.ops import BROADCAST
+from fxcomp.search.workload import Gradient, Workload
+
+
+def read_workload(gm: GraphModule) -> Workload:
+    """Sizes, ready times and update times, in ready order. The graph has costs; its gradients are not bucketed yet."""
+    ready: dict[Node, float] = {}
+    clock = 0.0
+    for node in gm.graph.nodes:
+        if info(node).role in (Role.COMPUTE, Role.GRADIENT):
+            clock += info(node).cost_us or 0.0
+        ready[node] = clock
+    broadcast = next((node for node in gm.graph.nodes if node.target is BROADCAST), None)
+    clip_us = _total(gm, Role.CLIP)
+    return Workload(
+        gradients=tuple(
+            Gradient(
+                name=name,
+                elements=node.meta["val"].numel(),
+                ready_us=ready[node],
+                update_us=_total(gm, Role.UPDATE, name),
+                is_vector=node.meta["val"].dim() <= 1,
+            )
+            for name, node in gradients(gm).items()
+        ),
+        backward_us=clock,
+        finish_us=clip_us,
+        clips=any(info(node).role is Role.CLIP for node in gm.graph.nodes),
+        broadcast_bytes=4 * broadcast.meta["val"].numel() if broadcast is not None else 0,
+        broadcast_ready_us=ready[broadcast] if broadcast is not None else 0.0,
+    )
+
+
+def _total(gm: GraphModule, role: Role, parameter: str | None = None) -> float:
+    nodes = (node for node in gm.graph.nodes if info(node).role is role)
+    return sum(info(node).cost_us or 0.0 for node in nodes if parameter is None or info(node).parameter == parameter)

@@ -1,0 +1,447 @@
+"""The compiled step: feeds the emitted code, and follows what changes around it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxcomp.capture import Captured, LossFn, Owned, live_numbers, materialize_state
+from fxcomp.cost.timeline import Timeline
+from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
+from fxcomp.graph.info import InputKind, Source, info
+from fxcomp.guards import BatchType, StepGuard, batch_type
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.state import Residuals
+from fxcomp.strategy import Plan
+
+CAPTURES = 8
+"""How many captured variants are kept: the oldest unused one goes."""
+
+STATIC_SHAPES = 2
+"""So many shapes are captured as they are; from the next on, sizes that varied become symbols."""
+
+SWITCH_STEPS = 20
+"""So many measured steps decide whether a compressed plan is kept."""
+
+WARM_STEPS = 2
+"""The first steps, which allocate, are not judged."""
+
+SWITCH_MARGIN = 0.03
+"""How much slower than dense a plan must be to be given up: less is noise (assumed)."""
+
+GRADIENT_TOLERANCE = 1e-4
+"""Relative to the largest element. Eager regions repeat eager's own operators; 1e-4 is fp32 noise of reordered sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained: the user's own objects."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    optimizer: torch.optim.Optimizer
+    owned: tuple[Owned, ...]
+    max_grad_norm: float | None
+    fresh_state: frozenset[str] = frozenset()
+    """Parameters whose optimizer state was made for the capture: their first step is still to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One capture, rewritten and emitted for one plan."""
+
+    captured: Captured
+    graph: GraphModule
+    history: Mapping[str, GraphModule]
+    """The graph after each pass, by the pass's name."""
+    module: ModuleType
+    source: str
+    timeline: Timeline
+    inputs: tuple[Source, ...]
+
+    @classmethod
+    def of(
+        cls, captured: Captured, graph: GraphModule, history: Mapping[str, GraphModule], module: ModuleType, source: str, timeline: Timeline
+    ) -> Variant:
+        sources = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
+        return cls(captured, graph, history, module, source, timeline, sources)
+
+
+Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Variant]
+"""Captures and compiles for a batch and a plan, with the dimensions of batch tensors that may vary. Local: no communication."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """What recent steps took, in milliseconds."""
+
+    step_ms: deque[float]
+    waited_ms: deque[float]
+
+
+class CompiledStep:
+    """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
+
+    Returns the loss, detached, or `(loss, aux)` if the loss function does. `.grad` of parameters is not set.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        plan: Plan,
+        build: Build,
+        runtime: Runtime,
+        residuals: Residuals,
+        *,
+        verify_every: int = 0,
+        dense_ms: float | None = None,
+        dense_plan: Plan | None = None,
+        report: Callable[[CompiledStep], str] | None = None,
+    ):
+        self.plan = plan
+        self.training = training
+        self.runtime = runtime
+        self.residuals = residuals
+        self.steps = 0
+        self.notes: list[str] = []
+        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self._build = build
+        self._guard = StepGuard(training.model, training.optimizer, training.owned)
+        self._variants: OrderedDict[tuple[Any, ...], Variant] = OrderedDict()
+        self._shapes: dict[Any, list[BatchType]] = {}
+        self._symbolic: dict[Any, Variant] = {}
+        self._verify_every = verify_every
+        self._dense_ms, self._dense_plan = dense_ms, dense_plan
+        self._report = report
+        self.payload_bytes: Mapping[tuple[str, str], int] = {}
+        """What this rank put into collectives in the last step, by kind and level."""
+        self._fresh_state = training.fresh_state
+        self._stateful = True
+        self._group_of = {owner.name: owner.group for owner in training.owned}
+        self._parameters = dict(training.model.named_parameters())
+        self.variant: Variant | None = None
+        self._first_type: BatchType | None = None
+
+    # Running
+
+    def __call__(self, batch: Any) -> Any:
+        self._guard.check_identity()
+        kind, leaves = batch_type(batch)
+        variant = self._variant_for(batch, kind, leaves)
+        verify = self._verify_every > 0 and self.steps % self._verify_every == 0
+        start = time.perf_counter()
+        with torch.no_grad(), self._verified(batch, variant) if verify else _nothing():
+            result = self._run(variant, leaves)
+        self._count(time.perf_counter() - start, kind, verify)
+        return result
+
+    def _run(self, variant: Variant, leaves: Sequence[Any]) -> Any:
+        loss, aux = variant.module.step(self.runtime, *self.feed(variant, leaves))
+        self._fresh_state = frozenset()
+        if variant.captured.has_aux:
+            assert variant.captured.aux_spec is not None, "a step with aux knows its structure"
+            return loss, pytree.tree_unflatten(list(aux), variant.captured.aux_spec)
+        return loss
+
+    def feed(self, variant: Variant, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
+        """The arguments of the emitted function, in its order: lists of what the graph's inputs stand for."""
+        lists: dict[InputKind, list[Any]] = {kind: [] for kind in InputKind}
+        buffers = dict(self.training.model.named_buffers())
+        self._ensure_state()
+        numbers = self._live_numbers()
+        for source in variant.inputs:
+            lists[source.kind].append(self._value(source, leaves, buffers, numbers))
+        order = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.STATE, InputKind.HYPER, InputKind.RESIDUAL, InputKind.BATCH)
+        return tuple(lists[kind] for kind in order)
+
+    def _value(self, source: Source, leaves: Sequence[Any], buffers: Mapping[str, Tensor], numbers: Sequence[Mapping[str, float]]) -> Any:
+        match source.kind:
+            case InputKind.PARAMETER:
+                return self._parameters[source.name]
+            case InputKind.BUFFER:
+                return buffers[source.name]
+            case InputKind.STATE:
+                return self.training.optimizer.state[self._parameters[source.name]][source.key]
+            case InputKind.HYPER:
+                return numbers[source.index][source.key]
+            case InputKind.RESIDUAL:
+                return self.residuals.of_bucket(source.index)
+            case InputKind.BATCH:
+                return leaves[source.index]
+
+    def _ensure_state(self) -> None:
+        """Make the optimizer's state if it is not there, as its own first step would."""
+        state = self.training.optimizer.state
+        if self._stateful and any(not state.get(owner.parameter) for owner in self.training.owned):
+            self._fresh_state |= materialize_state(self.training.optimizer, self.training.owned)
+            self._stateful = any(state[owner.parameter] for owner in self.training.owned)
+
+    def _live_numbers(self) -> list[dict[str, float]]:
+        numbers = [live_numbers(group) for group in self.training.optimizer.param_groups]
+        for index, group in enumerate(numbers):
+            if "dampening" not in group or not self._fresh_state:
+                continue
+            fresh = {owner.name in self._fresh_state for owner in self.training.owned if owner.group == index}
+            if fresh == {True, False}:
+                raise StepChanged(
+                    f"parameter group {index} has momentum for some parameters and none yet for others, which with dampening"
+                    " cannot be stepped together.\n  Put the new parameters into a group of their own."
+                )
+            if fresh == {True}:
+                group["dampening"] = 0.0  # SGD's first step takes the gradient as it is
+        return numbers
+
+    # Variants
+
+    def _variant_for(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Variant:
+        around = self._guard.key()
+        key = (str(kind.structure), kind.leaves, around)
+        found = self._variants.get(key)
+        if found is None:
+            found = self._capture(batch, kind, leaves, around, key)
+        self._variants.move_to_end(key)
+        self.variant = found
+        return found
+
+    def _capture(self, batch: Any, kind: BatchType, leaves: Sequence[Any], around: Any, key: tuple[Any, ...]) -> Variant:
+        """Capture for what was not seen yet, here alone: other ranks may have other shapes."""
+        family = (kind.like(), around)
+        symbolic = self._symbolic.get(family)
+        if symbolic is not None and symbolic.captured.guard(leaves):
+            return self._remember(key, symbolic)
+        seen = self._shapes.setdefault(family, [])
+        seen.append(kind)
+        varying = _varying_dims(seen) if len(seen) > STATIC_SHAPES else {}
+        variant = self._build_variant(batch, varying)
+        if self._guard.key() != around:
+            what = self._guard.describe_change(around, self._guard.key())
+            variant = self._build_variant(batch, varying)  # some models set themselves up at their first call
+            if self._guard.key() != key[2] and self._guard.key() != around:
+                raise StepChanged(
+                    f"the forward pass itself changes the model: {what}. A compiled step does not run that Python again.\n"
+                    "  Keep such counters outside the model, or in a buffer."
+                )
+        if varying:
+            self._symbolic[family] = variant
+        return self._remember(key, variant)
+
+    def _build_variant(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Variant:
+        self._ensure_state()
+        return self._build(batch, self.plan, varying)
+
+    def _remember(self, key: tuple[Any, ...], variant: Variant) -> Variant:
+        self._variants[key] = variant
+        while len(self._variants) > CAPTURES:
+            self._variants.popitem(last=False)
+        return variant
+
+    def adopt(self, batch: Any, variant: Variant) -> None:
+        """Take over a variant that was built for this batch while compiling."""
+        kind, _ = batch_type(batch)
+        around = self._guard.key()
+        self._shapes.setdefault((kind.like(), around), []).append(kind)
+        self._first_type = kind
+        self.variant = self._remember((str(kind.structure), kind.leaves, around), variant)
+
+    # Verifying
+
+    @contextmanager
+    def _verified(self, batch: Any, variant: Variant) -> Iterator[None]:
+        """Compare loss and gradients with eager PyTorch before anything is updated."""
+        loss, expected = self._eager(batch, variant)
+        wrong: list[str] = []
+
+        def on_gradient(name: str, gradient: Tensor) -> None:
+            if not wrong and not _close(gradient, expected[name]):
+                difference = (gradient - expected[name]).abs().max().item()
+                largest = expected[name].abs().max().item()
+                wrong.append(f"the gradient of {name!r} differs from eager by up to {difference:.3g}, where it reaches {largest:.3g}")
+
+        def on_update(value: Tensor) -> None:
+            if not _close(value, loss):
+                wrong.insert(0, f"the loss is {value.item():.9g}, eager's is {loss.item():.9g}")
+            self._agree_verified(wrong)
+
+        self.runtime.on_gradient, self.runtime.on_update = on_gradient, on_update
+        try:
+            yield
+        finally:
+            self.runtime.on_gradient = self.runtime.on_update = None
+
+    def _eager(self, batch: Any, variant: Variant) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and local gradients as eager PyTorch computes them; buffers and random numbers as if it had not."""
+        model = self.training.model
+        saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        names = variant.captured.gradient_names
+        devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.enable_grad():
+            result = self.training.loss_fn(model, batch)
+            loss = result[0] if variant.captured.has_aux else result
+            gradients = torch.autograd.grad(loss, [self._parameters[name] for name in names], allow_unused=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(saved[name])
+        zero = {name: torch.zeros_like(self._parameters[name]) for name, g in zip(names, gradients, strict=True) if g is None}
+        return loss.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None} | zero
+
+    def _agree_verified(self, wrong: Sequence[str]) -> None:
+        """Raise on every rank if any found a difference: one that went on alone would wait for the others for ever."""
+        bad = bool(wrong)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            flag = torch.tensor([float(bad)])
+            if self.training.owned[0].parameter.device.type == "cuda":
+                flag = flag.cuda()
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            bad = bool(flag.item())
+        if bad:
+            what = wrong[0] if wrong else "another rank found a difference"
+            raise VerificationFailed(
+                f"step {self.steps}: {what}.\n  Nothing has been updated. The capture is wrong for this model: please report it with the"
+                " model's code, and train with eager PyTorch meanwhile."
+            )
+
+    # Watching
+
+    def _count(self, seconds: float, kind: BatchType, verified: bool) -> None:
+        counters = self.runtime.take_counters()
+        self.steps += 1
+        self.payload_bytes = counters.payload_bytes
+        if not verified and kind == self._first_type:
+            self.times.step_ms.append(1e3 * seconds)
+            self.times.waited_ms.append(1e3 * counters.waited_s)
+        if self.steps == SWITCH_STEPS + WARM_STEPS and self._dense_ms is not None and not self.plan.is_dense:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        """Switch back to dense if the compressed plan turned out slower; all ranks decide by the same numbers.
+
+        Every rank comes here at the same step. One that saw other batches than the dense step was measured on says so with -1,
+        and then nobody judges.
+        """
+        times = list(self.times.step_ms)[WARM_STEPS:]
+        mine = statistics.median(times) if len(times) >= SWITCH_STEPS // 2 else -1.0
+        everyone = self._gather(mine)
+        measured, dense = max(everyone), self._dense_ms or 0.0
+        if min(everyone) < 0 or measured <= dense * (1 + SWITCH_MARGIN) or self._dense_plan is None:
+            return
+        self.notes.append(
+            f"switched back to dense at step {self.steps}: {measured:.1f} ms a step measured with compression, {dense:.1f} ms without."
+            " What compression had left out so far is dropped."
+        )
+        self.plan = self._dense_plan
+        self.runtime.close()
+        self.runtime = Runtime(self.runtime.transport)
+        for known in (self._variants, self._symbolic, self._shapes):
+            known.clear()
+
+    def _gather(self, value: float) -> list[float]:
+        device = self.training.owned[0].parameter.device
+        everyone = torch.zeros(dist.get_world_size(), device=device)
+        dist.all_gather_into_tensor(everyone, torch.tensor([value], device=device))
+        return everyone.tolist()
+
+    @property
+    def step_ms(self) -> float:
+        """The median of recent steps, in ms; nan before the first."""
+        return statistics.median(self.times.step_ms) if self.times.step_ms else float("nan")
+
+    @property
+    def exposed_ms(self) -> float:
+        """How long recent steps stood still waiting for the network, in ms (median); nan before the first."""
+        return statistics.median(self.times.waited_ms) if self.times.waited_ms else float("nan")
+
+    # Looking
+
+    @property
+    def source(self) -> str:
+        """The emitted step as Python source."""
+        return self._current.source
+
+    @property
+    def timeline(self) -> Timeline:
+        """The predicted step."""
+        return self._current.timeline
+
+    def graph(self, after: str | None = None) -> GraphModule:
+        """The final graph, or the graph after a pass. Raises FxcompError naming the passes if there is no such one."""
+        if after is None:
+            return self._current.graph
+        history = self._current.history
+        if after not in history:
+            raise FxcompError(f"there is no pass {after!r}; the passes are {', '.join(history)}")
+        return history[after]
+
+    def explain(self) -> str:
+        """What was decided and why, as text."""
+        assert self._report is not None, "compile_step sets the report"
+        return self._report(self)
+
+    @property
+    def _current(self) -> Variant:
+        assert self.variant is not None, "compile_step adopts a variant before it returns"
+        return self.variant
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's error-feedback state; the model's and the optimizer's state are their own."""
+        return {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, **self.residuals.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state of this rank. Raises BadState."""
+        if state.get("rank", _rank()) != _rank():
+            raise BadState(
+                f"this is the state of rank {state['rank']}, this is rank {_rank()}: residuals belong to a rank's own gradients.\n"
+                "  Save a state on every rank, and load each where it came from."
+            )
+        self.residuals.load_state_dict(state)
+        self.steps = int(state.get("steps", 0))
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _close(value: Tensor, expected: Tensor) -> bool:
+    """Equal up to fp32 noise; what is not finite must be so in both."""
+    if value.shape != expected.shape:
+        return False
+    both = torch.isfinite(value) & torch.isfinite(expected)
+    if not bool((torch.isfinite(value) == torch.isfinite(expected)).all()):
+        return False
+    scale = expected[both].abs().max().item() if bool(both.any()) else 0.0
+    if not bool(both.any()):
+        return True
+    return bool(((value - expected)[both].abs().max() <= GRADIENT_TOLERANCE * scale + 1e-12).item())
+
+
+def _varying_dims(types: Sequence[BatchType]) -> dict[int, frozenset[int]]:
+    """The dimensions of batch tensors in which the types seen differ."""
+    varying: dict[int, frozenset[int]] = {}
+    for leaf in range(len(types[0].leaves)):
+        shapes = [kind.shapes[leaf] for kind in types]
+        if shapes[0] is not None:
+            dims = {d for d in range(len(shapes[0])) if len({shape[d] for shape in shapes if shape}) > 1}
+            if dims:
+                varying[leaf] = frozenset(dims)
+    return varying
+
+
+__all__ = ["CompiledStep", "StepTimes", "Training", "Variant"]
