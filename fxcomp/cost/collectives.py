@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-import sympy
+import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 from fxcomp.cluster import Cluster, Level
 from fxcomp.strategy import CollectiveKind

@@ -68,41 +68,31 @@ def _sample(timed: Callable[[int], float], budget_s: float) -> list[tuple[int, f
 
 
 def fit_alpha_beta(kind: CollectiveKind, ranks: int, samples: Sequence[tuple[int, float]]) -> AlphaBeta:
-    """Fit `steps · α + wire bytes / B` to (bytes, seconds), by least squares of relative errors.
+    """Fit `steps · α + wire bytes / B` to (bytes, seconds): the median of each size, by least squares.
 
-    Outliers lose weight in rounds: another job on the link must not bend the line. Larger messages weigh more: a shaped
-    link lets short bursts through at full speed, and buckets are not short.
+    Medians, because another job's traffic must not bend the line. Weighted 1/t, between absolute errors, which would
+    leave α to noise, and relative ones, which would believe the short bursts that a shaped link lets through.
     """
     steps = formulas.steps(kind, ranks)
     sizes = sorted({size for size, _ in samples})
-    rows = [
-        (steps, formulas.wire_bytes(kind, ranks, size), seconds * 1e6, (1.0 + sizes.index(size)) / (seconds * 1e6) ** 2)
-        for size, seconds in samples
-    ]
-    errors = [0.0] * len(rows)
-    alpha, us_per_byte = 0.0, 0.0
-    for _ in range(5):
-        typical = max(1e-3, statistics.median(map(abs, errors)))
-        trusted = [
-            w if abs(e) <= 3 * typical else w * 3 * typical / abs(e) for (*_, w), e in zip(rows, errors, strict=True)
-        ]
-        alpha, us_per_byte = _least_squares([(s, b, t, w) for (s, b, t, _), w in zip(rows, trusted, strict=True)])
-        errors = [(alpha * s + us_per_byte * b - t) / t for s, b, t, _ in rows]
+    medians = [1e6 * max(1e-9, statistics.median(t for size, t in samples if size == s)) for s in sizes]
+    rows = [(steps, formulas.wire_bytes(kind, ranks, size), us) for size, us in zip(sizes, medians, strict=True)]
+    alpha, us_per_byte = _least_squares(rows)
+    errors = [abs(alpha * s + us_per_byte * b - t) / t for s, b, t in rows]
     return AlphaBeta(
         alpha_us=alpha,
         gb_per_s=1e-3 / us_per_byte,
-        spread=statistics.median(map(abs, errors)),
-        source=f"measured, {len(rows)} samples up to {max(sizes):,} bytes",
+        spread=statistics.median(errors),
+        source=f"measured, {len(samples)} samples up to {max(sizes):,} bytes",
     )
 
 
-def _least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """Minimise Σ w (α s + β b − t)² with α ≥ 0 and β > 0."""
-    ss = sum(w * s * s for s, _, _, w in rows)
-    sb = sum(w * s * b for s, b, _, w in rows)
-    bb = sum(w * b * b for _, b, _, w in rows)
-    st = sum(w * s * t for s, _, t, w in rows)
-    bt = sum(w * b * t for _, b, t, w in rows)
+def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Minimise Σ (α s + β b - t)² / t with α ≥ 0 and β > 0."""
+    ss = sum(s * s / t for s, _, t in rows)
+    sb = sum(s * b / t for s, b, t in rows)
+    bb = sum(b * b / t for _, b, t in rows)
+    st, bt = sum(s for s, _, _ in rows), sum(b for _, b, _ in rows)
     determinant = ss * bb - sb * sb
     if determinant > 1e-12 * ss * bb:
         alpha, beta = (st * bb - bt * sb) / determinant, (bt * ss - st * sb) / determinant

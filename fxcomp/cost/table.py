@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +258,8 @@ class CostTable:
 
     def _fit(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> AlphaBeta | None:
         """The measurement for this collective, or of another one over the same ranks: α and B belong to the link."""
+        if not self.collectives:
+            return None
         levels = [level]
         if cluster.ranks_per_host == 1 and level is not Level.INTRA:
             levels = [level, Level.INTER, Level.WORLD]
@@ -272,13 +277,14 @@ class CostTable:
 
     def _key(self, compressor: Compressor, device: Device) -> str | None:
         """This compressor here, else elsewhere if device and host are one, else one of its name with other numbers."""
+        text = _text(compressor)
         devices = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         for place in devices:
-            if f"{compressor}@{place}" in self.compressors:
-                return f"{compressor}@{place}"
+            if f"{text}@{place}" in self.compressors:
+                return f"{text}@{place}"
         for place in devices:
             for key in self.compressors:
-                if key.startswith(f"{compressor.name}(") and key.endswith(f"@{place}"):
+                if re.split(r"[(@]", key)[0] == compressor.name and key.endswith(f"@{place}"):
                     return key
         return None
 
@@ -293,11 +299,19 @@ def cache_path(hardware: str, versions: str) -> Path:
     return Path(home) / "fxcomp" / f"costs-{key}.json"
 
 
+@cache
+def _text(compressor: Compressor) -> str:
+    """A search asks for the same few compressors thousands of times."""
+    return str(compressor)
+
+
 def _set_aside(path: Path) -> Path:
     """Rename a file that cannot be read, never over an older one."""
-    number, kept = 1, path.with_name(path.name + ".corrupt")
-    while kept.exists():
-        number, kept = number + 1, path.with_name(f"{path.name}.corrupt.{number}")
+    kept = path.with_name(path.name + ".corrupt")
+    for number in count(2):
+        if not kept.exists():
+            break
+        kept = path.with_name(f"{path.name}.corrupt.{number}")
     try:
         path.rename(kept)
     except OSError:  # another rank was faster, or the folder is read-only

@@ -1,7 +1,8 @@
 """Choose a plan: which gradients travel together, and how each bucket travels, judged only by the simulated step.
 
 Plans are improved from several starts (buckets of a few sizes, one strategy everywhere) by changing one bucket at a
-time: another strategy, merge with the next, split, move the border by a gradient; until no single change helps. Among equals the plan that loses less wins, so error is spent only where it shortens the step.
+time: another strategy, merge with the next, split, move the border by a gradient; until no single change helps.
+Among equals the plan that loses less wins, so error is spent only where it shortens the step.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ class _Search:
         self.broadcast = broadcast_task(workload, costs, cluster)
         self.known: dict[_Parts, float] = {}
         self.priced: dict[_Part, BucketTasks] = {}
+        self.busy: dict[_Part, tuple[float, float]] = {}
         self.lost: dict[_Part, float] = {}
         self.regions: dict[tuple[int, int], Task] = {}
 
@@ -198,6 +200,26 @@ class _Search:
     def loss(self, parts: _Parts) -> float:
         """The squared error of a plan, in elements lost."""
         return sum([self._lost(part) for part in parts])
+
+    def _bound_us(self, parts: _Parts) -> float:
+        """What a plan's step takes at least: all that compute must do, or all that the wire must, once it may start."""
+        busy = [self._busy(part) for part in parts]
+        compute = self.workload.backward_us + self.workload.finish_us + sum([us for us, _ in busy])
+        wire = self.workload.gradients[self._last(parts[0])].ready_us + sum([us for _, us in busy])
+        return max(compute, wire)
+
+    def _busy(self, part: _Part) -> tuple[float, float]:
+        """How long a bucket occupies compute and the links between hosts."""
+        known = self.busy.get(part)
+        if known is None:
+            bucket = self._priced(part)
+            tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final, bucket.update]
+            compute, wire = (
+                sum(task.duration_us for task in tasks if task.stream is stream)
+                for stream in (Stream.COMPUTE, Stream.INTER)
+            )
+            known = self.busy[part] = (compute, wire)
+        return known
 
     def _simulate(self, parts: _Parts) -> float:
         regions: list[Task] = []
@@ -325,6 +347,8 @@ class _Search:
         """The best of a plan and what can be made of it by changing bucket k."""
         best, us, loss = parts, self.step_us(parts), self.loss(parts)
         for candidate in self._neighbours(parts, k, dense_only):
+            if self._bound_us(candidate) > us * (1 + _SAME):
+                continue
             candidate_us = self.step_us(candidate)
             if candidate_us > us * (1 + _SAME):
                 continue

@@ -64,3 +64,8 @@ def _compressed(compressor: Compressor, has_levels: bool) -> list[Strategy]:
 @cache
 def _compressor(name: str) -> Compressor | None:
     return parse_compressor(name) if name else None
+
+
+def compressors_of(mode: Mode) -> tuple[Compressor, ...]:
+    """The compressors that a mode may choose."""
+    return tuple(compressor for name in _COMPRESSORS[mode] if (compressor := _compressor(name)))

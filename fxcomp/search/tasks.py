@@ -121,7 +121,7 @@ def price_bucket(
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     writer = _Writer(k, sizes, strategy, costs, cluster)
-    stages = tuple(writer.stage(number) for number in range(len(strategy.collectives)))
+    stages = tuple(writer.stage(number) for number in range(len(writer.stages) - 1))
     final = writer.final()
     return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
 
@@ -131,6 +131,7 @@ class _Writer:
 
     def __init__(self, k: int, sizes: tuple[int, ...], strategy: Strategy, costs: CostTable, cluster: Cluster) -> None:
         self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
+        self.stages = strategy.stages
         self.segments = sizes
         self.payload_bytes: int | None = None  # None while the tensor is dense
         self.ranks = 1  # whose payloads lie here
@@ -145,10 +146,10 @@ class _Writer:
         else:  # the main thread blocks until the previous wire is done
             kind = self.strategy.collectives[number - 1].kind.value
             first = self._task(f"wait for {kind}", Stream.COMPUTE, self.costs.launch_us)
-        return (first, *(task for step in self.strategy.stages[number] for task in self._step(step)))
+        return (first, *(task for step in self.stages[number] for task in self._step(step)))
 
     def final(self) -> tuple[Task, ...]:
-        return tuple(task for step in self.strategy.stages[-1] for task in self._step(step))
+        return tuple(task for step in self.stages[-1] for task in self._step(step))
 
     @property
     def elements(self) -> int:
@@ -178,7 +179,7 @@ class _Writer:
         if step.device is Device.GPU:
             return [self._task("decompress", Stream.COMPUTE, us)]
         # The last one is asked of the pool when the main thread has nothing left to launch.
-        is_last = step in self.strategy.stages[-1]
+        is_last = step in self.stages[-1]
         task = self._task("decompress", Stream.CPU, us, *([END_OF_BACKWARD] if is_last else []))
         copy_us = self.costs.copy_us(self.dense_bytes)
         return [task, self._task("h2d", Stream.H2D, copy_us)] if copy_us else [task]

@@ -1,0 +1,94 @@
+"""Measuring: a fit finds the link again, decisions follow the returned numbers, kernels give plausible points."""
+
+import random
+
+import pytest
+import torch
+
+from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost import collectives as formulas
+from fxcomp.cost.measure import fit_alpha_beta, measure_collectives, measure_compressors, measure_copy, measure_memory
+from fxcomp.strategy import CollectiveKind
+
+FLAT = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
+
+
+class Network:
+    """Times collectives by the formulas, with noise, and counts what was spent."""
+
+    def __init__(self, alpha_us: float, gb_per_s: float, cluster: Cluster, noise: float = 0.05) -> None:
+        self.alpha_us, self.gb_per_s, self.cluster, self.noise = alpha_us, gb_per_s, cluster, noise
+        self.calls: list[tuple[CollectiveKind, Level, int]] = []
+        self.spent_s = 0.0
+        self.random = random.Random(0)
+
+    def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
+        self.calls.append((kind, level, size))
+        us = formulas.time_us(kind, self.cluster.ranks_at(level), size, self.alpha_us, self.gb_per_s)
+        us *= 1 + self.noise * self.random.random()
+        if self.random.random() < self.noise:
+            us *= 4  # somebody else's traffic
+        self.spent_s += us * 1e-6
+        return us * 1e-6
+
+
+@pytest.mark.parametrize("gbit", [0.1, 1.0, 25.0])
+def test_a_fit_finds_the_link_again_within_the_budget(gbit: float):
+    network = Network(50.0, gbit / 8, FLAT)
+    fits = measure_collectives(network, FLAT, budget_s=3.0)
+    assert list(fits) == [(CollectiveKind.ALL_REDUCE, Level.WORLD), (CollectiveKind.ALL_GATHER, Level.WORLD)]
+    for fit in fits.values():
+        assert fit.gb_per_s == pytest.approx(gbit / 8, rel=0.1)
+        assert fit.alpha_us == pytest.approx(50.0, rel=0.3)
+        assert fit.spread < 0.1
+        assert fit.source.startswith("measured")
+    assert network.spent_s < 4.0
+
+
+def test_every_level_of_a_cluster_with_levels_is_measured():
+    cluster = Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))
+    fits = measure_collectives(Network(10.0, 1.0, cluster), cluster)
+    assert {level for _, level in fits} == set(Level)
+    assert measure_collectives(Network(10.0, 1.0, cluster), Cluster(1, 1, Link(1, 1), Link(1, 1))) == {}
+
+
+def test_the_same_numbers_lead_to_the_same_measurements():
+    one, other = Network(30.0, 0.2, FLAT), Network(30.0, 0.2, FLAT)
+    assert measure_collectives(one, FLAT) == measure_collectives(other, FLAT)
+    assert one.calls == other.calls
+
+
+def test_bursts_of_a_shaped_link_do_not_hide_its_rate():
+    def shaped(kind: CollectiveKind, level: Level, size: int) -> float:
+        wire = formulas.wire_bytes(kind, 4, size)
+        assert level is Level.WORLD
+        return 1e-6 * (formulas.steps(kind, 4) * 20 + min(wire, 32_768) / 1000 + max(0.0, wire - 32_768) / 12.5)
+
+    fit = measure_collectives(shaped, FLAT)[CollectiveKind.ALL_REDUCE, Level.WORLD]
+    assert fit.gb_per_s == pytest.approx(0.0125, rel=0.1)
+
+
+def test_a_fit_never_gives_a_negative_latency_or_an_infinite_bandwidth():
+    falling = [(1024, 3e-3), (4096, 2e-3), (16384, 1e-3)]
+    fit = fit_alpha_beta(CollectiveKind.ALL_REDUCE, 2, falling)
+    assert fit.alpha_us >= 0
+    assert 0 < fit.gb_per_s < 1001
+    curved = [(size, 1e-12 * size**1.5) for size in (1024, 4096, 16384, 65536)]
+    assert fit_alpha_beta(CollectiveKind.ALL_REDUCE, 2, curved).alpha_us == 0.0
+
+
+@pytest.mark.parametrize("text", ["bf16", "int8", "sign", "topk(0.01)"])
+def test_a_compressor_is_measured_at_growing_sizes(text: str):
+    compressor = parse_compressor(text)
+    points = measure_compressors([compressor], sizes=(1024, 4096), budget_s=0.5)[f"{compressor}@gpu"]
+    assert points[0].elements == 1024
+    assert all(point.encode_us > 0 and point.decode_us > 0 for point in points)
+
+
+def test_memory_and_matrix_products_are_measured():
+    pack_gb_per_s, roofline = measure_memory()
+    assert pack_gb_per_s > 0
+    assert roofline.gb_per_s == pytest.approx(2 * pack_gb_per_s)
+    assert roofline.gflops > 0
+    assert measure_copy(torch.device("cpu")) is None

@@ -1,0 +1,129 @@
+"""The cost table: estimates that never fail, and a cache that loses nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.table import AlphaBeta, CompressorPoint, CostTable, Measured, Roofline, cache_path
+from fxcomp.errors import BadOption
+from fxcomp.strategy import CollectiveKind, Device
+
+CLUSTER = Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))
+INT8 = parse_compressor("int8")
+TABLE = CostTable(
+    hardware="a machine",
+    versions="1",
+    date="2026-11-20",
+    source="test",
+    compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "test")},
+    roofline=Roofline(100.0, 20.0),
+    collectives={(CollectiveKind.ALL_REDUCE, Level.WORLD): AlphaBeta(20.0, 0.5, 0.05, "fit")},
+    compressors={f"{INT8}@gpu": (CompressorPoint(1000, 10.0, 4.0), CompressorPoint(2000, 20.0, 6.0))},
+)
+
+
+def test_a_table_goes_to_json_and_back():
+    assert CostTable.from_json(TABLE.to_json()) == TABLE
+    assert CostTable.from_json(CostTable().to_json()) == CostTable()
+
+
+def test_a_table_prints():
+    text = str(TABLE)
+    assert "a machine" in text
+    assert "all_reduce@world  20 us a step, 4gbit a rank, ± 5 % (fit)" in text
+
+
+def test_what_was_measured_live_wins_over_the_clusters_link():
+    live = TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
+    assert live == pytest.approx(6 * 20.0 + 1.5 * 1000 / 500)
+    by_link = TABLE.without_collectives().collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
+    assert by_link == pytest.approx(6 * 10.0 + 1.5 * 1000 / 1000)
+    assert TABLE.collective_source(CollectiveKind.ALL_REDUCE, Level.WORLD, CLUSTER) == "fit"
+
+
+def test_a_collective_that_was_not_measured_takes_the_link_of_one_that_was():
+    scatter = TABLE.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, CLUSTER)
+    assert scatter == pytest.approx(3 * 20.0 + 0.75 * 1000 / 500)
+    assert TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.INTRA, 0, CLUSTER) == pytest.approx(2 * 1.0)
+
+
+def test_a_level_that_joins_the_same_ranks_shares_their_measurement():
+    flat = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
+    for level in (Level.INTER, Level.WORLD):
+        assert TABLE.collective_us(CollectiveKind.ALL_REDUCE, level, 0, flat) == pytest.approx(6 * 20.0)
+
+
+def test_compressor_costs_lie_on_lines_between_points_and_grow_beyond():
+    sizes = (1, 1000, 1500, 2000, 4000)
+    assert [TABLE.encode_us(INT8, n) for n in sizes] == [10.0, 10.0, 15.0, 20.0, 40.0]
+    assert TABLE.decode_us(INT8, 1500, ranks=3) == pytest.approx(15.0)
+
+
+def test_a_noisy_measurement_does_not_make_more_elements_cheaper():
+    points = tuple(CompressorPoint(n, us, us) for n, us in ((100, 5.0), (200, 9.0), (400, 7.0), (800, 9.5)))
+    table = CostTable(compressors={f"{INT8}@gpu": points})
+    times = [table.encode_us(INT8, n) for n in range(50, 2000, 25)]
+    assert times == sorted(times)
+
+
+def test_what_was_not_measured_is_assumed_and_says_so():
+    sign = parse_compressor("sign")
+    assert CostTable().encode_us(sign, 10**6) == pytest.approx(1200.0)
+    assert CostTable().compressor_source(sign) == "assumed, by memory bandwidth"
+    other = parse_compressor("int8(block=128)")
+    if str(other) != str(INT8):
+        assert TABLE.encode_us(other, 1000) == 10.0
+        assert TABLE.compressor_source(other) == f"assumed, as {INT8}@gpu"
+    assert TABLE.compressor_source(INT8) == "measured"
+    assert TABLE.compute_us("aten.mm f32[2,2] f32[2,2]", 1e9, 1).us == 3.5
+    assert TABLE.compute_us("aten.mm f32[9,9] f32[9,9]", 1e9, 1) == Measured(1e4)
+
+
+def test_the_pool_is_the_device_where_there_is_no_other_but_slower_beside_compute():
+    table = replace(TABLE, contention=1.5)
+    assert table.encode_us(INT8, 1000, Device.CPU) == 15.0
+    assert table.copy_us(1000) == 0.0
+    with_gpu = replace(table, copy_gb_per_s=10.0)
+    assert with_gpu.compressor_source(INT8, Device.CPU) == "assumed, by memory bandwidth"
+    assert with_gpu.copy_us(10_000) == 1.0
+
+
+def test_a_table_survives_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert CostTable.cached("a machine", "1", lambda: TABLE) == TABLE
+    assert CostTable.cached("a machine", "1", lambda: pytest.fail("measured twice")) == TABLE
+    assert [path.name for path in (tmp_path / "fxcomp").iterdir()] == [cache_path("a machine", "1").name]
+    assert cache_path("a machine", "1") != cache_path("a machine", "2")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 7}', b"\xff\xfe"])
+def test_a_corrupt_cache_is_kept_and_measured_again(
+    content: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache_path("a machine", "1")
+    path.parent.mkdir()
+    raw = content if isinstance(content, bytes) else content.encode()
+    for suffix in (".corrupt", ".corrupt.2"):
+        path.write_bytes(raw)
+        with pytest.warns(UserWarning, match=r"cannot read the cost table .*kept as .*\.corrupt"):
+            assert CostTable.cached("a machine", "1", lambda: TABLE) == TABLE
+        assert path.with_name(path.name + suffix).read_bytes() == raw
+        assert CostTable.load(path) == TABLE
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "fxcomp").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="cost table"):
+        assert CostTable.cached("a machine", "1", lambda: TABLE) == TABLE
+
+
+def test_data_that_is_no_table_is_refused():
+    with pytest.raises(BadOption, match="this is not a cost table: KeyError: 'roofline'"):
+        CostTable.from_json({k: v for k, v in TABLE.to_json().items() if k != "roofline"})
+    with pytest.raises(BadOption, match="this cost table has version 2; this fxcomp reads version 1"):
+        CostTable.from_json({**TABLE.to_json(), "version": 2})

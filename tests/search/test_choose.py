@@ -1,0 +1,187 @@
+"""Choosing a plan: against brute force, at both ends of bandwidth, and the same everywhere."""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from workloads import COSTS, cluster, layers, matrices
+
+from fxcomp.cluster import Cluster, Link
+from fxcomp.cost.table import CompressorPoint, CostTable
+from fxcomp.search.budget import error_limit, plan_error
+from fxcomp.search.choose import choose, choose_plan, flip_gbit, predict_us, uniform
+from fxcomp.search.space import Mode, strategies
+from fxcomp.search.workload import Gradient, Workload
+from fxcomp.strategy import DENSE, Bucket, Plan
+
+
+def brute_force_us(workload: Workload, costs: CostTable, where: Cluster, mode: Mode) -> float:
+    """The best of all partitions of neighbours, times all strategies. For matrices only."""
+    best = float("inf")
+    count = len(workload.gradients)
+    for cuts in itertools.product((False, True), repeat=count - 1):
+        borders = [0, *(k + 1 for k, cut in enumerate(cuts) if cut), count]
+        groups = [workload.gradients[a:b] for a, b in itertools.pairwise(borders)]
+        for chosen in itertools.product(strategies(mode, where, False), repeat=len(groups)):
+            buckets = (
+                Bucket(tuple(g.name for g in group), tuple(g.elements for g in group), strategy)
+                for group, strategy in zip(groups, chosen, strict=True)
+            )
+            best = min(best, predict_us(workload, Plan(tuple(buckets)), costs, where))
+    return best
+
+
+SMALL = {
+    "even": matrices(1_000_000, 1_000_000, 1_000_000, 1_000_000, backward_us=20_000.0),
+    "large last": matrices(10_000, 20_000, 500_000, 4_000_000, backward_us=20_000.0),
+    "large first": matrices(4_000_000, 300_000, 10_000, 1000, backward_us=20_000.0),
+}
+
+
+@pytest.mark.parametrize("rate", ["300mbit", "3gbit", "25gbit"])
+@pytest.mark.parametrize("shape", SMALL)
+def test_a_choice_is_within_two_percent_of_brute_force(shape: str, rate: str):
+    where = cluster(2, 1, rate)
+    best = brute_force_us(SMALL[shape], COSTS, where, Mode.BALANCED)
+    assert choose(SMALL[shape], COSTS, where, Mode.BALANCED).fastest_us <= 1.02 * best
+
+
+def test_a_choice_with_levels_is_within_two_percent_of_brute_force():
+    workload = matrices(2_000_000, 500_000, 1_500_000, backward_us=20_000.0)
+    where = cluster(2, 2, "1gbit")
+    best = brute_force_us(workload, COSTS, where, Mode.BALANCED)
+    assert choose(workload, COSTS, where, Mode.BALANCED).fastest_us <= 1.02 * best
+
+
+def test_a_fast_network_stays_dense_and_a_slow_one_takes_int8():
+    workload = layers(20)
+    assert choose_plan(workload, COSTS, cluster(2, 1, "400gbit"), Mode.BALANCED).is_dense
+    slow = choose_plan(workload, COSTS, cluster(2, 1, "100mbit"), Mode.BALANCED)
+    sizes = {bucket.strategy.compressor.name: bucket.elements for bucket in slow.buckets if bucket.strategy.compressor}
+    assert sizes["int8"] > 1_000_000
+
+
+def test_lossless_is_always_dense():
+    assert choose_plan(layers(20), COSTS, cluster(2, 2, "10mbit"), Mode.LOSSLESS).is_dense
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_plan_names_every_gradient_once_in_ready_order_and_mixes_no_vectors(mode: Mode):
+    workload = layers(20)
+    plan = choose_plan(workload, COSTS, cluster(2, 2, "1gbit"), mode)
+    position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
+    vectors = {gradient.name for gradient in workload.gradients if gradient.is_vector}
+    assert sorted(plan.names) == sorted(position)
+    lasts = [max(position[name] for name in bucket.names) for bucket in plan.buckets]
+    assert lasts == sorted(lasts)
+    for bucket in plan.buckets:
+        assert len({name in vectors for name in bucket.names}) == 1
+        if bucket.names[0] in vectors and mode is Mode.BALANCED and bucket.strategy.compressor:
+            assert bucket.strategy.compressor.name == "bf16"
+    assert plan_error(plan) <= error_limit(mode)
+
+
+def test_a_gradient_that_has_the_time_to_travel_loses_nothing():
+    gradients = (Gradient("early", 1_000_000, 100.0, 1.0, False), Gradient("late", 2_000_000, 100_000.0, 1.0, False))
+    workload = Workload(gradients, 100_000.0)
+    plan = choose_plan(workload, replace(COSTS, error=0.0), cluster(2, 1, "1gbit"), Mode.BALANCED)
+    assert not plan.is_dense
+    assert plan.buckets[0] == Bucket(("early",), (1_000_000,), DENSE)  # has all of backward to travel
+
+
+def test_a_tie_goes_to_dense():
+    free = {key: (CompressorPoint(1, 0.0, 0.0),) for key in COSTS.compressors}
+    costs = replace(COSTS, compressors=free, error=0.0)
+    where = Cluster(2, 1, Link(0.0, 1e15), Link(0.0, 1e15))
+    choice = choose(layers(10), costs, where, Mode.AGGRESSIVE)
+    assert choice.fastest.is_dense
+    assert choice.reason == "no compressed plan is predicted to be faster than the best dense one"
+
+
+def test_dense_is_left_only_for_a_gain_above_the_predictions_error():
+    workload, where = layers(20), cluster(2, 1, "3gbit")
+    eager = choose(workload, replace(COSTS, error=0.0), where, Mode.BALANCED)
+    assert 0.01 < eager.gain < 0.9
+    assert not eager.plan.is_dense
+    above = choose(workload, replace(COSTS, error=eager.gain * 0.99), where, Mode.BALANCED)
+    assert above.plan == eager.plan
+    assert above.reason.startswith("leaves dense: the predicted gain of")
+    below = choose(workload, replace(COSTS, error=eager.gain * 1.01), where, Mode.BALANCED)
+    assert below.plan == below.dense
+    assert below.step_us == below.dense_us
+    assert below.reason.startswith("stays dense: the predicted gain of")
+
+
+def test_a_choice_tells_what_the_others_cost():
+    workload, where = layers(20), cluster(2, 1, "1gbit")
+    choice = choose(workload, COSTS, where, Mode.BALANCED)
+    assert choice.free_us < choice.step_us <= choice.dense_us
+    assert choice.step_us <= choice.bf16_us
+    assert choice.step_us == pytest.approx(predict_us(workload, choice.plan, COSTS, where))
+    assert choice.dense_us == pytest.approx(predict_us(workload, choice.dense, COSTS, where))
+    assert len(choice.alternatives) == len(choice.plan.buckets)
+    other = choice.alternatives[0][0]
+    buckets = choice.plan.buckets
+    changed = choice.plan.with_strategies([other.strategy, *(bucket.strategy for bucket in buckets[1:])])
+    assert other.step_us == pytest.approx(predict_us(workload, changed, COSTS, where))
+    assert other.step_us >= choice.step_us * (1 - 1e-9)
+    assert "bf16 everywhere" in str(choice)
+
+
+@pytest.mark.parametrize("name", ["dense", "bf16", "int8", "sign", "topk(0.01)"])
+def test_a_uniform_plan_has_one_compressor_and_leaves_vectors_alone_where_it_loses(name: str):
+    workload = layers(10)
+    vectors = {gradient.name for gradient in workload.gradients if gradient.is_vector}
+    plan = uniform(name, workload, COSTS, cluster(2, 1, "1gbit"))
+    assert sorted(plan.names) == sorted(gradient.name for gradient in workload.gradients)
+    for bucket in plan.buckets:
+        used = bucket.strategy.compressor.name if bucket.strategy.compressor else "dense"
+        kept = bucket.names[0] in vectors and name != "bf16"
+        assert used == ("dense" if kept else name.partition("(")[0])
+
+
+def test_the_verdict_flips_at_a_bandwidth():
+    workload, where = layers(10), cluster(2, 1, "1gbit")
+    flip = flip_gbit(workload, COSTS, where, Mode.BALANCED)
+    assert flip is not None
+    faster, slower = (cluster(2, 1, f"{flip * factor}gbit") for factor in (1.05, 1 / 1.05))
+    assert choose_plan(workload, COSTS, faster, Mode.BALANCED).is_dense
+    assert not choose_plan(workload, COSTS, slower, Mode.BALANCED).is_dense
+    assert flip_gbit(workload, COSTS, where, Mode.LOSSLESS) is None
+
+
+def test_a_step_without_gradients_has_an_empty_plan():
+    choice = choose(Workload((), 1000.0), COSTS, cluster(2, 1, "1gbit"), Mode.BALANCED)
+    assert choice.plan == Plan(())
+    assert choice.step_us == choice.free_us == 1000.0
+
+
+def test_a_workload_goes_to_json_and_back():
+    workload = layers(3)
+    assert Workload.from_json(workload.to_json()) == workload
+    assert workload.dense_bytes == sum(4 * gradient.elements for gradient in workload.gradients)
+    assert str(workload).startswith("6 gradients, ")
+
+
+def digests() -> list[str]:
+    return [choose_plan(layers(12), COSTS, cluster(2, 2, "1gbit"), mode).digest for mode in Mode]
+
+
+def test_the_plan_does_not_depend_on_the_hash_seed():
+    here = Path(__file__).parent
+    path = os.pathsep.join((str(here), str(here.parents[1])))
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", "import test_choose; print(test_choose.digests())"],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "42")
+    }
+    assert outputs == {f"{digests()}\n"}

@@ -1,0 +1,147 @@
+"""A plan as tasks: names, order and times of the emitted step."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from workloads import COSTS, cluster, layers, matrices
+
+from fxcomp.cluster import Cluster, Level
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.timeline import Stream, simulate
+from fxcomp.search.space import Mode, strategies
+from fxcomp.search.tasks import plan_tasks
+from fxcomp.search.workload import Workload
+from fxcomp.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+
+INT8 = parse_compressor("int8")
+FLAT = Strategy.flat(INT8)
+TWO = matrices(1000, 3000)
+PAIR = cluster(2, 1, "1gbit")
+
+
+def plan_of(*strategies: Strategy) -> Plan:
+    return Plan(tuple(Bucket((f"w{k}",), (1000 * (1 + 2 * k),), strategy) for k, strategy in enumerate(strategies)))
+
+
+def names(*strategies: Strategy, where: Cluster = PAIR, workload: Workload = TWO) -> list[str]:
+    return [task.name for task in plan_tasks(workload, plan_of(*strategies), COSTS, where)]
+
+
+def random_plan(workload: Workload, where: Cluster, chance: random.Random) -> Plan:
+    """Any buckets of neighbours, any strategies."""
+    buckets: list[Bucket] = []
+    gradients = list(workload.gradients)
+    while gradients:
+        taken = [gradients.pop(0) for _ in range(min(len(gradients), chance.randint(1, 4)))]
+        options = strategies(Mode.AGGRESSIVE, where, False)
+        sizes = tuple(gradient.elements for gradient in taken)
+        buckets.append(Bucket(tuple(g.name for g in taken), sizes, chance.choice(options)))
+    return Plan(tuple(buckets))
+
+
+def test_dense_buckets_are_packed_and_reduced_behind_their_regions():
+    expected = "region 0, pack 0, all_reduce 0, region 1, pack 1, all_reduce 1, backward, update 0, update 1"
+    assert ", ".join(names(DENSE, DENSE)) == expected
+
+
+def test_a_compressed_bucket_is_decompressed_before_its_update():
+    expected = (
+        "region 0, pack 0, compress 0, all_gather 0, region 1, pack 1, all_reduce 1, backward, "
+        "decompress 0, update 0, update 1"
+    )
+    assert ", ".join(names(FLAT, DENSE)) == expected
+
+
+def test_later_stages_wait_one_region_and_block_the_main_thread():
+    tasks = plan_tasks(TWO, plan_of(Strategy.hierarchical(INT8), DENSE), COSTS, cluster(2, 2, "1gbit"))
+    expected = (
+        "region 0, pack 0, reduce_scatter 0, region 1, pack 1, all_reduce 1, wait for reduce_scatter 0, compress 0, "
+        "all_gather 0, wait for all_gather 0, decompress 0, all_gather@intra 0, backward, update 0, update 1"
+    )
+    assert ", ".join(task.name for task in tasks) == expected
+    by_name = {task.name: task for task in tasks}
+    assert by_name["wait for reduce_scatter 0"].after == ("reduce_scatter 0",)
+    assert by_name["wait for reduce_scatter 0"].stream is Stream.COMPUTE
+    assert by_name["reduce_scatter 0"].stream is by_name["all_gather@intra 0"].stream is Stream.INTRA
+    assert by_name["all_gather 0"].stream is by_name["all_reduce 1"].stream is Stream.INTER
+
+
+def test_the_pool_compresses_beside_compute_with_copies_if_it_is_elsewhere():
+    offload = Strategy.flat(INT8, Device.CPU)
+    assert names(offload, DENSE)[:4] == ["region 0", "pack 0", "compress 0", "all_gather 0"]
+    with_gpu = replace(COSTS, copy_gb_per_s=10.0)
+    tasks = plan_tasks(TWO, plan_of(offload, DENSE), with_gpu, PAIR)
+    streams = [task.stream for task in tasks if task.name.endswith(" 0")]
+    assert streams == [
+        *(Stream.COMPUTE, Stream.COMPUTE, Stream.D2H, Stream.CPU, Stream.INTER),
+        *(Stream.CPU, Stream.H2D, Stream.COMPUTE),
+    ]
+
+
+def test_clipping_waits_for_every_gradient_before_any_update():
+    workload = matrices(1000, 3000, clips=True, finish_us=7.0)
+    assert names(FLAT, DENSE, workload=workload)[-5:] == ["backward", "decompress 0", "finish", "update 0", "update 1"]
+    finish = plan_tasks(workload, plan_of(FLAT, DENSE), COSTS, PAIR)[-3]
+    assert finish.after == ("decompress 0", "all_reduce 1")
+    assert finish.duration_us == 7.0
+
+
+def test_buffers_are_broadcast_behind_the_region_in_which_they_are_ready():
+    early = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=5000.0)
+    assert names(DENSE, DENSE, workload=early)[:3] == ["region 0", "broadcast buffers", "pack 0"]
+    late = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=10_000.0)
+    assert names(DENSE, DENSE, workload=late)[3:5] == ["region 1", "broadcast buffers"]
+
+
+def test_one_rank_does_not_communicate():
+    workload = matrices(1000, 3000, broadcast_bytes=800)
+    where = cluster(1, 1, "1gbit")
+    expected = ["region 0", "region 1", "backward", "update 0", "update 1"]
+    assert names(FLAT, DENSE, where=where, workload=workload) == expected
+    timeline = simulate(plan_tasks(workload, plan_of(FLAT, DENSE), COSTS, where))
+    assert timeline.step_time_us == pytest.approx(workload.free_us)
+
+
+def test_a_dense_step_takes_what_is_worked_out_by_hand():
+    where = cluster(4, 1, "8gbit@10us")
+    timeline = simulate(plan_tasks(matrices(1000), Plan((Bucket(("w0",), (1000,), DENSE),)), COSTS, where))
+    pack = 20.0 + 4000 / 5000
+    all_reduce = 6 * 10.0 + 1.5 * 4000 / 1000
+    assert timeline.step_time_us == pytest.approx(10_000 + pack + all_reduce + 1.0)
+
+
+def test_a_gathered_payload_is_decoded_once_a_rank_and_a_shard_is_padded():
+    where = cluster(3, 4, "8gbit@10us")
+    tasks = plan_tasks(matrices(1002), Plan((Bucket(("w0",), (1002,), Strategy.hierarchical(INT8)),)), COSTS, where)
+    us = {task.name: task.duration_us for task in tasks}
+    shard = 251
+    assert us["compress 0"] == COSTS.encode_us(INT8, shard)
+    assert us["decompress 0"] == COSTS.decode_us(INT8, shard, ranks=3)
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    assert us["reduce_scatter 0"] == COSTS.collective_us(scatter, Level.INTRA, 4 * 4 * shard, where)
+    assert us["all_gather 0"] == COSTS.collective_us(gather, Level.INTER, INT8.payload_bytes((shard,)), where)
+    assert us["all_gather@intra 0"] == COSTS.collective_us(gather, Level.INTRA, 4 * shard, where)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_is_at_least_its_compute_and_at_most_all_its_work(seed: int):
+    chance = random.Random(seed)
+    where = cluster(chance.choice((1, 2, 4)), chance.choice((2, 3)), "1gbit")
+    workload = replace(layers(12, seed), clips=bool(seed % 2), finish_us=50.0 * (seed % 2))
+    tasks = plan_tasks(workload, random_plan(workload, where, chance), COSTS, where)
+    timeline = simulate(tasks)
+    assert len({task.name for task in tasks}) == len(tasks)
+    assert timeline.step_time_us >= workload.free_us * (1 - 1e-9)
+    assert timeline.busy_us(Stream.COMPUTE) <= timeline.step_time_us * (1 + 1e-9)
+    assert timeline.step_time_us <= sum(task.duration_us for task in tasks) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_bandwidth_never_makes_a_plan_slower(seed: int):
+    chance = random.Random(seed)
+    workload = layers(12, seed)
+    plan = random_plan(workload, cluster(2, 2, "1gbit"), chance)
+    rates = ("100mbit", "1gbit", "10gbit", "400gbit")
+    times = [simulate(plan_tasks(workload, plan, COSTS, cluster(2, 2, rate))).step_time_us for rate in rates]
+    assert times == sorted(times, reverse=True)
