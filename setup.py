@@ -13,7 +13,15 @@ from setuptools import Extension, setup
 FLAGS = (
     ["/O2", "/std:c++17", "/fp:precise"]
     if sys.platform == "win32"
-    else ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+    else [
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+    ]
 )
 
 setup(

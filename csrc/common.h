@@ -73,8 +73,30 @@ FXCOMP_INLINE int64_t count_blocks(const int64_t* segments, int64_t segment_coun
     return blocks;
 }
 
+// Zeros behind a section of `bytes` bytes, up to a multiple of four.
+FXCOMP_INLINE void fill_up(uint8_t* end, int64_t bytes) {
+    for (int64_t i = bytes; i < round_up(bytes, 4); ++i) *end++ = 0;
+}
+
 // The mean over ranks is the sum times this, as in the references.
 FXCOMP_INLINE float mean_factor(int64_t ranks) { return static_cast<float>(1.0 / static_cast<double>(ranks)); }
+
+// Eight bytes of 0 or 1 become one byte, the first in the lowest bit.
+FXCOMP_INLINE uint8_t pack_eight(const uint8_t* flags) {
+    uint64_t word;
+    std::memcpy(&word, flags, sizeof word);
+    return static_cast<uint8_t>((word * 0x0102040810204080ull) >> 56);
+}
+
+FXCOMP_INLINE int64_t count_trailing_zeros(uint64_t bits) {
+#if defined(__GNUC__)
+    return bits == 0 ? 64 : __builtin_ctzll(bits);
+#else
+    int64_t zeros = 0;
+    while (zeros < 64 && ((bits >> zeros) & 1) == 0) ++zeros;
+    return zeros;
+#endif
+}
 
 // Elements decoded for all ranks before going on: the running sum stays in the first-level cache.
 constexpr int64_t kTile = 1024;

@@ -49,8 +49,7 @@ FXCOMP_INLINE void encode(const float* bucket, float* residual, uint8_t* payload
             code += size;
         }
     }
-    const int64_t codes = code - first_code;
-    std::memset(code, 0, static_cast<size_t>(round_up(codes, 4) - codes));
+    fill_up(reinterpret_cast<uint8_t*>(code), code - first_code);
 }
 
 FXCOMP_KERNEL void fxcomp_int8_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,

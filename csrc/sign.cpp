@@ -25,13 +25,6 @@ FXCOMP_INLINE float sum_magnitudes(const float* bucket, const float* residual, i
     return lanes[0];
 }
 
-// Eight bytes of 0 or 1 become one byte, the first in the lowest bit.
-FXCOMP_INLINE uint8_t pack_eight(const uint8_t* flags) {
-    uint64_t word;
-    std::memcpy(&word, flags, sizeof word);
-    return static_cast<uint8_t>((word * 0x0102040810204080ull) >> 56);
-}
-
 // Writes the bits of up to 64 values and their new residual.
 template <bool kFeedback>
 FXCOMP_INLINE void encode_run(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
@@ -82,8 +75,7 @@ FXCOMP_INLINE void encode(const float* bucket, float* residual, uint8_t* payload
             bits += ceil_divide(size, 8);
         }
     }
-    const int64_t bytes = bits - first_byte;
-    std::memset(bits, 0, static_cast<size_t>(round_up(bytes, 4) - bytes));
+    fill_up(bits, bits - first_byte);
 }
 
 FXCOMP_KERNEL void fxcomp_sign_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,

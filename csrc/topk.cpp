@@ -3,7 +3,7 @@
 // 1. naive: sort everything, O(n log n).
 // 2. radix select over all values: a histogram pass, a pass to collect, about 1 ns an element.
 // 3. (here) guess a low threshold from a sample, write the new residual and collect the candidates above the guess in
-//    one pass, then radix select among the candidates only. A bad guess costs time, never exactness.
+//    one pass, then radix select among the candidates only. A bad guess costs time and scratch, never exactness.
 //
 // Decode takes all ranks tile by tile, in rank order, and writes the mean once.
 #include <cmath>
@@ -13,17 +13,30 @@
 
 namespace {
 
-// Values that may be among the k largest, by ascending index.
-struct Candidates {
+// Values that may be among the k largest, by ascending index. The memory is kept from call to call.
+struct Scratch {
     std::vector<float> values;
     std::vector<int32_t> indices;
+};
+
+// The same as plain pointers, which the compiler keeps in registers.
+struct Candidates {
+    Scratch& scratch;
+    float* values = nullptr;
+    int32_t* indices = nullptr;
     int64_t count = 0;
+    int64_t capacity = 0;
+
+    explicit Candidates(Scratch& memory) : scratch(memory) { make_room(0); }
 
     void make_room(int64_t more) {
-        const size_t needed = static_cast<size_t>(count + more);
-        if (values.size() >= needed) return;
-        values.resize(std::max(needed, 2 * values.size()));
-        indices.resize(values.size());
+        if (count + more > static_cast<int64_t>(scratch.values.size())) {
+            scratch.values.resize(static_cast<size_t>(2 * (count + more)));
+            scratch.indices.resize(scratch.values.size());
+        }
+        values = scratch.values.data();
+        indices = scratch.indices.data();
+        capacity = static_cast<int64_t>(scratch.values.size());
     }
 };
 
@@ -33,12 +46,13 @@ struct Threshold {
     int64_t ties;
 };
 
-constexpr int64_t kSample = 16384;
+constexpr int64_t kLargestSample = 16384;
+constexpr int64_t kSmallestStride = 32;
 constexpr int64_t kRun = 64;
 
 }  // namespace
 
-// The k-th largest magnitude, by a histogram for each of three digits of 11, 11 and 10 bits.
+// The k-th largest magnitude, by a histogram for each of three digits of 11, 10 and 10 bits.
 FXCOMP_INLINE Threshold select(const float* values, int64_t count, int64_t k) {
     uint32_t prefix = 0, prefix_mask = 0;
     int64_t left = k;
@@ -61,17 +75,27 @@ FXCOMP_INLINE Threshold select(const float* values, int64_t count, int64_t k) {
 
 // A magnitude that probably somewhat more than k of the n values reach; at least the smallest above zero.
 template <bool kFeedback>
-FXCOMP_INLINE uint32_t guess_threshold(const float* bucket, const float* residual, int64_t n, int64_t k) {
+FXCOMP_INLINE uint32_t guess_threshold(const float* bucket, const float* residual, int64_t n, int64_t k,
+                                       Scratch& scratch) {
     // An odd stride does not fall into step with the rows of a matrix.
-    const int64_t stride = (n / kSample) | 1;
-    static thread_local std::vector<float> sample;
-    sample.clear();
-    for (int64_t i = 0; i < n; i += stride) sample.push_back(compensated<kFeedback>(bucket, residual, i));
-    const int64_t size = static_cast<int64_t>(sample.size());
+    const int64_t stride = std::max(n / kLargestSample, kSmallestStride) | 1;
+    const int64_t size = ceil_divide(n, stride);
+    scratch.values.resize(std::max(scratch.values.size(), static_cast<size_t>(size)));
+    scratch.indices.resize(scratch.values.size());
+    float* const sample = scratch.values.data();
+    for (int64_t i = 0; i < size; ++i) sample[i] = compensated<kFeedback>(bucket, residual, i * stride);
     const double expected = static_cast<double>(size) * static_cast<double>(k) / static_cast<double>(n);
-    const int64_t rank = static_cast<int64_t>(1.1 * expected + 4.0 * std::sqrt(expected)) + 4;
-    if (rank >= size) return 1;
-    return std::max(select(sample.data(), size, rank).bits, 1u);
+    const int64_t rank = static_cast<int64_t>(1.05 * expected + 4.0 * std::sqrt(expected)) + 4;
+    return rank >= size ? 1 : std::max(select(sample, size, rank).bits, 1u);
+}
+
+// Takes the lowest bit out of `mask` and appends its value; appends nothing if there is none.
+FXCOMP_INLINE void append_lowest(uint64_t& mask, const float* values, int64_t start, Candidates& found) {
+    const int64_t i = count_trailing_zeros(mask) & (kRun - 1);
+    found.values[found.count] = values[i];
+    found.indices[found.count] = static_cast<int32_t>(start + i);
+    found.count += mask != 0;
+    mask &= mask - 1;
 }
 
 // Handles up to 64 values: the residual takes each finite one, the candidates those from `threshold` on.
@@ -87,80 +111,78 @@ FXCOMP_INLINE void collect_run(const float* FXCOMP_RESTRICT bucket, float* FXCOM
             residual[i] = magnitude_bits(values[i]) < kInfinityBits ? values[i] : residual[i];
         }
     }
-    float* found_values = found.values.data();
-    int32_t* found_indices = found.indices.data();
-    int64_t count = found.count;
-    for (int64_t eight = 0; eight < kRun; eight += 8) {
-        uint64_t word;
-        std::memcpy(&word, flags + eight, sizeof word);
-        if (word == 0) continue;
-        for (int64_t i = eight; i < eight + 8; ++i) {
-            found_values[count] = values[i];
-            found_indices[count] = static_cast<int32_t>(start + i);
-            count += flags[i];
-        }
+    uint64_t mask = 0;
+    for (int64_t byte = 0; byte < kRun / 8; ++byte) {
+        mask |= static_cast<uint64_t>(pack_eight(flags + 8 * byte)) << (8 * byte);
     }
-    found.count = count;
+    // Most runs have no or one candidate: taking two without a branch avoids most mispredictions.
+    append_lowest(mask, values, start, found);
+    append_lowest(mask, values, start, found);
+    while (mask != 0) append_lowest(mask, values, start, found);
 }
 
 // Fewer than k values reached the guess: take all values, those not yet collected from where the first pass left them.
 FXCOMP_INLINE void collect_all(const float* compensated_values, int64_t n, Candidates& found) {
-    Candidates all;
-    all.make_room(n);
-    int64_t next = 0;
+    const std::vector<float> old_values(found.values, found.values + found.count);
+    const std::vector<int32_t> old_indices(found.indices, found.indices + found.count);
+    found.count = 0;
+    found.make_room(n);
     for (int64_t i = 0; i < n; ++i) {
-        const bool is_collected = next < found.count && found.indices[static_cast<size_t>(next)] == i;
-        all.values[static_cast<size_t>(i)] =
-            is_collected ? found.values[static_cast<size_t>(next)] : compensated_values[i];
-        all.indices[static_cast<size_t>(i)] = static_cast<int32_t>(i);
-        next += is_collected;
+        found.values[i] = compensated_values[i];
+        found.indices[i] = static_cast<int32_t>(i);
     }
-    all.count = n;
-    std::swap(all, found);
+    for (size_t i = 0; i < old_values.size(); ++i) found.values[old_indices[i]] = old_values[i];
+    found.count = n;
+}
+
+// Writes the k largest candidates to the payload and clears their residual.
+template <bool kFeedback>
+FXCOMP_INLINE void send_largest(const Candidates& found, float* residual, uint8_t* payload, int64_t k) {
+    Threshold cut = select(found.values, found.count, k);
+    for (int64_t i = 0, sent = 0; sent < k; ++i) {
+        const float value = found.values[i];
+        const int32_t index = found.indices[i];
+        const uint32_t bits = magnitude_bits(value);
+        const bool is_tie = bits == cut.bits;
+        const bool is_sent = (bits > cut.bits) | (is_tie & (cut.ties > 0));
+        cut.ties -= is_tie;
+        // Without a branch: what is not sent is overwritten by the next.
+        store_float(payload + 4 * sent, value);
+        std::memcpy(payload + 4 * (k + sent), &index, sizeof index);
+        sent += is_sent;
+        if (kFeedback) residual[index] = (is_sent & (bits < kInfinityBits)) ? 0.0f : residual[index];
+    }
 }
 
 template <bool kFeedback>
 FXCOMP_INLINE void encode_segment(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
-                                  uint8_t* payload, int64_t n, int64_t k) {
-    static thread_local Candidates found;
-    found.count = 0;
-    const uint32_t guess = guess_threshold<kFeedback>(bucket, residual, n, k);
-    int64_t start = 0;
-    for (; start + kRun <= n; start += kRun) {
-        found.make_room(kRun + 8);
-        collect_run<kFeedback>(bucket + start, kFeedback ? residual + start : nullptr, start, kRun, guess, found);
-    }
-    if (start < n) {
-        found.make_room(kRun + 8);
-        collect_run<kFeedback>(bucket + start, kFeedback ? residual + start : nullptr, start, n - start, guess, found);
+                                  uint8_t* payload, int64_t n, int64_t k, Scratch& scratch) {
+    const uint32_t guess = guess_threshold<kFeedback>(bucket, residual, n, k, scratch);
+    Candidates found(scratch);
+    for (int64_t start = 0; start < n; start += kRun) {
+        if (found.count + kRun + 2 > found.capacity) found.make_room(kRun + 2);
+        const float* const run = bucket + start;
+        float* const left_out = kFeedback ? residual + start : nullptr;
+        if (start + kRun <= n) {
+            collect_run<kFeedback>(run, left_out, start, kRun, guess, found);
+        } else {
+            collect_run<kFeedback>(run, left_out, start, n - start, guess, found);
+        }
     }
     if (found.count < k) collect_all(kFeedback ? residual : bucket, n, found);
-
-    Threshold cut = select(found.values.data(), found.count, k);
-    uint8_t* value_out = payload;
-    uint8_t* index_out = payload + 4 * k;
-    for (int64_t i = 0; i < found.count; ++i) {
-        const float value = found.values[static_cast<size_t>(i)];
-        const int32_t index = found.indices[static_cast<size_t>(i)];
-        const uint32_t bits = magnitude_bits(value);
-        if (bits < cut.bits || (bits == cut.bits && cut.ties-- <= 0)) continue;
-        store_float(value_out, value);
-        std::memcpy(index_out, &index, sizeof index);
-        value_out += 4;
-        index_out += 4;
-        if (kFeedback && bits < kInfinityBits) residual[index] = 0.0f;
-    }
+    send_largest<kFeedback>(found, residual, payload, k);
 }
 
 FXCOMP_KERNEL void fxcomp_topk_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
                                       const int64_t* counts, int64_t segment_count) {
+    static thread_local Scratch scratch;
     for (int64_t s = 0; s < segment_count; ++s) {
         if (segments[s] == 0) continue;
         if (residual != nullptr) {
-            encode_segment<true>(bucket, residual, payload, segments[s], counts[s]);
+            encode_segment<true>(bucket, residual, payload, segments[s], counts[s], scratch);
             residual += segments[s];
         } else {
-            encode_segment<false>(bucket, residual, payload, segments[s], counts[s]);
+            encode_segment<false>(bucket, residual, payload, segments[s], counts[s], scratch);
         }
         bucket += segments[s];
         payload += 8 * counts[s];

@@ -15,7 +15,11 @@ from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.topk import TopK
 
-CATALOGUE: dict[str, type[BF16] | type[Int8] | type[Sign] | type[TopK]] = {kind.name: kind for kind in (BF16, Int8, Sign, TopK)}
+CATALOGUE: dict[str, type[BF16] | type[Int8] | type[Sign] | type[TopK]] = {
+    kind.name: kind for kind in (BF16, Int8, Sign, TopK)
+}
+
+_READ: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}  # by a parameter's annotation
 
 
 def parse_compressor(text: str) -> Compressor:
@@ -26,8 +30,8 @@ def parse_compressor(text: str) -> Compressor:
     name, arguments = match.groups()
     if name not in CATALOGUE:
         raise BadCompressor(f"there is no compressor {name!r}; {_suggest(name)}")
-    kind = CATALOGUE[name]
-    signature = inspect.signature(kind)
+    make: Callable[..., Compressor] = CATALOGUE[name]
+    signature = inspect.signature(make)
     parts = [part for part in map(str.strip, (arguments or "").split(",")) if part]
     pairs = [(key.strip(), value.strip()) for key, _, value in (part.rpartition("=") for part in parts)]
     try:
@@ -35,16 +39,15 @@ def parse_compressor(text: str) -> Compressor:
         values = {key: _READ[signature.parameters[key].annotation](text) for key, text in given.arguments.items()}
     except (TypeError, ValueError) as error:
         raise BadCompressor(f"cannot read the compressor {text!r}: {error}; it is {name}{_usage(signature)}") from None
-    return kind(**values)
+    return make(**values)
 
 
 def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compressor:
     """The compressor that an op of a graph belongs to, with the parameters that the node carries."""
-    kind = next(kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op))
-    return kind(*parameters)
-
-
-_READ: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}
+    make: Callable[..., Compressor] = next(
+        kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op)
+    )
+    return make(*parameters)
 
 
 def _suggest(name: str) -> str:

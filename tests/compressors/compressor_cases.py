@@ -61,6 +61,12 @@ def _mostly(value: float, share: float) -> Callable[[int], Tensor]:
     return bucket
 
 
+def _large_where_a_sample_looks(elements: int) -> Tensor:
+    values = gaussian(elements)
+    values[::33] *= 1000  # the stride of the sample in csrc/topk.cpp
+    return values
+
+
 BUCKETS: dict[str, Callable[[int], Tensor]] = {
     "gaussian": gaussian,
     "laplace": laplace,
@@ -70,6 +76,7 @@ BUCKETS: dict[str, Callable[[int], Tensor]] = {
     "mostly zero": _mostly(0.0, 0.999),
     "ties": lambda elements: gaussian(elements).round(),
     "ties between codes": lambda elements: (torch.arange(elements) % 255 - 127) / 2,
+    "large where a sample looks": _large_where_a_sample_looks,
     "denormal": lambda elements: gaussian(elements) * 1e-44,
     "huge": lambda elements: gaussian(elements).clamp(-1, 1) * 3.4e38,
     "one nan": _with_one(torch.nan),

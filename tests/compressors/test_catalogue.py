@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxcomp.compressors import BF16, BadCompressor, Compressor, Int8, Sign, TopK, parse_compressor
+from fxcomp.compressors import BF16, BadCompressor, Compressor, Int8, Sign, TopK, compressor_of, parse_compressor
 from fxcomp.errors import BadOption
 
 
@@ -22,6 +22,12 @@ from fxcomp.errors import BadOption
 )
 def test_a_text_gives_the_compressor(text: str, compressor: Compressor) -> None:
     assert parse_compressor(text) == compressor
+
+
+@pytest.mark.parametrize("compressor", [BF16(), Int8(128), Sign(), TopK(0.01)], ids=str)
+def test_an_op_and_its_parameters_give_the_compressor(compressor: Compressor) -> None:
+    for op in (compressor.compress_op, compressor.decompress_op):
+        assert compressor_of(op, compressor.parameters) == compressor
 
 
 def test_a_default_is_not_written() -> None:
