@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import cast
 
 from torch._ops import OpOverload
 
@@ -30,7 +31,7 @@ def parse_compressor(text: str) -> Compressor:
     name, arguments = match.groups()
     if name not in CATALOGUE:
         raise BadCompressor(f"there is no compressor {name!r}; {_suggest(name)}")
-    make: Callable[..., Compressor] = CATALOGUE[name]
+    make = cast(Callable[..., Compressor], CATALOGUE[name])
     signature = inspect.signature(make)
     parts = [part for part in map(str.strip, (arguments or "").split(",")) if part]
     pairs = [(key.strip(), value.strip()) for key, _, value in (part.rpartition("=") for part in parts)]
@@ -44,10 +45,8 @@ def parse_compressor(text: str) -> Compressor:
 
 def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compressor:
     """The compressor that an op of a graph belongs to, with the parameters that the node carries."""
-    make: Callable[..., Compressor] = next(
-        kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op)
-    )
-    return make(*parameters)
+    kind = next(kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op))
+    return cast(Callable[..., Compressor], kind)(*parameters)
 
 
 def _suggest(name: str) -> str:
