@@ -29,6 +29,7 @@ CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 
 _STARTS = 3  # how many of the best starts are improved
 _SPLITS = 6  # how many places a bucket is split at
 _EVALUATIONS = 8_000  # simulated plans, a bound in numbers and not in time: every rank must stop at the same one
+_WORTH_A_ROUND = 1e-3  # relative: a round that gains less is the last
 _SAME = 1e-9  # relative: times closer than this are equal
 
 
@@ -332,16 +333,15 @@ class _Search:
         return best, self.step_us(best)
 
     def _improve(self, parts: _Parts, dense_only: bool) -> _Parts:
-        """Change one bucket at a time until no change helps."""
-        helped, limit = True, len(self.known) + _EVALUATIONS
-        while helped:
-            helped = False
+        """Change one bucket at a time, round by round, until a round no longer helps."""
+        limit = len(self.known) + _EVALUATIONS
+        while True:
+            before_us = self.step_us(parts)
             k = 0
             while k < len(parts) and len(self.known) < limit:
-                better = self._better(parts, k, dense_only)
-                helped |= better != parts
-                parts, k = better, k + 1
-        return parts
+                parts, k = self._better(parts, k, dense_only), k + 1
+            if self.step_us(parts) >= before_us * (1 - _WORTH_A_ROUND):
+                return parts
 
     def _better(self, parts: _Parts, k: int, dense_only: bool) -> _Parts:
         """The best of a plan and what can be made of it by changing bucket k."""
