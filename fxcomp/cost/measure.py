@@ -108,7 +108,7 @@ _FASTEST_US_PER_BYTE = 1e-6  # 1 TB/s: nothing measured here is faster
 
 def measure_compressors(
     compressors: Sequence[Compressor],
-    sizes: Sequence[int] = (4_096, 65_536, 524_288, 2_097_152),
+    sizes: Sequence[int] = (4_096, 65_536, 524_288, 2_097_152, 8_388_608),
     *,
     device: Device = Device.GPU,
     on: torch.device | None = None,
@@ -157,7 +157,7 @@ def _cost_of_next_s(last: CompressorPoint, size: int) -> float:
 def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
     """Measure how fast a bucket is filled (its bytes, in GB/s), and the roofline of matrix products and copies."""
     on = on or torch.device("cpu")
-    source = torch.ones(4 << 20, device=on)
+    source = torch.ones(16 << 20, device=on)  # 64 MiB: a cache must not hold it
     target = torch.zeros_like(source)
     square = torch.ones(512, 512, device=on)
     product = torch.zeros_like(square)
