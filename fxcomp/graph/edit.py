@@ -26,8 +26,14 @@ def clone(gm: GraphModule) -> GraphModule:
 def call(graph: Graph, target: Any, args: tuple[Any, ...], label: NodeInfo, *, name: str | None = None) -> Node:
     """Insert a call at the graph's insertion point, with the fake value that the operator gives for fake arguments."""
     node = graph.create_node("call_function", target, args, name=name)
-    node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
-    return set_info(node, label)
+    return set_info(refresh_value(node), label)
+
+
+def refresh_value(node: Node) -> Node:
+    """Give a node the fake value that its operator gives for the arguments it has now."""
+    target: Any = node.target
+    node.meta["val"] = target(*map_arg(node.args, lambda n: n.meta["val"]))
+    return node
 
 
 def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -> Node:

@@ -17,7 +17,7 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import call, placeholder
+from fxcomp.graph.edit import call, placeholder, refresh_value
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 from fxcomp.strategy import Plan
 
@@ -45,5 +45,6 @@ def _thread(gm: GraphModule, compress: Node, number: int) -> Node:
     source = Source(InputKind.RESIDUAL, index=number)
     residual = placeholder(gm.graph, f"residual_{number}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
     compress.update_arg(1, residual)
+    refresh_value(compress)
     with gm.graph.inserting_after(compress):
         return call(gm.graph, operator.getitem, (compress, 1), info(compress), name=f"left_out_{number}")
