@@ -1,0 +1,29 @@
+"""Work goes to the stream that does it."""
+
+from before_after import before_after
+from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket
+from stages import compressed
+
+from fxcomp.cluster import Cluster, Link
+from fxcomp.cost.timeline import Stream
+from fxcomp.graph.edit import is_collective
+from fxcomp.graph.info import info
+from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.passes.assign_streams import assign_streams
+
+HIERARCHICAL = "reduce_scatter@intra > compress(int8)@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
+
+
+def test_offloaded_compression_runs_on_the_cpu(golden):
+    plan = one_bucket(HIERARCHICAL)
+    gm = annotate_costs(compressed(plan, TWO_BY_TWO), COSTS, TWO_BY_TWO)
+    text, _ = before_after(assign_streams, gm, TWO_BY_TWO)
+    golden("assign_streams/hierarchical_cpu.txt", text)
+
+
+def test_all_ranks_of_one_host_speak_over_its_own_link():
+    plan = one_bucket("all_reduce@world")
+    one_host = Cluster(1, 2, intra=Link(5.0, 5.0), inter=Link(25.0, 0.125))
+    for cluster, stream in ((one_host, Stream.INTRA), (TWO, Stream.INTER)):
+        gm = assign_streams(compressed(plan, cluster), cluster)
+        assert [info(n).stream for n in gm.graph.nodes if is_collective(n)] == [stream]

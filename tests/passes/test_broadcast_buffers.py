@@ -1,0 +1,18 @@
+"""Buffers that the step writes leave it as rank 0's on every rank."""
+
+from before_after import before_after
+from graphs import linear_step
+
+from fxcomp.graph.ops import BROADCAST
+from fxcomp.passes.broadcast_buffers import broadcast_buffers
+
+
+def test_written_buffers_are_broadcast_behind_their_last_write(golden):
+    text, _ = before_after(broadcast_buffers, linear_step(buffer=True), 2)
+    golden("broadcast_buffers/running_mean.txt", text)
+
+
+def test_nothing_is_broadcast_where_nothing_is_written_or_nobody_listens():
+    _, unwritten = before_after(broadcast_buffers, linear_step(), 2)
+    _, alone = before_after(broadcast_buffers, linear_step(buffer=True), 1)
+    assert not any(n.target is BROADCAST for gm in (unwritten, alone) for n in gm.graph.nodes)

@@ -1,0 +1,75 @@
+"""Payloads travel instead of gradients, from the device that the strategy names."""
+
+import pytest
+from before_after import before_after
+from graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets
+from stages import bucketed
+
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, PACK
+from fxcomp.passes.insert_compression import insert_compression, shard_segments
+from fxcomp.passes.split_by_level import split_by_level
+
+DENSE = "all_reduce@world"
+
+
+def flat(compressor: str, device: str = "gpu") -> str:
+    return f"compress({compressor})@{device} > all_gather@world > decompress@{device}"
+
+
+def test_payloads_are_gathered_and_decoded_to_a_mean(golden):
+    plan = one_bucket(flat("int8"))
+    text, _ = before_after(insert_compression, bucketed(plan, TWO), plan, TWO, 0)
+    golden("insert_compression/int8.txt", text)
+
+
+def test_a_dense_bucket_is_scaled_while_packed(golden):
+    plan = one_bucket(DENSE)
+    text, after = before_after(insert_compression, bucketed(plan, TWO), plan, TWO, 0)
+    golden("insert_compression/dense.txt", text)
+    assert [n.args[1] for n in after.graph.nodes if n.target is PACK] == [0.5]
+
+
+def test_a_linear_compressor_is_summed_on_the_wire():
+    plan = one_bucket("compress(bf16)@gpu > all_reduce@world > decompress@gpu")
+    _, after = before_after(insert_compression, bucketed(plan, TWO), plan, TWO, 0)
+    targets = [n.target for n in after.graph.nodes]
+    assert ALL_REDUCE in targets
+    assert ALL_GATHER not in targets
+
+
+def test_offloaded_compression_stands_between_copies(golden):
+    plan = one_bucket(flat("topk(0.01)", "cpu"))
+    text, after = before_after(insert_compression, bucketed(plan, TWO), plan, TWO, 0)
+    golden("insert_compression/cpu.txt", text)
+    assert [n.target for n in after.graph.nodes].count(D2H) == [n.target for n in after.graph.nodes].count(H2D) == 1
+
+
+def test_only_the_buckets_that_the_plan_compresses_are():
+    plan = two_buckets(DENSE, flat("sign"))
+    _, after = before_after(insert_compression, bucketed(plan, TWO), plan, TWO, 0)
+    assert [n.target for n in after.graph.nodes if n.target in (ALL_GATHER, ALL_REDUCE)] == [ALL_REDUCE, ALL_GATHER]
+
+
+def test_between_hosts_a_shard_is_compressed():
+    plan = one_bucket("reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra")
+    gm = split_by_level(bucketed(plan, TWO_BY_TWO), plan, TWO_BY_TWO)
+    segments = [[4, 2], [6]]
+    for local_rank in (0, 1):
+        _, after = before_after(insert_compression, gm, plan, TWO_BY_TWO, local_rank)
+        compress = next(n for n in after.graph.nodes if n.name == "compress_0")
+        assert compress.args[2] == segments[local_rank]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("sizes", [(4, 8), (5, 1, 1, 13), (3,), (1, 1)])
+def test_shards_cover_the_padded_bucket_once(sizes: tuple[int, ...], shards: int):
+    parts = [shard_segments(sizes, shards, index) for index in range(shards)]
+    padded = sum(sizes) + -sum(sizes) % shards
+    assert [sum(part) for part in parts] == [padded // shards] * shards
+    borders = {sum(sizes[:k]) for k in range(len(sizes) + 1)} | {padded}
+    found, offset = {0}, 0
+    for part in parts:
+        for segment in part:
+            offset += segment
+            found.add(offset)
+    assert borders <= found

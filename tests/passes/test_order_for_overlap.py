@@ -1,0 +1,54 @@
+"""Collectives start as early as the plan's schedule says, and waits come last."""
+
+from before_after import before_after
+from graphs import TWO, TWO_BY_TWO, linear_step, one_bucket, part, two_buckets
+from stages import priced
+
+from fxcomp.graph.edit import is_collective
+from fxcomp.graph.info import Role
+from fxcomp.graph.ops import BROADCAST
+from fxcomp.passes.broadcast_buffers import broadcast_buffers
+from fxcomp.passes.bucket_gradients import bucket_gradients
+from fxcomp.passes.canonicalize_sync import canonicalize_sync
+from fxcomp.passes.order_for_overlap import order_for_overlap
+
+DENSE = "all_reduce@world"
+INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+HIERARCHICAL = "reduce_scatter@intra > all_reduce@inter > all_gather@intra"
+
+
+def test_each_bucket_leaves_behind_its_last_gradient(golden):
+    plan = two_buckets(DENSE, INT8)
+    text, _ = before_after(order_for_overlap, priced(plan, TWO), plan)
+    golden("order_for_overlap/two_buckets.txt", text)
+
+
+def test_updates_follow_the_wait_of_their_bucket():
+    plan = two_buckets(DENSE, DENSE)
+    _, after = before_after(order_for_overlap, priced(plan, TWO), plan)
+    assert part(after, Role.WAIT, Role.UPDATE) == "wait_0 sub__1 wait_1 sub_"
+
+
+def test_with_clipping_all_waits_come_before_all_updates():
+    plan = two_buckets(DENSE, DENSE)
+    _, after = before_after(order_for_overlap, priced(plan, TWO, clip=True), plan)
+    assert part(after, Role.WAIT, Role.UPDATE).startswith("wait_0 wait_1 sub_")
+
+
+def test_stages_of_two_buckets_interleave():
+    plan = two_buckets(HIERARCHICAL, HIERARCHICAL)
+    _, after = before_after(order_for_overlap, priced(plan, TWO_BY_TWO), plan)
+    started = [n.name for n in after.graph.nodes if is_collective(n)]
+    stages = [(launch.bucket, launch.stage) for launch in plan.schedule()]
+    names = ["reduce_scatter_{}", "all_reduce_{}_inter", "all_gather_{}_intra"]
+    assert started == [names[stage].format(bucket) for bucket, stage in stages]
+
+
+def test_buffers_start_on_their_way_during_backward():
+    plan = one_bucket(DENSE)
+    gm = broadcast_buffers(canonicalize_sync(linear_step(buffer=True), 2), 2)
+    gm = order_for_overlap(bucket_gradients(gm, plan), plan)
+    order = list(gm.graph.nodes)
+    broadcast = next(n for n in order if n.target is BROADCAST)
+    gradient = next(n for n in order if n.name == "mm")
+    assert order.index(broadcast) < order.index(gradient)
