@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -117,48 +117,69 @@ def _slowest(transport: Transport, seconds: float, device: torch.device) -> floa
 # The step
 
 
-def measure_step(step: CompiledStep, variant: Variant, transport: Transport, leaves: Sequence[Any], repeats: int) -> StepMeasurement:
-    """Run an emitted step on copies of everything it changes, and time its regions.
+def measure_step(step: CompiledStep, variant: Variant, transports: Sequence[Transport], leaves: Sequence[Any], repeats: int) -> list[StepMeasurement]:
+    """Run an emitted step on copies of everything it changes, and time its regions, over each transport in turns.
 
-    Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before afterwards.
+    Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before afterwards. In turns,
+    because machines drift: what differs between two transports is then theirs.
     """
-    runtime = Runtime(transport)
-    scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
     device = step.training.owned[0].parameter.device
-    times: dict[str, list[float]] = {}
+    scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
+    runs = [_Run(Runtime(transport)) for transport in transports]
     original = dict(variant.module.__dict__)
-    replace_regions(variant.module, lambda name, run: _timed(name, run, times, device))
-    totals: list[float] = []
+    current: list[_Run] = [runs[0]]
+    replace_regions(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for _ in range(repeats + 1):
-                compat.synchronize(device)
-                start = time.perf_counter()
-                variant.module.step(runtime, *scratch)
-                compat.synchronize(device)
-                totals.append(1e6 * (time.perf_counter() - start))
+                for run in runs:
+                    current[0] = run
+                    compat.synchronize(device)
+                    start = time.perf_counter()
+                    variant.module.step(run.runtime, *scratch)
+                    compat.synchronize(device)
+                    run.totals.append(1e6 * (time.perf_counter() - start))
     finally:
         variant.module.__dict__.update(original)
-        runtime.close()
-    warm = totals[1:]
-    return StepMeasurement(
-        step_us=statistics.median(warm),
-        spread=(max(warm) - min(warm)) / statistics.median(warm),
-        region_us={name: statistics.median(found[1:]) for name, found in times.items()},
-    )
+        for run in runs:
+            run.runtime.close()
+    return [run.measurement() for run in runs]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What was timed over one transport; the first of each does not count."""
+
+    runtime: Runtime
+    totals: list[float] = field(default_factory=list[float])
+    regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def measurement(self) -> StepMeasurement:
+        warm = self.totals[1:]
+        return StepMeasurement(
+            step_us=statistics.median(warm),
+            spread=(max(warm) - min(warm)) / statistics.median(warm),
+            region_us={name: statistics.median(found[1:]) for name, found in self.regions.items()},
+        )
+
+
+def interference_us_per_mb(alone: StepMeasurement, together: StepMeasurement, wire_mb: float) -> float:
+    """How much longer the same regions take while the network is busy, for each MB that a rank sends."""
+    slower = sum(together.region_us.values()) - sum(alone.region_us.values())
+    return max(0.0, slower) / wire_mb if wire_mb else 0.0
 
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _timed(name: str, run: Callable[..., Any], times: dict[str, list[float]], device: torch.device) -> Callable[..., Any]:
+def _timed(name: str, run: Callable[..., Any], times: Callable[[], dict[str, list[float]]], device: torch.device) -> Callable[..., Any]:
     def measured(*inputs: Any) -> Any:
         compat.synchronize(device)
         start = time.perf_counter()
         result = run(*inputs)
         compat.synchronize(device)
-        times.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        times().setdefault(name, []).append(1e6 * (time.perf_counter() - start))
         return result
 
     return measured

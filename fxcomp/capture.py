@@ -517,7 +517,8 @@ class _Builder:
         self.graph = Graph()
 
     def input(self, name: str, value: Any, source: Source) -> Node:
-        node = self.graph.placeholder(re.sub(r"\W", "_", name))
+        clean = re.sub(r"\W", "_", name)
+        node = self.graph.placeholder(f"_{clean}" if clean[0].isdigit() else clean)
         node.meta["val"] = value
         return set_info(node, NodeInfo(Role.INPUT, parameter=source.name or None, source=source))
 

@@ -13,21 +13,28 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.calibrate import StepMeasurement, apportion, live_links, machine_costs, measure_step
+from fxcomp.calibrate import (
+    StepMeasurement,
+    apportion,
+    interference_us_per_mb,
+    live_links,
+    machine_costs,
+    measure_step,
+)
 from fxcomp.capture import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster import Cluster
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
 from fxcomp.compressors import parse_compressor
+from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.errors import BadCluster, BadOption, BadPlan, NoProcessGroup
+from fxcomp.errors import BadOption, BadPlan
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -42,17 +49,17 @@ from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.ranks import Ranks
 from fxcomp.report import explain_step
-from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, Residuals
-from fxcomp.runtime.transport import Groups, Nowhere, Transport
+from fxcomp.runtime.transport import Nowhere, Transport
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
 from fxcomp.step import CompiledStep, Training, Variant
-from fxcomp.strategy import Device, Plan
+from fxcomp.strategy import CollectiveKind, Plan
 
 P = ParamSpec("P")
 
@@ -60,10 +67,10 @@ P = ParamSpec("P")
 # The compiler
 
 
-def analyze(captured: Captured, costs: CostTable, cluster: Cluster) -> Workload:
+def analyze(graph: GraphModule, costs: CostTable, cluster: Cluster) -> Workload:
     """What there is to decide about."""
     run = PassRunner()
-    gm = run(canonicalize_sync, captured.graph, cluster.world_size)
+    gm = run(canonicalize_sync, graph, cluster.world_size)
     gm = run(broadcast_buffers, gm, cluster.world_size)
     gm = run(label_gradients, gm)
     gm = run(annotate_costs, gm, costs, cluster)
@@ -72,8 +79,14 @@ def analyze(captured: Captured, costs: CostTable, cluster: Cluster) -> Workload:
 
 def rewrite(captured: Captured, plan: Plan, costs: CostTable, cluster: Cluster, rank: int) -> Variant:
     """Turn a captured step into the source of one that follows the plan."""
+    history = follow(plan, captured.graph, costs, cluster, rank)
+    return finish(captured, list(history.values())[-1], history)
+
+
+def follow(plan: Plan, graph: GraphModule, costs: CostTable, cluster: Cluster, rank: int) -> dict[str, GraphModule]:
+    """Rewrite a graph of gradients until it follows the plan; the graph after each pass, the final one last."""
     run = PassRunner()
-    gm = run(canonicalize_sync, captured.graph, cluster.world_size)
+    gm = run(canonicalize_sync, graph, cluster.world_size)
     gm = run(broadcast_buffers, gm, cluster.world_size)
     gm = run(label_gradients, gm)
     if cluster.world_size > 1:
@@ -84,8 +97,8 @@ def rewrite(captured: Captured, plan: Plan, costs: CostTable, cluster: Cluster, 
     gm = run(remove_dead_nodes, gm)
     gm = run(annotate_costs, gm, costs, cluster)
     gm = run(assign_streams, gm, cluster)
-    gm = run(order_for_overlap, gm, plan)
-    return finish(captured, gm, run.history)
+    run(order_for_overlap, gm, plan)
+    return run.history
 
 
 def finish(captured: Captured, gm: GraphModule, history: Mapping[str, GraphModule]) -> Variant:
@@ -144,10 +157,12 @@ def compile_step(
     """
     chosen_mode = Mode.parse(mode)
     _check_options(max_grad_norm, verify_every)
-    ranks = _Ranks.join(cluster)
-    training, captured = ranks.attempt(lambda: _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm))
-    ranks.check_same(training, captured)
-    ranks.share_model(model)
+    ranks = Ranks.join(cluster, "compile_step")
+    training, captured = ranks.attempt(
+        "capturing the step", lambda: _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
+    )
+    ranks.check_same("comparing models", _facts(training, captured))
+    ranks.share(itertools.chain(model.parameters(), model.buffers()))
     cluster = ranks.cluster_of(cluster)
     transport = ranks.transport(cluster)
     device = training.owned[0].parameter.device
@@ -167,7 +182,7 @@ def compile_step(
         decided.plan,
         build,
         Runtime(groups),
-        Residuals(_layout(decided.plan, cluster, ranks.rank), device),
+        Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
         dense_plan=decided.choice.dense if decided.choice else None,
@@ -223,6 +238,22 @@ def _check_same_gradients(first: Captured, again: Captured) -> None:
         )
 
 
+def _facts(training: Training, captured: Captured) -> dict[str, Any]:
+    """What must be the same on all ranks; the batch's shape may differ."""
+    named = list(training.model.named_parameters())
+    facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
+    facts |= {f"requires_grad of {name!r}": p.requires_grad for name, p in named}
+    facts |= {f"the shape of the buffer {name!r}": list(b.shape) for name, b in training.model.named_buffers()}
+    facts |= {f"a gradient of {name!r}": True for name in captured.gradient_names}
+    facts["the optimizer"] = type(training.optimizer).__name__
+    for number, group in enumerate(training.optimizer.param_groups):
+        for key, value in {**group, **live_numbers(group)}.items():
+            if isinstance(value, bool | int | float | str | type(None)):
+                facts[f"{key} of parameter group {number}"] = value
+    facts["max_grad_norm"] = training.max_grad_norm
+    return facts
+
+
 # Deciding
 
 
@@ -243,7 +274,7 @@ def _decide(
     training: Training,
     batch: Any,
     cluster: Cluster,
-    ranks: _Ranks,
+    ranks: Ranks,
     transport: Transport,
     device: torch.device,
     *,
@@ -253,12 +284,11 @@ def _decide(
 ) -> Decided:
     if cluster.world_size == 1:
         table = costs or CostTable()
-        return Decided(Plan(()), table, analyze(captured, table, cluster), notes=("one rank: nothing to communicate",))
+        workload = analyze(captured.graph, table, cluster)
+        return Decided(Plan(()), table, workload, notes=("one rank: nothing to communicate",))
     if plan is not None:
         table = costs or CostTable()
-        workload = analyze(captured, table, cluster)
-        data = ranks.from_rank_0("the plan", lambda: _given_plan(plan, workload, table, cluster).to_json())
-        return Decided(Plan.from_json(data), table, workload, notes=("the plan was given, not chosen",))
+        return decide_as_told(plan, analyze(captured.graph, table, cluster), table, cluster, ranks)
 
     dense: StepMeasurement | None = None
     if costs is None:
@@ -266,24 +296,35 @@ def _decide(
         if ranks.fits_links:
             costs = replace(costs, collectives=live_links(transport, cluster, device))
         costs, dense = _measured_on_job(captured, training, batch, costs, cluster, ranks, transport)
-    table, measured = costs, dense
-    workload = analyze(captured, table, cluster)
+    return replace(decide_best(mode, analyze(captured.graph, costs, cluster), costs, cluster, ranks), dense=dense)
+
+
+def decide_as_told(
+    plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks
+) -> Decided:
+    """Follow the plan that rank 0 was given."""
+    data = ranks.from_rank_0("the plan", lambda: _given_plan(plan, workload, costs, cluster).to_json())
+    return Decided(Plan.from_json(data), costs, workload, notes=("the plan was given, not chosen",))
+
+
+def decide_best(mode: Mode, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks) -> Decided:
+    """Choose on rank 0, by its workload and costs, and follow on all."""
     choices: list[Choice] = []
 
     def decide() -> dict[str, Any]:
-        choices.append(choose(workload, table, cluster, mode))
+        choices.append(choose(workload, costs, cluster, mode))
         return {
             "plan": choices[0].plan.to_json(),
             "dense": choices[0].dense.to_json(),
-            "costs": table.to_json(),
+            "costs": costs.to_json(),
             "workload": workload.to_json(),
         }
 
     data = ranks.from_rank_0("the plan", decide)
-    table, workload = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
-    choice = choices[0] if choices else choose(workload, table, cluster, mode)
+    costs, workload = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
+    choice = choices[0] if choices else choose(workload, costs, cluster, mode)
     choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
-    return Decided(choice.plan, table, workload, choice, measured)
+    return Decided(choice.plan, costs, workload, choice)
 
 
 def _given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
@@ -304,10 +345,10 @@ def _given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, c
 
 
 def _measured_on_job(
-    captured: Captured, training: Training, batch: Any, costs: CostTable, cluster: Cluster, ranks: _Ranks, transport: Transport
+    captured: Captured, training: Training, batch: Any, costs: CostTable, cluster: Cluster, ranks: Ranks, transport: Transport
 ) -> tuple[CostTable, StepMeasurement]:
     """Add what this job's regions cost, from its own dense step with all ranks running, and how far prediction was off."""
-    workload = analyze(captured, costs, cluster)
+    workload = analyze(captured.graph, costs, cluster)
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     plan = Plan.from_json(data)
     variant = rewrite(captured, plan, costs, cluster, ranks.rank)
@@ -318,15 +359,18 @@ def _measured_on_job(
     device = training.owned[0].parameter.device
     step = CompiledStep(training, plan, no_rebuild, Runtime(transport), Residuals((), device))
     leaves = pytree.tree_leaves(batch)
-    alone = measure_step(step, variant, Nowhere(), leaves, 2)
-    repeats = 3 if alone.step_us < 1e6 else 2
-    dense = measure_step(step, variant, transport, leaves, repeats)
-    compute = apportion(variant, dense.region_us, dense.spread, "measured in the dense step, all ranks running")
-    costs = replace(costs, compute={**costs.compute, **compute})
+    alone, dense = measure_step(step, variant, [Nowhere(), transport], leaves, MEASURED_STEPS)
+    compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
+    sent_mb = wire_bytes(CollectiveKind.ALL_REDUCE, cluster.world_size, workload.dense_bytes) / 1e6
+    interference = interference_us_per_mb(alone, dense, sent_mb)
+    costs = replace(costs, compute={**costs.compute, **compute}, interference_us_per_mb=interference)
     predicted = simulate(graph_tasks(rewrite(captured, plan, costs, cluster, ranks.rank).graph)).step_time_us
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
 
+
+MEASURED_STEPS = 3
+"""So many dense steps with the network and without are timed, in turns, behind one of each that does not count."""
 
 SMALLEST_ERROR = 0.03
 """A prediction is never trusted further than this (assumed: timings of the same thing differ by as much)."""
@@ -334,7 +378,7 @@ SMALLEST_ERROR = 0.03
 LARGEST_ERROR = 0.5
 
 
-def _layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayout]:
+def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayout]:
     """Where residuals lie: the whole bucket, or this rank's shard where a host's ranks share the work."""
     layout: list[BucketLayout] = []
     for bucket in plan.buckets:
@@ -342,118 +386,6 @@ def _layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayout]:
         shards, shard = (cluster.ranks_per_host, cluster.local_rank(rank)) if shared else (1, 0)
         layout.append(BucketLayout(bucket.names, bucket.sizes, shards, shard))
     return layout
-
-
-# Ranks
-
-
-_CALLS = itertools.count()
-
-
-class _Ranks:
-    """This rank among the others: agreement, groups, and the broadcast of the model. Alone, all of it is nothing."""
-
-    def __init__(self, rank: int, world_size: int, agreement: Agreement | None, fits_links: bool):
-        self.rank, self.world_size = rank, world_size
-        self.fits_links = fits_links
-        self._agreement = agreement
-
-    @classmethod
-    def join(cls, cluster: Cluster | None) -> _Ranks:
-        running = dist.is_available() and dist.is_initialized()
-        if not running:
-            if cluster is not None and cluster.world_size > 1:
-                raise NoProcessGroup(
-                    f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this process.\n"
-                    "  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use fxcomp explain to ask"
-                    " about a cluster that is not here."
-                )
-            return cls(0, 1, None, False)
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        if cluster is not None and cluster.world_size != world_size:
-            raise BadCluster(
-                f"the cluster {cluster.hosts}x{cluster.ranks_per_host} has {cluster.world_size} ranks, the process group has {world_size}"
-            )
-        if world_size == 1:
-            return cls(0, 1, None, False)
-        name = f"compile_step_{next(_CALLS)}"
-        agreement = Agreement(compat.default_store(), name, rank, world_size, compat.group_timeout())
-        return cls(rank, world_size, agreement, cluster is None)
-
-    def attempt(self, work: Callable[[], tuple[Training, Captured]]) -> tuple[Training, Captured]:
-        """Capture, and tell the others if it failed here."""
-        if self._agreement is None:
-            return work()
-        done: list[tuple[Training, Captured]] = []
-        self._agreement.attempt("capturing the step", lambda: done.append(work()))
-        return done[0]
-
-    def check_same(self, training: Training, captured: Captured) -> None:
-        """All ranks must train the same thing; the batch's shape may differ."""
-        if self._agreement is None:
-            return
-        sizes = {name: list(p.shape) for name, p in training.model.named_parameters()}
-        facts = {f"the shape of {name!r}": shape for name, shape in sizes.items()}
-        facts |= {f"requires_grad of {name!r}": p.requires_grad for name, p in training.model.named_parameters()}
-        facts |= {f"the shape of the buffer {name!r}": list(b.shape) for name, b in training.model.named_buffers()}
-        facts |= {f"a gradient of {name!r}": True for name in captured.gradient_names}
-        facts["the optimizer"] = type(training.optimizer).__name__
-        for number, group in enumerate(training.optimizer.param_groups):
-            for key, value in {**group, **live_numbers(group)}.items():
-                if isinstance(value, bool | int | float | str | type(None)):
-                    facts[f"{key} of parameter group {number}"] = value
-        facts["max_grad_norm"] = training.max_grad_norm
-        self._agreement.check_same("comparing models", facts)
-
-    def share_model(self, model: nn.Module) -> None:
-        """Start from rank 0's parameters and buffers, as DistributedDataParallel does."""
-        if self._agreement is None:
-            return
-        with torch.no_grad():
-            for tensor in itertools.chain(model.parameters(), model.buffers()):
-                dist.broadcast(tensor.data, 0)
-
-    def cluster_of(self, given: Cluster | None) -> Cluster:
-        """The user's cluster, or one told by the hosts' names; its links are then measured, not looked up."""
-        if given is not None:
-            return given
-        if self._agreement is None:
-            return Cluster(1, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
-        names = self._agreement.attempt("naming hosts", compat.host_name)
-        hosts = list(dict.fromkeys(names))
-        placement = tuple(hosts.index(name) for name in names)
-        counts = {placement.count(host) for host in range(len(hosts))}
-        if len(counts) > 1:
-            return Cluster(self.world_size, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
-        return Cluster(len(hosts), counts.pop(), intra=LOCAL_LINK, inter=LOCAL_LINK, placement=placement)
-
-    def transport(self, cluster: Cluster) -> Transport:
-        """Groups for everything that is measured before there is a plan."""
-        if self._agreement is None:
-            return Nowhere()
-        return Groups.create(_members(cluster, tuple(Level)), ["main"])
-
-    def extend(self, transport: Transport, plan: Plan, cluster: Cluster) -> Transport:
-        """Add the groups of the pool, if the plan offloads anything."""
-        offloads = any(bucket.strategy.device is Device.CPU for bucket in plan.buckets)
-        if not offloads or not isinstance(transport, Groups):
-            return transport
-        return transport.joined(Groups.create(_members(cluster, tuple(Level)), ["pool"]))
-
-    def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
-        return work() if self._agreement is None else self._agreement.from_rank_0(topic, work)
-
-
-LOCAL_LINK = Link(alpha_us=30.0, gb_per_s=5.0)  # assumed: loopback; live measurements replace it
-
-
-def _members(cluster: Cluster, levels: tuple[Level, ...]) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none."""
-    members: dict[str, list[tuple[int, ...]]] = {}
-    for level in levels:
-        if cluster.ranks_at(level) > 1:
-            members[level.value] = list(dict.fromkeys(cluster.group(level, rank) for rank in range(cluster.world_size)))
-    return members
 
 
 # Options
@@ -464,5 +396,3 @@ def _check_options(max_grad_norm: float | None, verify_every: int) -> None:
         raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
     if verify_every < 0:
         raise BadOption(f"verify_every must be 0 (never) or a number of steps; it is {verify_every}")
-
-

@@ -90,6 +90,7 @@ class CostTable:
     )
     pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
     launch_us: float = 20.0  # assumed: what the main thread spends on starting a collective
+    interference_us_per_mb: float = 0.0  # what compute loses to the network's own work, for each MB that a rank sends
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     contention: float = 1.0  # assumed: how much slower the pool compresses while the device computes
     error: float = 0.1  # assumed: the prediction's own relative error
@@ -108,6 +109,11 @@ class CostTable:
             return formulas.time_us(kind, ranks, size, fit.alpha_us, fit.gb_per_s)
         alpha_us = cluster.link_at(level).alpha_us
         return formulas.time_us(kind, ranks, size, alpha_us, formulas.rank_gb_per_s(level, cluster))
+
+    def starting_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
+        """What compute loses to a collective: its start, and the processor's time that the transport takes meanwhile."""
+        sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
+        return self.launch_us + self.interference_us_per_mb * sent / 1e6
 
     def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
         fit = self._fit(kind, level, cluster)
@@ -161,6 +167,7 @@ class CostTable:
             "source": self.source,
             "pack_gb_per_s": self.pack_gb_per_s,
             "launch_us": self.launch_us,
+            "interference_us_per_mb": self.interference_us_per_mb,
             "copy_gb_per_s": self.copy_gb_per_s,
             "contention": self.contention,
             "error": self.error,
@@ -183,6 +190,7 @@ class CostTable:
                 source=str(data["source"]),
                 pack_gb_per_s=float(data["pack_gb_per_s"]),
                 launch_us=float(data["launch_us"]),
+                interference_us_per_mb=float(data["interference_us_per_mb"]),
                 copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
                 contention=float(data["contention"]),
                 error=float(data["error"]),
@@ -251,6 +259,7 @@ class CostTable:
             largest = points[-1]
             encode, decode = (1e3 * us / largest.elements for us in (largest.encode_us, largest.decode_us))
             lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
+        lines.append(f"  interference {self.interference_us_per_mb:.3g} us of compute for each MB sent")
         lines.append(f"  contention   {self.contention:.3g}, prediction error {100 * self.error:.0f} %")
         return "\n".join(lines)
 

@@ -64,6 +64,8 @@ class NodeInfo:
     bucket: int | None = None
     stage: int = 0
     cost_us: float | None = None
+    starting_us: float = 0.0
+    """What a collective takes from compute: its start, and the transport's own work on the processor."""
     stream: Stream | None = None
     source: Source | None = None
 

@@ -44,6 +44,11 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
         before = tuple(dict.fromkeys(_waits_for(node, made_by)))
         if label.cost_us:
             assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
+            if label.starting_us:
+                on_host = any(info(source).stream is Stream.CPU for source in node.all_input_nodes)
+                start = Task(f"start {node.name}", Stream.COMPUTE, label.starting_us, () if on_host else before)
+                tasks.append(start)
+                before = before if on_host else (*before, start.name)
             tasks.append(Task(node.name, label.stream, label.cost_us, before))
             made_by[node] = (node.name,)
         else:

@@ -37,6 +37,9 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
         if node.target is D2H or (node.target is not H2D and any(source in on_host for source in node.all_input_nodes)):
             on_host.add(node)
         update_info(node, cost_us=_cost_us(node, costs, cluster, Device.CPU if node in on_host else Device.GPU))
+        if node.target in _KIND and info(node).bucket is not None:
+            level, size = Level(str(node.args[-1])), _bytes(node.args[0])
+            update_info(node, starting_us=costs.starting_us(_KIND[node.target], level, size, cluster))
     return gm
 
 

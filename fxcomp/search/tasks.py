@@ -141,11 +141,10 @@ class _Writer:
     def stage(self, number: int) -> tuple[Task, ...]:
         """The steps down to a collective, after what the main thread spends on them in any case."""
         if number == 0:
-            us = self.costs.launch_us + self.costs.pack_us(self.dense_bytes)
-            first = self._task("pack", Stream.COMPUTE, us)
+            first = self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))
         else:  # the main thread blocks until the previous wire is done
             kind = self.strategy.collectives[number - 1].kind.value
-            first = self._task(f"wait for {kind}", Stream.COMPUTE, self.costs.launch_us)
+            first = self._task(f"wait for {kind}", Stream.COMPUTE, 0.0)
         return (first, *(task for step in self.stages[number] for task in self._step(step)))
 
     def final(self) -> tuple[Task, ...]:
@@ -161,7 +160,7 @@ class _Writer:
 
     def _step(self, step: Collective | Compress | Decompress) -> list[Task]:
         if isinstance(step, Collective):
-            return [self._collective(step)]
+            return self._collective(step)
         return self._compress(step) if isinstance(step, Compress) else self._decompress(step)
 
     def _compress(self, step: Compress) -> list[Task]:
@@ -184,8 +183,8 @@ class _Writer:
         copy_us = self.costs.copy_us(self.dense_bytes)
         return [task, self._task("h2d", Stream.H2D, copy_us)] if copy_us else [task]
 
-    def _collective(self, step: Collective) -> Task:
-        """Price a collective over what is there now, and note what is there then."""
+    def _collective(self, step: Collective) -> list[Task]:
+        """Price a collective over what is there now, with what it takes from compute; note what is there then."""
         if step.kind is CollectiveKind.REDUCE_SCATTER:
             ranks = self.cluster.ranks_at(step.level)
             self.segments = tuple(-(-size // ranks) for size in self.segments)
@@ -195,10 +194,15 @@ class _Writer:
         if self.payload_bytes is not None and step.kind is CollectiveKind.ALL_GATHER:
             self.ranks = self.cluster.ranks_at(step.level)
         us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
+        starting_us = self.costs.starting_us(step.kind, step.level, size, self.cluster)
         # A strategy may gather twice: between hosts, then inside them.
         is_second = self.gathered and step.kind is CollectiveKind.ALL_GATHER
         self.gathered |= step.kind is CollectiveKind.ALL_GATHER
-        return self._task(str(step) if is_second else step.kind.value, _stream(step.level, self.cluster), us)
+        name = str(step) if is_second else step.kind.value
+        start = Task(f"start {name} {self.k}", Stream.COMPUTE, starting_us)
+        if self.strategy.device is not Device.CPU:  # the pool starts its own; compute is slowed all the same
+            start = self._task(f"start {name}", Stream.COMPUTE, starting_us)
+        return [start, self._task(name, _stream(step.level, self.cluster), us)]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """A task behind the bucket's previous one."""

@@ -41,14 +41,17 @@ def random_plan(workload: Workload, where: Cluster, chance: random.Random) -> Pl
 
 
 def test_dense_buckets_are_packed_and_reduced_behind_their_regions():
-    expected = "region 0, pack 0, all_reduce 0, region 1, pack 1, all_reduce 1, backward, update 0, update 1"
+    expected = (
+        "region 0, pack 0, start all_reduce 0, all_reduce 0, region 1, pack 1, start all_reduce 1, all_reduce 1, "
+        "backward, update 0, update 1"
+    )
     assert ", ".join(names(DENSE, DENSE)) == expected
 
 
 def test_a_compressed_bucket_is_decompressed_before_its_update():
     expected = (
-        "region 0, pack 0, compress 0, all_gather 0, region 1, pack 1, all_reduce 1, backward, "
-        "decompress 0, update 0, update 1"
+        "region 0, pack 0, compress 0, start all_gather 0, all_gather 0, region 1, pack 1, start all_reduce 1, "
+        "all_reduce 1, backward, decompress 0, update 0, update 1"
     )
     assert ", ".join(names(FLAT, DENSE)) == expected
 
@@ -56,8 +59,9 @@ def test_a_compressed_bucket_is_decompressed_before_its_update():
 def test_later_stages_wait_one_region_and_block_the_main_thread():
     tasks = plan_tasks(TWO, plan_of(Strategy.hierarchical(INT8), DENSE), COSTS, cluster(2, 2, "1gbit"))
     expected = (
-        "region 0, pack 0, reduce_scatter 0, region 1, pack 1, all_reduce 1, wait for reduce_scatter 0, compress 0, "
-        "all_gather 0, wait for all_gather 0, decompress 0, all_gather@intra 0, backward, update 0, update 1"
+        "region 0, pack 0, start reduce_scatter 0, reduce_scatter 0, region 1, pack 1, start all_reduce 1, all_reduce 1, "
+        "wait for reduce_scatter 0, compress 0, start all_gather 0, all_gather 0, wait for all_gather 0, decompress 0, "
+        "start all_gather@intra 0, all_gather@intra 0, backward, update 0, update 1"
     )
     assert ", ".join(task.name for task in tasks) == expected
     by_name = {task.name: task for task in tasks}
@@ -69,12 +73,12 @@ def test_later_stages_wait_one_region_and_block_the_main_thread():
 
 def test_the_pool_compresses_beside_compute_with_copies_if_it_is_elsewhere():
     offload = Strategy.flat(INT8, Device.CPU)
-    assert names(offload, DENSE)[:4] == ["region 0", "pack 0", "compress 0", "all_gather 0"]
+    assert names(offload, DENSE)[:5] == ["region 0", "pack 0", "compress 0", "start all_gather 0", "all_gather 0"]
     with_gpu = replace(COSTS, copy_gb_per_s=10.0)
     tasks = plan_tasks(TWO, plan_of(offload, DENSE), with_gpu, PAIR)
     streams = [task.stream for task in tasks if task.name.endswith(" 0")]
     assert streams == [
-        *(Stream.COMPUTE, Stream.COMPUTE, Stream.D2H, Stream.CPU, Stream.INTER),
+        *(Stream.COMPUTE, Stream.COMPUTE, Stream.D2H, Stream.CPU, Stream.COMPUTE, Stream.INTER),
         *(Stream.CPU, Stream.H2D, Stream.COMPUTE),
     ]
 
@@ -91,7 +95,7 @@ def test_buffers_are_broadcast_behind_the_region_in_which_they_are_ready():
     early = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=5000.0)
     assert names(DENSE, DENSE, workload=early)[:3] == ["region 0", "broadcast buffers", "pack 0"]
     late = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=10_000.0)
-    assert names(DENSE, DENSE, workload=late)[3:5] == ["region 1", "broadcast buffers"]
+    assert names(DENSE, DENSE, workload=late)[4:6] == ["region 1", "broadcast buffers"]
 
 
 def test_one_rank_does_not_communicate():
