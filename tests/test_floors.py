@@ -1,0 +1,131 @@
+"""Imports point down, private modules of torch stay in one file, and optional looks stay where they belong."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fxcomp"
+
+FLOORS = [
+    ["errors", "compat"],
+    ["cluster", "compressors", "text"],
+    ["strategy", "runtime", "job", "hosts"],
+    ["cost", "gpt"],
+    ["graph"],
+    ["capture", "passes", "search", "codegen"],
+    ["guards", "report"],
+    ["step"],
+    ["calibrate", "ranks"],
+    ["pipeline", "whatif"],
+    ["__init__", "backend"],
+    ["demo"],
+    ["__main__"],
+]
+"""Files and folders from the ground up. What stands on one floor does not know its neighbours."""
+
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
+
+ALONE = {"passes"}
+"""Folders whose files do not know each other either."""
+
+ONLY_IN = {"rich": ("report.py",), "sympy": ("cost/collectives.py",)}
+
+PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree")
+"""Modules with an underscore that torch itself tells people to use."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """The file or folder that has a floor."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Full names of what a file imports anywhere in it, with the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"a relative import in line {node.lineno}: write the full name"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def climbing(path: Path, tree: ast.Module) -> list[str]:
+    """Imports that do not point down."""
+    mine = part_of(path)
+    found: list[str] = []
+    for name, line in imported(tree):
+        parts = name.split(".")
+        if parts[0] != "fxcomp":
+            continue
+        theirs = parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else "__init__"
+        same_folder = theirs == mine and path.parent != PACKAGE and mine not in ALONE
+        if not same_folder and FLOOR_OF[theirs] >= FLOOR_OF[mine]:
+            found.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}, which is not below it")
+    return found
+
+
+def private_modules(tree: ast.Module) -> list[str]:
+    """Private modules of torch that are imported, or reached as attributes: `torch._dynamo.x`."""
+    names = [name for name, _ in imported(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.append(ast.unparse(node))
+    found = [n for n in names if n.startswith("torch.") and any(part.startswith("_") for part in n.split(".")[1:3])]
+    return [n for n in found if not n.startswith(PUBLIC_ENOUGH) and "__" not in n and not n.startswith("torch.ops.")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path):
+    assert part_of(path) in FLOOR_OF, f"{path.name} has no floor yet: give it one"
+    assert climbing(path, ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_modules_of_torch_stay_in_compat(path: Path):
+    if path.name != "compat.py":
+        assert private_modules(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_a_library_is_imported_in_one_place(library: str):
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        for name, _ in imported(ast.parse(path.read_text()))
+        if name.split(".")[0] == library
+    }
+    assert users <= set(ONLY_IN[library])
+
+
+def test_emitted_code_needs_nothing_above_the_runtime():
+    from fxcomp.codegen import emit
+
+    lines = [line for line in Path(emit.__file__).read_text().splitlines() if '"from fxcomp' in line or '"import fxcomp' in line]
+    assert all("fxcomp.compressors" in line or "fxcomp.runtime" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("cluster.py", "from fxcomp.strategy import Plan"),
+        ("strategy.py", "from fxcomp.runtime.state import Residuals"),
+        ("passes/one.py", "from fxcomp.passes.another import other"),
+        ("search/tasks.py", "def f():\n    from fxcomp.graph.tasks import graph_tasks\n    import fxcomp.pipeline"),
+        ("step.py", "import fxcomp"),
+    ],
+)
+def test_an_import_that_climbs_is_found(place: str, text: str):
+    assert len(climbing(PACKAGE / place, ast.parse(text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["from torch._dynamo import source", "import torch._inductor", "torch._C._get_tracing_state()"]
+)
+def test_a_private_module_is_found(text: str):
+    assert private_modules(ast.parse(text))
