@@ -93,9 +93,7 @@ def _rank(
     start = time.monotonic()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
         start = time.monotonic()
         outcome = Outcome(value=work(*arguments))
         dist.barrier()

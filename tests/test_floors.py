@@ -106,7 +106,11 @@ def test_a_library_is_imported_in_one_place(library: str):
 def test_emitted_code_needs_nothing_above_the_runtime():
     from fxcomp.codegen import emit
 
-    lines = [line for line in Path(emit.__file__).read_text().splitlines() if '"from fxcomp' in line or '"import fxcomp' in line]
+    lines = [
+        line
+        for line in Path(emit.__file__).read_text().splitlines()
+        if '"from fxcomp' in line or '"import fxcomp' in line
+    ]
     assert all("fxcomp.compressors" in line or "fxcomp.runtime" in line for line in lines)
 
 

@@ -33,7 +33,9 @@ def test_clipping_scales_the_bucket_where_it_lies(golden):
 
 
 def test_a_gradient_that_reaches_no_collective_is_named():
-    with pytest.raises(UnsynchronizedGradient, match=r"'fc.bias' never reaches a collective: replicas would drift apart"):
+    with pytest.raises(
+        UnsynchronizedGradient, match=r"'fc.bias' never reaches a collective: replicas would drift apart"
+    ):
         bucket_gradients(linear_step(), one_bucket(FLAT))
 
 
@@ -52,7 +54,10 @@ def test_one_unsynchronised_gradient_among_others_is_named():
     ("plan", "what"),
     [
         (Plan((Bucket(("fc.bias",), (4,), DENSE),)), r"does not plan 'fc.weight' \(1 such\)"),
-        (Plan((Bucket(("fc.bias", "fc.weight", "head"), (4, 8, 9), DENSE),)), r"plans 'head', which has no gradient here"),
+        (
+            Plan((Bucket(("fc.bias", "fc.weight", "head"), (4, 8, 9), DENSE),)),
+            r"plans 'head', which has no gradient here",
+        ),
         (Plan((Bucket(("fc.bias", "fc.weight"), (4, 9), DENSE),)), r"plans 9 elements for 'fc.weight', which has 8"),
     ],
 )

@@ -72,13 +72,17 @@ def test_one_rank_needs_no_reduction():
 
 @pytest.mark.parametrize("divide_by", [None, 3.0])
 def test_a_sum_that_is_no_mean_is_refused(divide_by: float | None):
-    with pytest.raises(UnsupportedFeature, match=r"'w' is summed over the ranks and not divided by their number, 2") as error:
+    with pytest.raises(
+        UnsupportedFeature, match=r"'w' is summed over the ranks and not divided by their number, 2"
+    ) as error:
         canonicalize_sync(reduced_by_user("sum", divide_by=divide_by), 2)
     assert "Reduce with 'avg'" in str(error.value)
 
 
 def test_another_reduction_is_refused():
-    with pytest.raises(UnsupportedFeature, match=r"'w' goes through .*all_reduce.* \(max\); only an all_reduce with sum or avg"):
+    with pytest.raises(
+        UnsupportedFeature, match=r"'w' goes through .*all_reduce.* \(max\); only an all_reduce with sum or avg"
+    ):
         canonicalize_sync(reduced_by_user("max"), 2)
 
 

@@ -51,7 +51,9 @@ def test_only_the_buckets_that_the_plan_compresses_are():
 
 
 def test_between_hosts_a_shard_is_compressed():
-    plan = one_bucket("reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra")
+    plan = one_bucket(
+        "reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra"
+    )
     gm = split_by_level(bucketed(plan, TWO_BY_TWO), plan, TWO_BY_TWO)
     segments = [[4, 2], [6]]
     for local_rank in (0, 1):

@@ -1,0 +1,335 @@
+"""A compiled step trains as eager PyTorch does: DDP where the plan is dense, and the same bits on every rank always.
+
+Configurations of one rank count share one spawn: ranks run a list of cases and report numbers, which the tests below judge.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, Job, cross_entropy
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fxcomp
+from fxcomp import pipeline
+from fxcomp.cluster import Cluster, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.strategy import Bucket, Device, Plan, Strategy
+
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job under a plan, and what varies from step to step."""
+
+    job: str
+    optimizer: str = "sgd"
+    plan: str = "dense"
+    lengths: str = "equal"
+    scheduler: str = "none"
+    clip: float | None = None
+
+    def __str__(self) -> str:
+        extra = [self.lengths, self.scheduler, f"clip={self.clip}" if self.clip else "none"]
+        return "-".join(
+            [self.job, self.optimizer, self.plan, *(text for text in extra if text not in ("equal", "none"))]
+        )
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one rank found: distances to eager DDP, a fingerprint of its replica, and how often it captured."""
+
+    parameters: float = 0.0
+    buffers: float = 0.0
+    losses: float = 0.0
+    last_loss: float = 0.0
+    fingerprint: str = ""
+    captures: int = 0
+    error: str = ""
+    measured: bool = field(default=False)
+
+
+# Cases
+
+DENSE_2 = [
+    *(Case("mlp", name) for name in ("sgd", "dampening", "adam", "adamw", "adamw_default")),
+    *(Case("conv", name) for name in ("sgd", "adamw")),
+    *(Case("transformer", name) for name in ("sgd", "dampening", "adamw", "adamw_default")),
+    *(Case("dropout", name) for name in ("sgd", "adamw")),
+    Case("mlp", clip=0.05),
+    Case("conv", "adamw", clip=0.05),
+    Case("transformer", "adamw", clip=0.05),
+    Case("mlp", "sgd", scheduler="step"),
+    Case("mlp", "sgd", scheduler="one_cycle"),
+    Case("conv", "adamw", scheduler="step"),
+    Case("mlp", "adamw", scheduler="one_cycle"),
+    Case("transformer", "sgd", lengths="changing"),
+    Case("dropout", "sgd", lengths="changing"),
+    Case("mlp", "adamw", lengths="changing"),
+    Case("conv", "sgd", lengths="changing"),
+]
+DENSE_3 = [Case(job, optimizer) for job in JOBS for optimizer in ("sgd", "adamw")]
+LOSSY_2 = [
+    *(
+        Case(job, plan=plan)
+        for job in ("mlp", "transformer")
+        for plan in ("bf16", "int8", "sign", "topk(0.01)", "offload")
+    ),
+    *(Case("conv", "adamw", plan) for plan in ("int8", "offload")),
+    *(Case("transformer", "adamw", plan, lengths="changing") for plan in ("int8", "topk(0.01)", "offload")),
+    Case("transformer", "adamw", "sign", clip=0.05),
+    Case("mlp", plan="auto"),
+    Case("conv", plan="auto"),
+]
+DENSE_4 = [Case(job, plan="hierarchical dense") for job in ("mlp", "conv")] + [
+    Case("transformer", "adamw", "hierarchical dense", lengths="changing")
+]
+LOSSY_4 = [Case("mlp", plan="hierarchical"), Case("transformer", "adamw", "hierarchical", lengths="changing")]
+
+TWO_HOSTS = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
+
+
+# On the ranks
+
+
+def follow_eager(cases: list[Case]) -> dict[Case, Numbers]:
+    return {case: _attempt(case) for case in cases}
+
+
+def _attempt(case: Case) -> Numbers:
+    try:
+        return _follow(case)
+    except Exception:
+        return Numbers(error=traceback.format_exc())
+
+
+def _follow(case: Case) -> Numbers:
+    job, rank, ranks = JOBS[case.job], dist.get_rank(), dist.get_world_size()
+    model = job.build()
+    reference = copy.deepcopy(model)
+    optimizer, reference_optimizer = (OPTIMIZERS[case.optimizer](m.parameters()) for m in (model, reference))
+    schedulers = [SCHEDULERS[case.scheduler](o) for o in (optimizer, reference_optimizer)]
+
+    with counted_captures() as captures:
+        step = fxcomp.compile_step(
+            model, cross_entropy, optimizer, _batch(job, case, 0, rank), verify_every=1, max_grad_norm=case.clip,
+            plan=_plan(case.plan, model), cluster=TWO_HOSTS if ranks == 4 else None,
+        )  # fmt: skip
+        losses: list[float] = []
+        torch.manual_seed(7 + rank)
+        for i in range(STEPS):
+            losses.append(step(_batch(job, case, i, rank)).item())
+            _advance(schedulers[0])
+    fingerprint = replica_fingerprint(model)
+    if case not in (*DENSE_2, *DENSE_3, *DENSE_4):
+        return Numbers(last_loss=losses[-1], fingerprint=fingerprint, captures=len(captures), measured=True)
+
+    ddp = DistributedDataParallel(reference)
+    expected: list[float] = []
+    torch.manual_seed(7 + rank)
+    for i in range(STEPS):
+        reference_optimizer.zero_grad()
+        loss = cross_entropy(ddp, _batch(job, case, i, rank))
+        loss.backward()
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(reference.parameters(), case.clip)
+        reference_optimizer.step()
+        _advance(schedulers[1])
+        expected.append(loss.item())
+    # DDP hands out rank 0's buffers before a forward pass, a compiled step behind it.
+    for buffer in reference.buffers():
+        dist.broadcast(buffer, 0)
+    return Numbers(
+        parameters=_distance(model.parameters(), reference.parameters()),
+        buffers=_distance(model.buffers(), reference.buffers()),
+        losses=max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+        last_loss=losses[-1],
+        fingerprint=fingerprint,
+        captures=len(captures),
+        measured=True,
+    )
+
+
+class counted_captures:
+    """Counts how often a step is captured while it is open."""
+
+    def __enter__(self) -> list[str]:
+        self.original = pipeline.capture
+        captures: list[str] = []
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            captures.append("capture")
+            return self.original(*args, **kwargs)
+
+        pipeline.capture = counting
+        return captures
+
+    def __exit__(self, *_: object) -> None:
+        pipeline.capture = self.original
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "none": lambda optimizer: None,  # noqa: ARG005
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
+    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS + 1),
+}
+
+CHANGING = {0: [5, 6, 9, 11, 6], 1: [7, 8, 10, 12, 15], 2: [4, 4, 4, 9, 3], 3: [6, 5, 8, 7, 5]}
+"""Lengths of batches that differ from rank to rank and from step to step. From 16 on torch takes another convolution."""
+
+
+def _batch(job: Job, case: Case, step: int, rank: int) -> Any:
+    length = CHANGING[rank][step % 5] if case.lengths == "changing" else None
+    return job.batch(step, rank, length)
+
+
+def _advance(scheduler: Any) -> None:
+    if scheduler is not None:
+        scheduler.step()
+
+
+def _plan(name: str, model: nn.Module) -> Plan | str | None:
+    int8, topk, sign = (parse_compressor(text) for text in ("int8", "topk(0.05)", "sign"))
+    flat, split = Strategy.flat, Strategy.hierarchical
+    by_hand = {
+        "offload": [flat(int8, Device.CPU), flat(None), flat(topk, Device.CPU), flat(sign), flat(parse_compressor("bf16"), Device.CPU)],
+        "hierarchical": [split(int8), split(None), split(topk, Device.CPU), flat(int8), split(sign)],
+        "hierarchical dense": [split(None), flat(None)],
+    }  # fmt: skip
+    if name not in by_hand:
+        return None if name == "auto" else name
+    return plan_in_turns(model, by_hand[name])
+
+
+def plan_in_turns(model: nn.Module, strategies: list[Strategy], per_bucket: int = 1) -> Plan:
+    """Buckets of so many parameters, last parameters first, with the strategies in turns."""
+    named = list(model.named_parameters())[::-1]
+    groups = [named[k : k + per_bucket] for k in range(0, len(named), per_bucket)]
+    return Plan(
+        tuple(
+            Bucket(tuple(n for n, _ in group), tuple(p.numel() for _, p in group), strategies[k % len(strategies)])
+            for k, group in enumerate(groups)
+        )
+    )
+
+
+def replica_fingerprint(model: nn.Module) -> str:
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def _distance(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max([(a.detach().double() - b.detach().double()).abs().max().item() for a, b in pairs], default=0.0)
+
+
+# What must hold
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[Case, Numbers]]]:
+    cases = {2: [*DENSE_2, *LOSSY_2], 3: DENSE_3, 4: [*DENSE_4, *LOSSY_4]}
+    found: dict[int, list[dict[Case, Numbers]]] = {}
+
+    def run(ranks: int) -> list[dict[Case, Numbers]]:
+        if ranks not in found:
+            found[ranks] = run_ranks(ranks, follow_eager, cases[ranks], timeout_s=300)
+        return found[ranks]
+
+    return run
+
+
+def cases_of(ranks: int, cases: list[Case]) -> Any:
+    return [pytest.param(ranks, case, id=f"{ranks}-{case}") for case in cases]
+
+
+def ran(everyone: list[dict[Case, Numbers]], case: Case) -> list[Numbers]:
+    numbers = [rank[case] for rank in everyone]
+    assert all(n.measured for n in numbers), "\n".join(n.error for n in numbers)
+    return numbers
+
+
+def tolerance_of(ranks: int, case: Case) -> float:
+    """SGD adds in another order than DDP only with 3 ranks and more; Adam divides by small numbers."""
+    if case.optimizer in ("sgd", "dampening") and ranks == 2:
+        return 1e-6
+    return 1e-5
+
+
+@pytest.mark.parametrize(("ranks", "case"), [*cases_of(2, DENSE_2), *cases_of(3, DENSE_3), *cases_of(4, DENSE_4)])
+def test_a_dense_plan_follows_eager_ddp(on_ranks: Any, ranks: int, case: Case):
+    for numbers in ran(on_ranks(ranks), case):
+        if case.optimizer == "adamw_default":
+            assert numbers.losses <= 1e-4
+            continue
+        assert numbers.parameters <= tolerance_of(ranks, case)
+        assert numbers.buffers <= tolerance_of(ranks, case)
+        assert numbers.losses <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [*cases_of(2, DENSE_2 + LOSSY_2), *cases_of(3, DENSE_3), *cases_of(4, DENSE_4 + LOSSY_4)],
+)
+def test_all_ranks_hold_the_same_bits(on_ranks: Any, ranks: int, case: Case):
+    numbers = ran(on_ranks(ranks), case)
+    assert len({n.fingerprint for n in numbers}) == 1
+    assert all(math.isfinite(n.last_loss) for n in numbers)
+
+
+@pytest.mark.parametrize(("ranks", "case"), cases_of(2, [c for c in DENSE_2 + LOSSY_2 if c.lengths == "equal"]))
+def test_nothing_but_shapes_leads_to_another_capture(on_ranks: Any, ranks: int, case: Case):
+    assert [n.captures for n in ran(on_ranks(ranks), case)] == [1] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "case"), cases_of(2, [c for c in DENSE_2 + LOSSY_2 if c.lengths == "changing"]))
+def test_from_the_third_length_on_one_capture_serves_all(on_ranks: Any, ranks: int, case: Case):
+    assert [n.captures for n in ran(on_ranks(ranks), case)] == [3] * ranks
+
+
+# One process
+
+
+@pytest.mark.parametrize(
+    ("job_name", "optimizer_name"),
+    [
+        *(("mlp", name) for name in ("plain", "sgd", "dampening", "adam", "adamw_default")),
+        *(("conv", name) for name in ("sgd", "adamw_default")),
+        ("transformer", "dampening"),
+        *(("dropout", name) for name in ("sgd", "adamw_default")),
+    ],
+)
+def test_alone_a_step_is_eager_exactly(job_name: str, optimizer_name: str):
+    job = JOBS[job_name]
+    model = job.build()
+    reference = copy.deepcopy(model)
+    optimizer, reference_optimizer = (OPTIMIZERS[optimizer_name](m.parameters()) for m in (model, reference))
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0), verify_every=1)
+    torch.manual_seed(7)
+    ours = [step(job.batch(i)).item() for i in range(5)]
+    torch.manual_seed(7)
+    for i in range(5):
+        reference_optimizer.zero_grad()
+        loss = cross_entropy(reference, job.batch(i))
+        loss.backward()
+        reference_optimizer.step()
+        assert ours[i] == loss.item()
+    for (name, a), b in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        for key, value in reference_optimizer.state[b].items():
+            if isinstance(value, Tensor):
+                assert torch.equal(optimizer.state[a][key], value), key

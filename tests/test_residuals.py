@@ -1,0 +1,247 @@
+"""What compression leaves out is kept: payloads and residual together are the gradients, whatever the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks
+from test_parity import TWO_HOSTS, plan_in_turns
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.errors import BadState
+from fxcomp.runtime.state import BucketLayout, Residuals
+from fxcomp.step import CompiledStep
+from fxcomp.strategy import Device, Strategy
+
+STEPS = 20
+COMPRESSORS = ["int8", "sign", "topk(0.05)"]
+DEVICES = [Device.GPU, Device.CPU]
+
+
+class Ledger:
+    """Adds up, bucket by bucket, what a rank put in and what its payloads stand for."""
+
+    def __init__(self, step: CompiledStep):
+        self.given: dict[str, Tensor] = {}
+        self.sent: dict[str, Tensor] = {}
+        self.means: dict[str, Tensor] = {}
+        runtime = step.runtime
+        self._compress, self._decompress = runtime.compress, runtime.decompress
+        runtime.compress = self.compress  # type: ignore[method-assign]
+        runtime.decompress = self.decompress  # type: ignore[method-assign]
+
+    def compress(self, name: str, compressor: Compressor, bucket: Any, residual: Any, segments: Sequence[int]) -> Any:
+        runtime_value = _now(bucket)
+        add(self.given, name, runtime_value)
+        payload = self._compress(name, compressor, bucket, residual, segments)
+        decoded = torch.empty(sum(segments))
+        compressor.decode(_now(payload), 1, segments, decoded)
+        add(self.sent, name, decoded)
+        return payload
+
+    def decompress(self, name: str, compressor: Compressor, payloads: Any, ranks: int, segments: Sequence[int]) -> Any:
+        mean = self._decompress(name, compressor, payloads, ranks, segments)
+        add(self.means, name.replace("mean", "payload"), _now(mean))
+        return mean
+
+
+def _now(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else value.future.result()
+
+
+def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Sums in float64, so that only what fxcomp computes is rounded."""
+    sums[name] = sums.get(name, torch.zeros(value.numel(), dtype=torch.float64)) + value.double()
+
+
+def balance(compressor: str, device: Device, hierarchical: bool) -> dict[str, float]:
+    """Train, and report how far the books are from balanced, relative to what went in."""
+    job, rank = JOBS["mlp"], dist.get_rank()
+    model = job.build()
+    kind = Strategy.hierarchical if hierarchical else Strategy.flat
+    plan = plan_in_turns(model, [kind(parse_compressor(compressor), device)], per_bucket=3)
+    step = fxcomp.compile_step(
+        model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), job.batch(0, rank), plan=plan, verify_every=1,
+        cluster=TWO_HOSTS if hierarchical else None,
+    )  # fmt: skip
+    ledger = Ledger(step)
+    for i in range(STEPS):
+        step(job.batch(i, rank))
+    own = across = 0.0
+    for number, name in enumerate(ledger.given):
+        left = step.residuals.of_bucket(number).double()
+        given, sent, mean = ledger.given[name], ledger.sent[name], ledger.means[name]
+        size = given.abs().max().item()
+        own = max(own, (sent + left - given).abs().max().item() / size)
+        # The same over all ranks: the means that were applied lack exactly the mean of the residuals.
+        if not hierarchical:
+            total = torch.stack([given, left])
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+            across = max(across, (mean + total[1] - total[0]).abs().max().item() / size)
+    left_out = max(step.residuals.of_bucket(n).abs().max().item() for n in range(len(ledger.given)))
+    return {"own": own, "across": across, "left_out": left_out, "buckets": len(ledger.given)}
+
+
+def balances(keys: list[tuple[str, Device]], hierarchical: bool) -> dict[tuple[str, Device], dict[str, float]]:
+    return {key: balance(*key, hierarchical) for key in keys}
+
+
+@pytest.fixture(scope="module")
+def flat() -> list[dict[tuple[str, Device], dict[str, float]]]:
+    return run_ranks(2, balances, [(c, d) for c in COMPRESSORS for d in DEVICES], False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_payloads_and_residual_give_back_all_gradients(flat: Any, compressor: str, device: Device):
+    for rank in flat:
+        found = rank[compressor, device]
+        assert found["buckets"] == 2
+        assert found["left_out"] > 0
+        assert found["own"] <= 1e-6
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_the_applied_means_lack_exactly_the_mean_of_the_residuals(flat: Any, compressor: str):
+    for rank in flat:
+        assert rank[compressor, Device.GPU]["across"] <= 1e-6
+
+
+def test_between_hosts_each_ranks_shard_balances():
+    for rank in run_ranks(4, balances, [("int8", Device.GPU)], True):
+        assert rank["int8", Device.GPU]["own"] <= 1e-6
+        assert rank["int8", Device.GPU]["left_out"] > 0
+
+
+# A planted bug: the sum instead of the mean
+
+
+def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
+    """Whether one int8 step moves parameters by the mean; if asked, decoded values miss the division by the ranks."""
+    job, rank = JOBS["mlp"], dist.get_rank()
+    model = job.build()
+    optimizer = OPTIMIZERS["plain"](model.parameters())
+    plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int8"))], per_bucket=4)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
+    ledger = Ledger(step)
+    if sum_instead_of_mean:
+        decompress = step.runtime.decompress
+        step.runtime.decompress = lambda *args: decompress(*args).mul_(2)  # type: ignore[method-assign]
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    step(job.batch(0, rank))
+    moved = before - nn.utils.parameters_to_vector(model.parameters()).detach()
+    names = [name for bucket in plan.buckets for name in bucket.names]
+    sizes = [size for bucket in plan.buckets for size in bucket.sizes]
+    pieces = dict(zip(names, next(iter(ledger.means.values())).split(sizes), strict=True))
+    mean = torch.cat([pieces[name] for name, _ in model.named_parameters()])
+    return bool((moved.double() - 0.1 * mean).abs().max() <= 1e-5 * moved.abs().max())
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_sum_instead_of_the_mean_would_be_seen(planted: bool):
+    assert run_ranks(2, moves_by_the_mean, planted) == [not planted] * 2
+
+
+# Saved and loaded under other buckets
+
+A = [BucketLayout(("a", "b"), (3, 4)), BucketLayout(("c",), (5,))]
+B = [BucketLayout(("c", "a"), (5, 3)), BucketLayout(("b",), (4,))]
+SHARDED = [BucketLayout(("c", "a", "b"), (5, 3, 4), shards=5, shard=2)]
+
+
+def filled(layout: list[BucketLayout]) -> Residuals:
+    residuals = Residuals(layout, torch.device("cpu"))
+    for number, name in enumerate("abc"):
+        piece = residuals.of_parameter(name)
+        piece.copy_(100 * number + torch.arange(piece.numel()))
+    return residuals
+
+
+def same_by_parameter(one: Residuals, other: Residuals) -> bool:
+    return all(torch.equal(one.of_parameter(name), other.of_parameter(name)) for name in "abc")
+
+
+@pytest.mark.parametrize("layout", [A, B, SHARDED])
+def test_other_buckets_load_each_parameters_own_residual(layout: list[BucketLayout]):
+    loaded = Residuals(layout, torch.device("cpu"))
+    loaded.load_state_dict(filled(A).state_dict())
+    assert same_by_parameter(filled(A), loaded)
+
+
+def test_a_permuted_load_would_be_seen():
+    saved = filled(A)
+    loaded = Residuals(B, torch.device("cpu"))
+    loaded.arena.copy_(saved.arena)  # what a load that ignores names would do
+    assert not same_by_parameter(saved, loaded)
+
+
+def test_a_saved_state_is_a_copy():
+    residuals = filled(A)
+    state = residuals.state_dict()
+    residuals.arena.zero_()
+    assert state["residuals"]["b"].tolist() == [100, 101, 102, 103]
+
+
+def rebucketed() -> dict[str, bool]:
+    """Train under one plan, save, go on under another."""
+    job, rank = JOBS["mlp"], dist.get_rank()
+    model = job.build()
+    optimizer = OPTIMIZERS["plain"](model.parameters())
+    int8 = Strategy.flat(parse_compressor("int8"))
+    steps = [
+        fxcomp.compile_step(
+            model,
+            cross_entropy,
+            optimizer,
+            job.batch(0, rank),
+            plan=plan_in_turns(model, [int8], count),
+            verify_every=1,
+        )
+        for count in (1, 3)
+    ]
+    for i in range(3):
+        steps[0](job.batch(i, rank))
+    steps[1].load_state_dict(steps[0].state_dict())
+    equal = {
+        name: torch.equal(steps[0].residuals.of_parameter(name), steps[1].residuals.of_parameter(name))
+        for name, _ in model.named_parameters()
+    }
+    steps[1](job.batch(3, rank))
+    return equal
+
+
+def test_a_step_with_other_buckets_takes_over_the_state():
+    for rank in run_ranks(2, rebucketed):
+        assert len(rank) == 4
+        assert all(rank.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda s: {}, "it has no residuals"),  # noqa: ARG005
+        (
+            lambda s: {**s, "residuals": {k: v for k, v in s["residuals"].items() if k != "b"}},
+            "have nothing for 'b', which has 4",
+        ),
+        (lambda s: {**s, "residuals": {**s["residuals"], "b": torch.zeros(9)}}, "have 9 elements for 'b', which has 4"),
+        (
+            lambda s: {**s, "residuals": {**s["residuals"], "d": torch.zeros(9)}},
+            r"of another model: they also hold \['d'\]",
+        ),
+    ],
+)
+def test_a_state_of_something_else_is_refused(change: Any, what: str):
+    residuals = filled(A)
+    before = residuals.arena.clone()
+    with pytest.raises(BadState, match=what):
+        residuals.load_state_dict(change(filled(B).state_dict()))
+    assert torch.equal(residuals.arena, before)
