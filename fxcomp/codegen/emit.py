@@ -14,9 +14,10 @@ parameters begin to change.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -46,9 +47,9 @@ def emit(gm: GraphModule, *, title: str = "One training step") -> str:
     """The source of a module with a function `step`; it runs with nothing but torch, fxcomp.compressors and a runtime."""
     pieces = cut(gm)
     compressors = _compressors(gm)
-    parts = [_header(title, compressors)]
-    parts += [_region_function(piece) for piece in pieces if isinstance(piece, Region)]
-    parts.append(_step_function(gm, pieces, compressors))
+    rules = _Rules()
+    regions = [_region_function(piece, rules) for piece in pieces if isinstance(piece, Region)]
+    parts = [_header(title, compressors), *rules.functions(), *regions, _step_function(gm, pieces, compressors)]
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -86,23 +87,79 @@ def _compressor(node: Node) -> Compressor | None:
 # Regions
 
 
-def _region_function(region: Region) -> str:
-    inside = set(region.nodes)
-    last_use: dict[Node, Node] = {}
-    for node in region.nodes:
-        for used in node.all_input_nodes:
-            if used in inside and used not in region.outputs:
-                last_use[used] = node
-    lines: list[str] = []
-    for node in region.nodes:
-        dead = [used.name for used, user in last_use.items() if user is node]
-        unused = not node.users
-        left = "" if unused else f"{node.name} = "
-        lines.append(left + _call(node) + (f"; del {', '.join(dead)}" if dead else ""))
+class _Rules:
+    """The optimizer's rule, written once: most parameters are updated by the same lines, with other tensors."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, ...], str] = {}
+
+    def call(self, group: Sequence[Node]) -> str:
+        """A call that does what these nodes do."""
+        inputs = list(dict.fromkeys(n for node in group for n in node.all_input_nodes if n not in group))
+        names = {node: _role_name(node) for node in inputs}
+        taken = set(names.values())
+        for node in group:
+            stem = str(node.name).rstrip("0123456789").rstrip("_") or node.name
+            names[node] = next(name for name in (stem, *(f"{stem}_{k}" for k in range(len(group)))) if name not in taken)
+            taken.add(names[node])
+        text = ("(" + ", ".join(names[n] for n in inputs) + "):", *_statements(group, (), names))
+        name = self._names.setdefault(text, f"optimizer_step_{len(self._names)}")
+        return f"{name}({', '.join(node.name for node in inputs)})"
+
+    def functions(self) -> list[str]:
+        return ["\n    ".join((f"def {name}{text[0]}", *text[1:])) for text, name in self._names.items()]
+
+
+def _role_name(node: Node) -> str:
+    """What an input is to the rule: a parameter, a gradient, a state by its key, a live number."""
+    source = info(node).source
+    if source is None:
+        return "gradient"
+    return "parameter" if source.kind is InputKind.PARAMETER else source.key
+
+
+def _region_function(region: Region, rules: _Rules) -> str:
+    lines = _statements(region.nodes, region.outputs, {}, rules)
     if region.outputs:
-        lines.append("return " + _tuple(region.outputs, bare=True))
+        lines.append("return " + ", ".join(node.name for node in region.outputs))
     head = _wrapped(f"def {region.name}(", [node.name for node in region.inputs], "):", indent="")
     return head + "\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _statements(
+    nodes: Sequence[Node], keep: Sequence[Node], names: Mapping[Node, str], rules: _Rules | None = None
+) -> list[str]:
+    """A statement a node, or one for all that update a parameter; values go as soon as nobody needs them."""
+    groups = _update_groups(nodes) if rules else [[node] for node in nodes]
+    place = {node: k for k, group in enumerate(groups) for node in group}
+    last_use: dict[Node, int] = {}
+    for k, group in enumerate(groups):
+        for used in (used for node in group for used in node.all_input_nodes):
+            if place.get(used, k) != k and used not in keep:
+                last_use[used] = k
+    lines: list[str] = []
+    for k, group in enumerate(groups):
+        node = group[-1]
+        dead = [names.get(used, used.name) for used, user in last_use.items() if user == k]
+        if rules is not None and info(node).role is Role.UPDATE:
+            line = rules.call(group)
+        else:
+            line = (f"{names.get(node, node.name)} = " if node.users else "") + _call(node, names)
+        lines.append(line + (f"; del {', '.join(dead)}" if dead else ""))
+    return lines
+
+
+def _update_groups(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Nodes one by one, but those that update the same parameter together."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        last = info(groups[-1][-1]) if groups else None
+        same = last is not None and last.role is Role.UPDATE and last.parameter == info(node).parameter
+        if same and info(node).role is Role.UPDATE:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
 
 
 _INFIX: dict[Any, str] = {
@@ -116,16 +173,16 @@ _INFIX: dict[Any, str] = {
 }
 
 
-def _call(node: Node) -> str:
+def _call(node: Node, names: Mapping[Node, str]) -> str:
     """A node as an expression."""
-    target, arguments = node.target, [_text(arg) for arg in node.args]
+    target, arguments = node.target, [_text(arg, names) for arg in node.args]
     if target is operator.getitem:
         return f"{arguments[0]}[{arguments[1]}]"
     if target in _INFIX and len(arguments) == 2:
         return f"{arguments[0]} {_INFIX[target]} {arguments[1]}"
     if target is operator.neg:
         return f"-{arguments[0]}"
-    arguments += [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
+    arguments += [f"{key}={_text(value, names)}" for key, value in node.kwargs.items()]
     return f"{_function(target)}({', '.join(arguments)})"
 
 
@@ -139,12 +196,12 @@ def _function(target: Any) -> str:
     return f"{module}.{target.__name__}"
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, names: Mapping[Node, str] | None = None) -> str:
     """An argument as source."""
     if isinstance(value, Node):
-        return value.name
+        return (names or {}).get(value, value.name)
     if isinstance(value, list | tuple):
-        inner = ", ".join(_text(item) for item in value)
+        inner = ", ".join(_text(item, names) for item in value)
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -152,11 +209,12 @@ def _text(value: Any) -> str:
         return f'float("{value}")'
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, slice):
-        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
-    assert value is None or isinstance(
-        value, bool | int | float | str | torch.dtype | torch.layout | torch.memory_format
-    ), f"cannot write {value!r} as source"
+        return f"slice({', '.join(_text(part, names) for part in (value.start, value.stop, value.step))})"
+    plain = bool | int | float | torch.dtype | torch.layout | torch.memory_format
+    assert value is None or isinstance(value, plain), f"cannot write {value!r} as source"
     return repr(value)
 
 
@@ -177,7 +235,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
         lines += [_region_call(piece)] if isinstance(piece, Region) else _line(piece, names)
         dead = [node.name for node, user in last_use.items() if user is piece and node not in keep]
         if dead:
-            lines.append(_wrapped("del ", dead, "", indent="    "))
+            lines.append(_wrapped("    del (", dead, ")", indent="    ") if len(dead) > 8 else f"    del {', '.join(dead)}")
     lines.append(f"    return {_returned(gm)}")
     arguments = ", ".join(["rt", *_ARGUMENTS.values()])
     return f"def step({arguments}):\n" + "\n".join(lines)
@@ -194,7 +252,7 @@ def _unpacked_inputs(gm: GraphModule) -> list[str]:
     lines: list[str] = []
     for kind, names in by_kind.items():
         if names:
-            lines.append(_wrapped("(", names, f",) = {_ARGUMENTS[kind]}", indent="    "))
+            lines.append(_wrapped("    (", names, f",) = {_ARGUMENTS[kind]}", indent="    "))
     return lines
 
 
@@ -216,14 +274,14 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     if node.target is PACK:
         gradients: Any = node.args[0]
         parameters = tuple(str(info(g).parameter) for g in gradients) if info(node).bucket is not None else ()
-        head = f"{node.name} = rt.pack({quoted}, "
-        return [_wrapped(f"    {head}", [_text(parameters), _text(tuple(gradients)), arguments[1]], ")", indent="    ")]
+        head = f"    {node.name} = rt.pack("
+        return [_wrapped(head, [quoted, _text(parameters), _text(tuple(gradients)), arguments[1]], ")", indent="    ")]
     if node.target is PAD:
         return [f"    {node.name} = rt.pad({quoted}, {arguments[0]}, {arguments[1]})"]
     if role is Role.COLLECTIVE:
         ranks = _ranks(node)
         return [
-            f'    {node.name} = rt.launch({quoted}, "{_KINDS[node.target]}", {arguments[0]}, {ranks}, {arguments[-1]!s})'  # type: ignore[index]
+            f'    {node.name} = rt.launch({quoted}, "{_KINDS[node.target]}", {arguments[0]}, {ranks}, {arguments[-1]})'  # type: ignore[index]
         ]
     if role is Role.WAIT:
         return [f"    {node.name} = rt.wait({arguments[0]})"]
@@ -246,14 +304,10 @@ def _ranks(node: Node) -> int:
 
 def _region_call(region: Region) -> str:
     left = [node.name for node in region.outputs]
-    call = f"{region.name}("
-    if left:
-        joined = ", ".join(left)
-        assigned = f"    {joined} = "
-        if len(assigned) > WIDTH // 2:
-            assigned = _wrapped("(", left, ") = ", indent="    ")
-        return _wrapped(assigned + call, [node.name for node in region.inputs], ")", indent="    ", first="")
-    return _wrapped(f"    {call}", [node.name for node in region.inputs], ")", indent="    ", first="")
+    assigned = f"    {', '.join(left)} = " if left else "    "
+    if len(assigned) > WIDTH // 2:
+        assigned = _wrapped("    (", left, ") = ", indent="    ")
+    return _wrapped(f"{assigned}{region.name}(", [node.name for node in region.inputs], ")", indent="    ")
 
 
 def _last_uses(pieces: Sequence[Region | Node]) -> dict[Node, Region | Node]:
@@ -277,22 +331,11 @@ def _returned(gm: GraphModule) -> str:
 # Layout
 
 
-def _tuple(nodes: Sequence[Node], *, bare: bool) -> str:
-    text = ", ".join(node.name for node in nodes)
-    return text if bare else f"({text},)"
-
-
-def _wrapped(head: str, items: Sequence[str], tail: str, *, indent: str, first: str | None = None) -> str:
-    """`head` items `tail` on one line if it fits, else the items on lines of their own, wrapped."""
-    start = head if first is not None or head.startswith(" ") else indent + head
+def _wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
+    """`head` items `tail` on one line if it fits, else the items on lines of their own. `head` brings its own indent."""
     joined = ", ".join(items)
-    if len(start.splitlines()[-1]) + len(joined) + len(tail) <= WIDTH:
-        return f"{start}{joined}{tail}"
+    if len(head.splitlines()[-1]) + len(joined) + len(tail) <= WIDTH:
+        return f"{head}{joined}{tail}"
     inner = indent + "    "
     body = wrap(joined, WIDTH - len(inner) - 1, break_long_words=False, break_on_hyphens=False)
-    comma = "" if tail.startswith(",") or head.startswith("del") else ","
-    if head.lstrip().startswith("del"):
-        return f"{start}(\n" + "\n".join(inner + line for line in body) + f"\n{indent})"
-    return f"{start}\n" + "\n".join(inner + line for line in body) + f"{comma}\n{indent}{tail}"
-
-
+    return f"{head.rstrip()}\n" + "\n".join(inner + line for line in body) + f",\n{indent}{tail.lstrip(',')}"
