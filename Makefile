@@ -1,0 +1,24 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint format
+
+demo: .venv/installed          ## install, then train a small GPT with DDP and with fxcomp
+	$(BIN)/fxcomp demo
+
+test: .venv/installed          ## install, then run the tests
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed          ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
