@@ -1,6 +1,6 @@
 """A compiled step trains as eager PyTorch does: DDP where the plan is dense, and the same bits on every rank always.
 
-Configurations of one rank count share one spawn: ranks run a list of cases and report numbers, which the tests below judge.
+Configurations of one rank count share one spawn: ranks run a list of cases and report numbers, which tests then judge.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 CHANGING = {0: [5, 6, 9, 11, 6], 1: [7, 8, 10, 12, 15], 2: [4, 4, 4, 9, 3], 3: [6, 5, 8, 7, 5]}
-"""Lengths of batches that differ from rank to rank and from step to step. From 16 on torch takes another convolution."""
+"""Lengths of batches that differ from rank to rank and from step to step. From 16 on torch convolves otherwise."""
 
 
 def _batch(job: Job, case: Case, step: int, rank: int) -> Any:
@@ -202,13 +202,13 @@ def _advance(scheduler: Any) -> None:
 
 
 def _plan(name: str, model: nn.Module) -> Plan | str | None:
-    int8, topk, sign = (parse_compressor(text) for text in ("int8", "topk(0.05)", "sign"))
-    flat, split = Strategy.flat, Strategy.hierarchical
+    int8, topk, sign, bf16 = (parse_compressor(text) for text in ("int8", "topk(0.05)", "sign", "bf16"))
+    flat, split, cpu = Strategy.flat, Strategy.hierarchical, Device.CPU
     by_hand = {
-        "offload": [flat(int8, Device.CPU), flat(None), flat(topk, Device.CPU), flat(sign), flat(parse_compressor("bf16"), Device.CPU)],
-        "hierarchical": [split(int8), split(None), split(topk, Device.CPU), flat(int8), split(sign)],
+        "offload": [flat(int8, cpu), flat(None), flat(topk, cpu), flat(sign), flat(bf16, cpu)],
+        "hierarchical": [split(int8), split(None), split(topk, cpu), flat(int8), split(sign)],
         "hierarchical dense": [split(None), flat(None)],
-    }  # fmt: skip
+    }
     if name not in by_hand:
         return None if name == "auto" else name
     return plan_in_turns(model, by_hand[name])
@@ -240,7 +240,7 @@ def _distance(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> float:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[Case, Numbers]]]:
+def on_ranks() -> Callable[[int], list[dict[Case, Numbers]]]:
     cases = {2: [*DENSE_2, *LOSSY_2], 3: DENSE_3, 4: [*DENSE_4, *LOSSY_4]}
     found: dict[int, list[dict[Case, Numbers]]] = {}
 

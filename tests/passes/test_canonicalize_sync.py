@@ -1,4 +1,4 @@
-"""Every gradient is averaged once: by us where the user does nothing, by the user's own reduction where there is one."""
+"""Every gradient is averaged once: by us, or by the user's own reduction where there is one."""
 
 import pytest
 import torch
