@@ -14,8 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -24,6 +33,8 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -98,7 +109,82 @@ def has_effect(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or is_random(target))
 
 
+# torch.compile
+
+
+def compile_training(
+    gm: GraphModule, inputs: Sequence[Any], backward: Callable[[GraphModule], Callable[[list[Any]], Sequence[Any]]]
+) -> Callable[..., Any]:
+    """Compile what Dynamo hands to a backend: the forward graph runs as it is, `backward` compiles the other.
+
+    Both are compiled now, so that every rank compiles at the same call. What `backward` returns takes one list, and may empty it.
+    """
+
+    def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run: Any = backward(graph)
+        run._boxed_call = True
+        return run
+
+    compiler: Any = aot_autograd(fw_compiler=boxed_nop, bw_compiler=compile_backward, inference_compiler=boxed_nop)
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        return compiler(gm, inputs)
+
+
+def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run a graph's operators one by one. The function takes one list and empties it."""
+    run: Any = boxed_nop(graph, [])
+    return run
+
+
+def gradient_places(backward: GraphModule) -> dict[int, int | None]:
+    """Which outputs of a backward graph are gradients, and of which input; None is an input that others alias."""
+    descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
+    return {
+        place: getattr(what.grad_of, "idx", None)
+        for place, what in enumerate(descriptions)
+        if isinstance(what, GradAOTOutput)
+    }
+
+
+def source_name(node: Node) -> str:
+    """Where Dynamo found a graph input: `L['self']._modules['fc']._parameters['weight']`."""
+    found = node.meta.get("grapharg")
+    if found is None or found.source is None:
+        return node.name
+    name: Any = found.source.name
+    return str(name() if callable(name) else name)  # a method until torch 2.11
+
+
+def graph_break(gm: GraphModule) -> str | None:
+    """Where and why Dynamo ended a graph early, in a line; None if the frame simply returned."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = (str(reason.reason).strip().splitlines() or [""])[0]
+    if not reason.user_stack:
+        return text
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {text}"
+
+
+def inside_ddp() -> bool:
+    """Whether DistributedDataParallel's forward is running, which reduces gradients itself."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
+real_tensors = unset_fake_temporarily
+"""Create tensors that hold numbers, although a compiler around us works on fake ones."""
+
+is_subclass = is_traceable_wrapper_subclass
+"""Whether a tensor wraps others, as a DTensor does."""
+
+
 # Process groups
+
+
+def group_size(name: str) -> int:
+    """How many ranks a functional collective's group has."""
+    return dist.distributed_c10d._resolve_process_group(name).size()
 
 
 def default_store() -> dist.Store:
@@ -114,9 +200,19 @@ def group_timeout() -> timedelta:
     return backend.options._timeout
 
 
+def machine_name() -> str:
+    """What tells this machine from others."""
+    return socket.gethostname()
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def host_name() -> str:
     """What tells this host from others. Namespaces of one machine share a name, but not their network."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net') if os.path.exists('/proc/self/ns/net') else ''}".strip()
+    return f"{machine_name()} {os.readlink('/proc/self/ns/net') if os.path.exists('/proc/self/ns/net') else ''}".strip()
 
 
 # Compiling and files

@@ -188,7 +188,7 @@ def compile_step(
         dense_plan=decided.choice.dense if decided.choice else None,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
-            choice=decided.choice, notes=(*decided.notes, *step.notes), measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
+            choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes), measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
         ),
     )  # fmt: skip
     step.adopt(example_batch, variant)
@@ -293,6 +293,7 @@ def _decide(
     dense: StepMeasurement | None = None
     if costs is None:
         costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+        costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
         if ranks.fits_links:
             costs = replace(costs, collectives=live_links(transport, cluster, device))
         costs, dense = _measured_on_job(captured, training, batch, costs, cluster, ranks, transport)
@@ -303,7 +304,7 @@ def decide_as_told(
     plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks
 ) -> Decided:
     """Follow the plan that rank 0 was given."""
-    data = ranks.from_rank_0("the plan", lambda: _given_plan(plan, workload, costs, cluster).to_json())
+    data = ranks.from_rank_0("the plan", lambda: given_plan(plan, workload, costs, cluster).to_json())
     return Decided(Plan.from_json(data), costs, workload, notes=("the plan was given, not chosen",))
 
 
@@ -327,7 +328,7 @@ def decide_best(mode: Mode, workload: Workload, costs: CostTable, cluster: Clust
     return Decided(choice.plan, costs, workload, choice)
 
 
-def _given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
+def given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
     """A plan as the user named it."""
     if isinstance(plan, Plan):
         return plan

@@ -88,6 +88,13 @@ class Ranks:
             for tensor in tensors:
                 dist.broadcast(tensor.data, 0)
 
+    def has_spare_processor(self) -> bool:
+        """Whether the ranks on this machine leave it a processor beside the threads that they compute with."""
+        here = compat.machine_name()
+        sharing = self.gather("counting ranks on a machine", here).count(here)
+        spare = compat.processors() // sharing > torch.get_num_threads()
+        return all(self.gather("counting processors", spare))
+
     # The network
 
     def cluster_of(self, given: Cluster | None) -> Cluster:

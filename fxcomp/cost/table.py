@@ -92,6 +92,7 @@ class CostTable:
     launch_us: float = 20.0  # assumed: what the main thread spends on starting a collective
     interference_us_per_mb: float = 0.0  # what compute loses to the network's own work, for each MB that a rank sends
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
+    has_spare_host: bool = True  # assumed: processors that compute leaves free, so that the pool runs beside it
     contention: float = 1.0  # assumed: how much slower the pool compresses while the device computes
     error: float = 0.1  # assumed: the prediction's own relative error
 
@@ -169,6 +170,7 @@ class CostTable:
             "launch_us": self.launch_us,
             "interference_us_per_mb": self.interference_us_per_mb,
             "copy_gb_per_s": self.copy_gb_per_s,
+            "has_spare_host": self.has_spare_host,
             "contention": self.contention,
             "error": self.error,
             "roofline": asdict(self.roofline),
@@ -192,6 +194,7 @@ class CostTable:
                 launch_us=float(data["launch_us"]),
                 interference_us_per_mb=float(data["interference_us_per_mb"]),
                 copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
+                has_spare_host=bool(data["has_spare_host"]),
                 contention=float(data["contention"]),
                 error=float(data["error"]),
                 roofline=Roofline(**data["roofline"]),

@@ -174,7 +174,9 @@ class _Search:
         choices: dict[bool, tuple[Strategy, ...]] | None = None,
     ) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
-        self.choices = choices or {vector: strategies(mode, cluster, vector) for vector in (False, True)}
+        self.choices = choices or {
+            vector: strategies(mode, cluster, vector, offload=costs.has_spare_host) for vector in (False, True)
+        }
         self.errors = {vector: [strategy_error(s) for s in self.choices[vector]] for vector in (False, True)}
         self.members = {
             vector: [k for k, gradient in enumerate(workload.gradients) if gradient.is_vector == vector]

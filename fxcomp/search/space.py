@@ -42,10 +42,11 @@ _VECTOR_COMPRESSORS = {
 }
 
 
-def strategies(mode: Mode, cluster: Cluster, is_vector: bool) -> tuple[Strategy, ...]:
+def strategies(mode: Mode, cluster: Cluster, is_vector: bool, *, offload: bool = True) -> tuple[Strategy, ...]:
     """Every strategy that a bucket may have here, dense first, then by error.
 
-    A bucket of vectors (biases, norms) is small, and what is lost of it shows most.
+    A bucket of vectors (biases, norms) is small, and what is lost of it shows most. `offload` allows the pool: it is no
+    help where the device's own work takes all processors.
     """
     if cluster.world_size == 1:
         return (DENSE,)
@@ -53,12 +54,13 @@ def strategies(mode: Mode, cluster: Cluster, is_vector: bool) -> tuple[Strategy,
     compressors = [compressor for name in names if (compressor := _compressor(name))]
     has_levels = cluster.hosts > 1 and cluster.ranks_per_host > 1
     dense = [DENSE, Strategy.hierarchical(None)] if has_levels else [DENSE]
-    return (*dense, *(s for compressor in compressors for s in _compressed(compressor, has_levels)))
+    return (*dense, *(s for compressor in compressors for s in _compressed(compressor, has_levels, offload)))
 
 
-def _compressed(compressor: Compressor, has_levels: bool) -> list[Strategy]:
-    flat = [Strategy.flat(compressor, device) for device in Device]
-    return [*flat, *(Strategy.hierarchical(compressor, device) for device in Device)] if has_levels else flat
+def _compressed(compressor: Compressor, has_levels: bool, offload: bool) -> list[Strategy]:
+    devices = tuple(Device) if offload else (Device.GPU,)
+    flat = [Strategy.flat(compressor, device) for device in devices]
+    return [*flat, *(Strategy.hierarchical(compressor, device) for device in devices)] if has_levels else flat
 
 
 @cache
