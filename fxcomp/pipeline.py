@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -54,7 +55,7 @@ from fxcomp.report import explain_step
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, Residuals
 from fxcomp.runtime.transport import Nowhere, Transport
-from fxcomp.search.choose import Choice, choose, uniform
+from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
@@ -177,6 +178,12 @@ def compile_step(
     )
     groups = ranks.extend(transport, decided.plan, cluster)
     variant = rewrite(captured, decided.plan, decided.costs, cluster, ranks.rank)
+
+    @cache  # a second or so, when somebody asks for the report
+    def flips() -> float | None:
+        asked = decided.choice is not None and cluster.hosts > 1
+        return flip_gbit(decided.workload, decided.costs, cluster, chosen_mode) if asked else None
+
     step = CompiledStep(
         training,
         decided.plan,
@@ -188,7 +195,8 @@ def compile_step(
         dense_plan=decided.choice.dense if decided.choice else None,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
-            choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes), measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
+            choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes),
+            measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
         ),
     )  # fmt: skip
     step.adopt(example_batch, variant)

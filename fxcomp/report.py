@@ -1,15 +1,65 @@
-"""Explain a step."""
+"""Explain a step: what was decided, why, what the other ways would have cost, and where the numbers are from.
+
+The only file that draws. `to_text` is for people, `to_json` for programs; both read one `Explanation`.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
 
-from fxcomp.cluster import Cluster
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fxcomp.cluster import Cluster, Level, format_gbit
+from fxcomp.compressors import kernels
+from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline
-from fxcomp.search.choose import Choice
+from fxcomp.cost.timeline import Span, Stream, Timeline
+from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.workload import Workload
-from fxcomp.strategy import Plan
+from fxcomp.strategy import Bucket, CollectiveKind, Compress, Decompress, Device, Plan, Strategy
+
+WIDTH = 100
+_NARROW = 64  # below this many columns the tables leave out what is least needed
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All that a report is made of."""
+
+    plan: Plan
+    timeline: Timeline
+    """The predicted step of the plan."""
+    workload: Workload
+    costs: CostTable
+    cluster: Cluster
+    choice: Choice | None = None
+    """What was chosen among; None if nothing was compared."""
+    mode: str = ""
+    flip_gbit: float | None = None
+    knows_flip: bool = False
+    """Whether it was asked at all where the verdict flips."""
+    notes: Sequence[str] = ()
+    measured_ms: float = math.nan
+    exposed_ms: float = math.nan
+    """Measured too: how long the step stood still for the network."""
+
+    @property
+    def step_us(self) -> float:
+        return self.timeline.step_time_us
+
+    @property
+    def is_chosen(self) -> bool:
+        """The plan is the one that was chosen, and not given or switched to later."""
+        return self.choice is not None and self.choice.plan == self.plan
 
 
 def explain_step(
@@ -20,8 +70,528 @@ def explain_step(
     costs: CostTable,
     cluster: Cluster,
     choice: Choice | None,
+    mode: str,
+    flip_gbit: float | None,
     notes: Sequence[str],
     measured_ms: float,
     exposed_ms: float,
 ) -> str:
-    return "\n".join([str(cluster), str(plan), str(choice), str(costs), str(workload), *notes, f"{timeline.step_time_us}", f"{measured_ms} {exposed_ms}"])
+    """The report of a compiled step as plain text."""
+    return to_text(
+        Explanation(
+            plan=plan,
+            timeline=timeline,
+            workload=workload,
+            costs=costs,
+            cluster=cluster,
+            choice=choice,
+            mode=mode,
+            flip_gbit=flip_gbit,
+            knows_flip=choice is not None,
+            notes=notes,
+            measured_ms=measured_ms,
+            exposed_ms=exposed_ms,
+        )
+    )
+
+
+# For programs
+
+
+def to_json(explanation: Explanation) -> dict[str, Any]:
+    """The report as data; times in ms, None where nothing was compared."""
+    choice, cluster = explanation.choice, explanation.cluster
+    waits = exposed_by_bucket(explanation.timeline)
+    return {
+        "verdict": "dense" if explanation.plan.is_dense else "compress",
+        "step_ms": {
+            "chosen": explanation.step_us / 1e3,
+            "dense": choice.dense_us / 1e3 if choice else None,
+            "bf16": choice.bf16_us / 1e3 if choice else None,
+            "free": explanation.workload.free_us / 1e3,
+        },
+        "error": explanation.costs.error,
+        "exposed_ms": explanation.timeline.exposed_us / 1e3,
+        "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
+        "plan": {
+            "digest": explanation.plan.digest,
+            "buckets": [
+                {
+                    "names": list(bucket.names),
+                    "elements": bucket.elements,
+                    "bytes": bucket.dense_bytes,
+                    "wire_bytes": round(sent_bytes(bucket, cluster)),
+                    "strategy": str(bucket.strategy),
+                    "exposed_ms": waits.get(k, 0.0) / 1e3,
+                }
+                for k, bucket in enumerate(explanation.plan.buckets)
+            ],
+        },
+        "flip_gbit": explanation.flip_gbit,
+        "mode": explanation.mode,
+        "cluster": {
+            "hosts": cluster.hosts,
+            "ranks_per_host": cluster.ranks_per_host,
+            "inter": str(cluster.inter),
+            "intra": str(cluster.intra),
+        },
+        "notes": list(explanation.notes),
+    }
+
+
+# For people
+
+
+def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = False) -> str:
+    """The report as text of so many columns; without escape codes unless colors are asked for."""
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width,
+        force_terminal=colors,
+        color_system="standard" if colors else None,
+        markup=False,  # names of parameters may hold brackets
+        highlight=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    console.print(Group(*_sections(explanation, width)))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def print_report(explanation: Explanation, stream: TextIO) -> None:
+    """Write the report the way the stream can show it: its width, its colors, its letters."""
+    is_terminal = stream.isatty()
+    width = min(WIDTH, Console(file=stream).width) if is_terminal else WIDTH
+    colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    stream.write(encodable(to_text(explanation, width=width, colors=colors), stream.encoding))
+
+
+_ASCII = str.maketrans(
+    {"█": "#", "▓": "+", "░": "-", "·": ".", "±": "+/-", "→": "->", "µ": "u", "…": "~", "α": "alpha"}
+)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """The text, in plain ASCII if the encoding lacks one of its letters."""
+    try:
+        text.encode(encoding or "ascii")
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+    return text
+
+
+def _sections(explanation: Explanation, width: int) -> list[RenderableType]:
+    digits = _digits(explanation.step_us)
+    sections: list[RenderableType] = [_headline(explanation), _verdict(explanation), _steps(explanation, digits)]
+    sections.append(_indented(_arithmetic(explanation.timeline, digits)))
+    sections.append(_indented(_prediction(explanation, digits)))
+    if explanation.plan.buckets:
+        sections += [_title("Plan"), _plan_table(explanation, digits, width), _strategies(explanation.plan)]
+    if explanation.is_chosen and explanation.choice is not None and any(explanation.choice.alternatives):
+        sections += [_title("Not taken"), _not_taken(explanation, explanation.choice, digits)]
+    sections += [_title("Timeline"), _drawing(explanation.timeline, width, digits)]
+    if explanation.knows_flip and explanation.cluster.hosts > 1:
+        sections += [_title("Where the verdict flips"), _indented(_flip(explanation))]
+    sections += [_title("Where the numbers are from"), _sources(explanation)]
+    if explanation.notes:
+        sections.append(_title("Notes"))
+        sections += [_indented(note) for note in explanation.notes]
+    return sections
+
+
+def _title(text: str) -> RenderableType:
+    return Padding(Text(text, style="bold"), (1, 0, 0, 0))
+
+
+def _indented(text: str | Text) -> RenderableType:
+    return Padding(text, (0, 0, 0, 2))
+
+
+def _table(*columns: str, left: Sequence[str] = ()) -> Table:
+    """A table without lines; columns are numbers unless named in `left`."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        if column in left:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+# The verdict
+
+
+def _headline(explanation: Explanation) -> RenderableType:
+    cluster, workload = explanation.cluster, explanation.workload
+    where = f"{_count(cluster.hosts, 'host')} x {_count(cluster.ranks_per_host, 'rank')}"
+    links = [f"{format_gbit(cluster.inter.gb_per_s)} between hosts"] if cluster.hosts > 1 else []
+    links += [f"{format_gbit(cluster.intra.gb_per_s)} inside"] if cluster.ranks_per_host > 1 else []
+    if explanation.costs.collectives:
+        links = ["links as measured"]
+    mode = [f"mode {explanation.mode}"] if explanation.mode else []
+    what = f"{_count(len(workload.gradients), 'gradient')}, {_mb(workload.dense_bytes)} MB"
+    return Text(" · ".join([", ".join([where, *links]), what, *mode]), style="dim")
+
+
+def _verdict(explanation: Explanation) -> RenderableType:
+    plan, choice = explanation.plan, explanation.choice
+    compressed = [bucket for bucket in plan.buckets if not bucket.strategy.is_dense]
+    if compressed:
+        share = sum(bucket.elements for bucket in compressed) / sum(bucket.elements for bucket in plan.buckets)
+        buckets = f"{len(compressed)} of {_count(len(plan.buckets), 'bucket')} ({share:.1%} of the bytes)"
+        text = Text(f"Compress {buckets}", style="bold green")
+    else:
+        text = Text("Do not compress", style="bold yellow")
+    if not explanation.is_chosen and plan.buckets:
+        given = f"compresses {len(compressed)} of {_count(len(plan.buckets), 'bucket')}" if compressed else "is dense"
+        text = Text(f"The plan in use {given}", style="bold")
+        if choice is not None:
+            text.append(f"; fxcomp {'would not compress' if choice.plan.is_dense else 'would choose another'}")
+    lines = [text]
+    if choice is not None and explanation.is_chosen:
+        lines.append(Text(f"{choice.reason[0].upper()}{choice.reason[1:]}."))
+    return Padding(Group(*lines), (1, 0, 1, 0))
+
+
+def _steps(explanation: Explanation, digits: int) -> RenderableType:
+    choice, free_us = explanation.choice, explanation.workload.free_us
+    table = _table("", "a step", "against dense", left=("",))
+    dense_us = choice.dense_us if choice else None
+    rows: list[tuple[str, float]] = []
+    if choice is None:
+        rows = [("this plan", explanation.step_us), ("no communication", free_us)]
+    else:
+        rows = [("chosen" if explanation.is_chosen else "this plan", explanation.step_us)]
+        if not explanation.is_chosen:
+            rows.append(("fxcomp's choice", choice.step_us))
+        elif choice.fastest != explanation.plan:
+            rows.append(("fastest, not chosen", choice.fastest_us))
+        rows += [("dense", choice.dense_us), ("bf16 everywhere", choice.bf16_us), ("no communication", free_us)]
+    for name, us in rows:
+        gain = f"{us / dense_us - 1:+.1%}" if dense_us and name != "dense" else ""
+        table.add_row(name, f"{_ms(us, digits)} ms", gain)
+    if not math.isnan(explanation.measured_ms):
+        table.add_row("measured", f"{_ms(1e3 * explanation.measured_ms, digits)} ms", "")
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _arithmetic(timeline: Timeline, digits: int) -> str:
+    """What the step is made of, rounded so that the numbers shown add up."""
+    step = round(timeline.step_time_us / 1e3, digits)
+    parts = {name: round(us / 1e3, digits) for name, us in parts_us(timeline).items()}
+    largest = max(parts, key=lambda name: parts[name])
+    parts[largest] = round(step - sum(ms for name, ms in parts.items() if name != largest), digits)
+    shown = " + ".join(f"{name} {ms:.{digits}f}" for name, ms in parts.items() if ms or name in ("compute", "exposed"))
+    return f"{shown} = {step:.{digits}f} ms"
+
+
+def _prediction(explanation: Explanation, digits: int) -> str:
+    error = f"The prediction may be off by ±{explanation.costs.error:.0%}."
+    if math.isnan(explanation.measured_ms):
+        return error
+    off = 1e-3 * explanation.step_us / explanation.measured_ms - 1
+    text = f"{error} It is off by {off:+.1%}"
+    if math.isnan(explanation.exposed_ms):
+        return f"{text}."
+    predicted = _ms(explanation.timeline.exposed_us, digits)
+    return f"{text}; exposed: {explanation.exposed_ms:.{digits}f} ms measured, {predicted} ms predicted."
+
+
+_WORK = {
+    "region": "compute",
+    "backward": "compute",
+    "update": "compute",
+    "finish": "compute",
+    "compress": "compression",
+    "decompress": "compression",
+    "mean": "compression",  # what the graph calls a decompressed bucket
+}
+_EXPOSED = "exposed"
+
+
+def _kind(name: str) -> str:
+    """What a task on the compute stream does; all else is packing buckets and starting collectives."""
+    return _WORK.get(re.split(r"[ _]", name)[0], "packing")
+
+
+def parts_us(timeline: Timeline) -> dict[str, float]:
+    """Where the step goes: compute, packing, compression, and standing still."""
+    parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
+    for span in timeline.spans:
+        if span.task.stream is Stream.COMPUTE:
+            parts[_kind(span.task.name)] += span.task.duration_us
+    return {**parts, _EXPOSED: timeline.exposed_us}
+
+
+# The plan
+
+
+def _plan_table(explanation: Explanation, digits: int, width: int) -> RenderableType:
+    waits = exposed_by_bucket(explanation.timeline)
+    is_wide = width >= _NARROW
+    columns = ("bucket", "MB", "strategy", "MB sent", "exposed ms", "tensors")
+    if not is_wide:
+        columns = ("bucket", "MB", "strategy", "exposed ms")
+    table = _table(*columns, left=("strategy", "tensors"))
+    for k, bucket in enumerate(explanation.plan.buckets):
+        cells = [str(k), _mb(bucket.dense_bytes), short(bucket.strategy)]
+        cells += [_mb(sent_bytes(bucket, explanation.cluster))] if is_wide else []
+        cells.append(_ms(waits.get(k, 0.0), digits))
+        cells += [_members(bucket)] if is_wide else []
+        table.add_row(*cells)
+    if waits.get(None):
+        table.add_row("buffers", "", "broadcast@world", *([""] if is_wide else []), _ms(waits[None], digits))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _members(bucket: Bucket) -> str:
+    first, count = bucket.names[0], len(bucket.names)
+    return first if count == 1 else f"{first} and {count - 1} more"
+
+
+def _strategies(plan: Plan) -> RenderableType:
+    """Spell out what the short names stand for."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for strategy in dict.fromkeys(bucket.strategy for bucket in plan.buckets):
+        table.add_row(short(strategy), str(strategy))
+    return Padding(table, (1, 0, 0, 2))
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy in a word or two: `dense`, `int8 by level`, `topk(0.01) on cpu`."""
+    name = "dense" if strategy.compressor is None else str(strategy.compressor)
+    levels = " by level" if len(strategy.collectives) == 3 else ""
+    return f"{name}{levels}{' on cpu' if strategy.device is Device.CPU else ''}"
+
+
+def sent_bytes(bucket: Bucket, cluster: Cluster) -> float:
+    """What one rank sends of a bucket over the slowest links on its way: between hosts, if there are several."""
+    segments, payload = bucket.sizes, None
+    sent: dict[bool, float] = {True: 0.0, False: 0.0}
+    for step in bucket.strategy.steps:
+        if isinstance(step, Compress):
+            payload = step.compressor.payload_bytes(segments)
+        elif isinstance(step, Decompress):
+            payload = None
+        else:
+            ranks = cluster.ranks_at(step.level)
+            size = 4 * sum(segments) if payload is None else payload
+            sent[step.level is Level.INTRA] += wire_bytes(step.kind, ranks, size)
+            if step.kind is CollectiveKind.REDUCE_SCATTER:
+                segments = tuple(-(-n // ranks) for n in segments)
+    return sent[False] or sent[True]
+
+
+def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
+    """How long compute stands still for each bucket, in µs; they add up to the timeline's exposed time.
+
+    Every moment in which compute waits belongs to the bucket whose task it waits for just then: the last to arrive, and
+    before that whatever kept it from starting. None stands for what belongs to no bucket: the broadcast of buffers.
+    """
+    before, last = _queues(timeline)
+    spans = {span.task.name: span for span in timeline.spans}
+    waits: dict[int | None, float] = {}
+    clock = 0.0
+    for span in timeline.spans:
+        if span.task.stream is not Stream.COMPUTE:
+            continue
+        _share(_latest([spans[name] for name in span.task.after]), clock, span.start_us, spans, before, waits)
+        clock = span.end_us
+    _share(_latest(list(last.values())), clock, timeline.step_time_us, spans, before, waits)
+    return waits
+
+
+def _queues(timeline: Timeline) -> tuple[dict[str, Span], dict[Stream, Span]]:
+    """Which span each one follows on its stream, and the last of each stream."""
+    before: dict[str, Span] = {}
+    last: dict[Stream, Span] = {}
+    for span in timeline.spans:
+        stream = span.task.stream
+        if stream in last:
+            before[span.task.name] = last[stream]
+        last[stream] = span
+    return before, last
+
+
+def _share(
+    blocker: Span | None,
+    start_us: float,
+    end_us: float,
+    spans: dict[str, Span],
+    before: dict[str, Span],
+    waits: dict[int | None, float],
+) -> None:
+    """Go back from the end of a wait along what it waited for."""
+    while blocker is not None and end_us > start_us:
+        begun_us = max(start_us, blocker.start_us)
+        bucket = _bucket_of(blocker.task.name)
+        if end_us > begun_us:
+            waits[bucket] = waits.get(bucket, 0.0) + end_us - begun_us
+        end_us = min(end_us, begun_us)
+        earlier = [spans[name] for name in blocker.task.after]
+        earlier += [before[blocker.task.name]] if blocker.task.name in before else []
+        blocker = _latest(earlier)
+
+
+def _latest(spans: Sequence[Span]) -> Span | None:
+    return max(spans, key=lambda span: span.end_us, default=None)
+
+
+def _bucket_of(name: str) -> int | None:
+    """`all_reduce 3`, `start all_gather_3_intra` and `d2h_3` belong to bucket 3."""
+    match = re.search(r"(?<![A-Za-z\d])\d+", name)
+    return int(match[0]) if match else None
+
+
+# What was not taken
+
+
+def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> RenderableType:
+    """For each bucket the best of its other strategies, all else the same; buckets that read alike share a line."""
+    lines: list[tuple[int, int, tuple[str, ...]]] = []
+    for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
+        best = _best_other(others)
+        cells = (short(bucket.strategy), "nothing within the mode's limit", "", "")
+        if best is not None:
+            longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits) + 0.0
+            step = f"{_ms(best.step_us, digits)} ms"
+            cells = (short(bucket.strategy), short(best.strategy), step, f"{longer_ms:+.{digits}f} ms")
+        if lines and lines[-1][2] == cells:
+            lines[-1] = (lines[-1][0], k, cells)
+        else:
+            lines.append((k, k, cells))
+    table = _table("bucket", "instead of", "best other", "a step", "longer by", left=("instead of", "best other"))
+    for first, last, cells in lines:
+        table.add_row(str(first) if first == last else f"{first}-{last}", *cells)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _best_other(others: Sequence[Alternative]) -> Alternative | None:
+    possible = [other for other in others if math.isfinite(other.step_us)]
+    return min(possible, key=lambda other: other.step_us, default=None)
+
+
+# The timeline
+
+
+_ROWS = {
+    Stream.COMPUTE: "compute",
+    Stream.D2H: "to host",
+    Stream.CPU: "cpu pool",
+    Stream.INTRA: "in host",
+    Stream.INTER: "between",
+    Stream.H2D: "to device",
+}
+_MARKS = {"compute": "█", "compression": "▓", "packing": "░"}
+_BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_IDLE = "·"
+_LABEL = 11
+
+
+def _drawing(timeline: Timeline, width: int, digits: int) -> RenderableType:
+    """One row a stream, the step from left to right."""
+    cells = max(8, width - _LABEL - 1)
+    busy = [stream for stream in _ROWS if timeline.busy_us(stream) > 0]
+    lines = [f"  {_ROWS[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in busy]
+    end = f"{_ms(timeline.step_time_us, digits)} ms"
+    lines.append(f"{'':<{_LABEL}}0{end:>{cells - 1}}")
+    legend = [f"{mark} {name}" for name, mark in _MARKS.items() if parts_us(timeline)[name]]
+    if any(stream is not Stream.COMPUTE for stream in busy):
+        legend.append("0-9a-z a bucket on its way")
+    legend.append(f"{_IDLE} idle")
+    return Group(Text("\n".join(lines), no_wrap=True, overflow="crop"), _indented("   ".join(legend)))
+
+
+def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
+    """A mark for what fills most of a cell; on a link, for what is there at all, however short."""
+    cell_us = timeline.step_time_us / cells
+    filled: list[dict[str, float]] = [{} for _ in range(cells)]
+    for span in timeline.spans:
+        if span.task.stream is not stream or not span.task.duration_us:
+            continue
+        mark = _mark(span)
+        first, last = int(span.start_us / cell_us), min(cells - 1, int(span.end_us / cell_us))
+        for cell in range(min(first, cells - 1), last + 1):
+            us = min(span.end_us, (cell + 1) * cell_us) - max(span.start_us, cell * cell_us)
+            filled[cell][mark] = filled[cell].get(mark, 0.0) + us
+    least_us = cell_us / 2 if stream is Stream.COMPUTE else 0.0
+    return "".join(_fullest(marks, least_us) for marks in filled)
+
+
+def _fullest(marks: dict[str, float], least_us: float) -> str:
+    if not marks or sum(marks.values()) <= least_us:
+        return _IDLE
+    return max(marks, key=lambda mark: marks[mark])
+
+
+def _mark(span: Span) -> str:
+    if span.task.stream is Stream.COMPUTE:
+        return _MARKS[_kind(span.task.name)]
+    bucket = _bucket_of(span.task.name)
+    return "*" if bucket is None else _BUCKETS[bucket % len(_BUCKETS)]
+
+
+# Where it flips, and where numbers are from
+
+
+def _flip(explanation: Explanation) -> str:
+    gbit = explanation.flip_gbit
+    if gbit is None:
+        verdict = "not to compress" if explanation.plan.is_dense else "to compress"
+        if explanation.choice is not None:
+            verdict = "not to compress" if explanation.choice.plan.is_dense else "to compress"
+        return f"Nowhere: from 1 Mbit/s to 1 Tbit/s between hosts the verdict is {verdict}."
+    text = f"Below {format_gbit(gbit / 8)} between hosts compression pays, above it does not"
+    if explanation.costs.collectives:
+        return f"{text}, with latencies of {explanation.cluster.inter.alpha_us:g} us; the links here are listed below."
+    return f"{text}; here it is {format_gbit(explanation.cluster.inter.gb_per_s)}."
+
+
+def _sources(explanation: Explanation) -> RenderableType:
+    costs, cluster, plan = explanation.costs, explanation.cluster, explanation.plan
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    roofline = f"{costs.roofline.gflops:.3g} GFLOP/s and {costs.roofline.gb_per_s:.3g} GB/s ({costs.roofline.source})"
+    if costs.compute:
+        sources = ", ".join(dict.fromkeys(measured.source for measured in costs.compute.values()))
+        table.add_row("compute", f"{_count(len(costs.compute), 'operation')}: {sources}; others by {roofline}")
+    else:
+        table.add_row("compute", f"by {roofline}")
+    steps = dict.fromkeys(step for bucket in plan.buckets for step in bucket.strategy.collectives)
+    for (kind, level), fit in costs.collectives.items():
+        speed = f"{fit.alpha_us:.3g} us a step, {format_gbit(fit.gb_per_s)} a rank, ±{fit.spread:.0%}"
+        table.add_row(f"{kind.value}@{level.value}", f"{speed} ({fit.source})")
+    for step in steps if not costs.collectives else ():
+        table.add_row(str(step), costs.collective_source(step.kind, step.level, cluster))
+    used = dict.fromkeys((bucket.strategy.compressor, bucket.strategy.device) for bucket in plan.buckets)
+    for compressor, device in used:
+        if compressor is not None and device is not None:
+            table.add_row(f"{compressor}@{device.value}", costs.compressor_source(compressor, device))
+    if costs.hardware != "unknown":
+        table.add_row("machine", ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part))
+    table.add_row("kernels", kernels.describe().removeprefix("compression on the CPU: "))
+    return Padding(table, (0, 0, 0, 2))
+
+
+# Numbers
+
+
+def _digits(step_us: float) -> int:
+    """Decimals in ms, so that a step has four digits or so."""
+    return 1 if step_us >= 100e3 else 2 if step_us >= 10e3 else 3
+
+
+def _ms(us: float, digits: int) -> str:
+    return f"{us / 1e3:.{digits}f}"
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.3g}" if size < 1e8 else f"{size / 1e6:.0f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

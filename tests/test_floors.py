@@ -18,8 +18,8 @@ FLOORS = [
     ["guards", "report"],
     ["step"],
     ["calibrate", "ranks"],
-    ["pipeline", "whatif"],
-    ["__init__", "backend"],
+    ["pipeline"],
+    ["__init__", "backend", "whatif"],
     ["demo"],
     ["__main__"],
 ]

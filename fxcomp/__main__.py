@@ -1,0 +1,203 @@
+"""The command line: explain a job on a cluster, dump its graph, run the demo."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from fxcomp.cluster import Cluster, Link
+from fxcomp.errors import BadOption, FxcompError
+
+EXAMPLES = """examples:
+  fxcomp explain train.py:job --inter 1gbit                     two hosts of one rank
+  fxcomp explain train.py --cluster 8x4 --inter 25gbit          would it pay there?
+  fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
+  fxcomp dump train.py --after bucket_gradients                 the graph after a pass
+  fxcomp dump train.py --source                                 the code that would run
+  fxcomp demo --inter 300mbit                                   train a GPT with DDP and with fxcomp
+"""
+
+CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # what is asked about if the user does not say
+INTRA_ALPHA_US = 5.0  # assumed: ranks inside a host
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 2 for a mistake of the user, 130 if interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _short_warnings():
+            status = _run(words)
+        sys.stdout.flush()
+    except FxcompError as error:
+        _clear()
+        print(f"fxcomp: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        _clear()
+        return 130
+    except BrokenPipeError:  # the reader has seen enough; Python must not complain when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _run(words: list[str]) -> int:
+    arguments = _parser().parse_args(words)
+    if arguments.command == "demo":
+        return _demo(arguments)
+    gc.disable()  # a short life among large graphs: collecting costs a third of it
+    try:
+        return _explain(arguments) if arguments.command == "explain" else _dump(arguments)
+    finally:
+        gc.enable()
+
+
+# Commands
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from fxcomp.job import load_job
+    from fxcomp.report import print_report, to_json
+    from fxcomp.search.space import Mode
+    from fxcomp.whatif import plan_named, what_if
+
+    cluster, assumed = _cluster(arguments)
+    mode = Mode.parse(arguments.mode)
+    plan = plan_named(arguments.plan, cluster) if arguments.plan else None
+    _tell("loading the job")
+    answer = what_if(load_job(arguments.job), cluster, mode=mode, plan=plan, step_ms=arguments.step_ms, tell=_tell)
+    _clear()
+    if arguments.save_plan:
+        _save(answer.plan.to_json(), arguments.save_plan)
+    explanation = answer.explanation(*assumed)
+    if arguments.json:
+        print(json.dumps(to_json(explanation), indent=1))
+    else:
+        print_report(explanation, sys.stdout)
+    return 0
+
+
+def _dump(arguments: argparse.Namespace) -> int:
+    from fxcomp.graph.dump import dump
+    from fxcomp.job import load_job
+    from fxcomp.report import encodable
+    from fxcomp.whatif import graph_after, plan_named, rewritten
+
+    cluster, _ = _cluster(arguments)
+    plan = plan_named(arguments.plan, cluster) if arguments.plan else None
+    variant = rewritten(load_job(arguments.job), cluster, plan=plan)
+    text = variant.source if arguments.source else dump(graph_after(variant, arguments.after))
+    print(encodable(text, sys.stdout.encoding))
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from fxcomp.demo import run_demo
+
+    return run_demo(inter=arguments.inter, steps=arguments.steps, as_json=arguments.json)
+
+
+def _save(plan: object, path: str) -> None:
+    try:
+        with open(path, "w") as file:
+            file.write(json.dumps(plan, indent=1) + "\n")
+    except OSError as error:
+        raise BadOption(f"cannot save the plan to {path}: {error.strerror}") from None
+
+
+# Options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fxcomp",
+        description="Work out where gradient compression pays in a training step, and why.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fxcomp {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="explain | dump | demo")
+    explain = commands.add_parser("explain", help="predict a job's step on a cluster, and say whether to compress")
+    _add_job(explain)
+    explain.add_argument("--mode", default="balanced", help="lossless, balanced or aggressive (default: balanced)")
+    explain.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
+    explain.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(plan=FILE)")
+    explain.add_argument("--json", action="store_true", help="print data instead of a report")
+    dump = commands.add_parser("dump", help="print a job's graph, with assumed costs: the same on every machine")
+    _add_job(dump)
+    dump.add_argument("--after", metavar="PASS", help="the graph after this pass (default: the last)")
+    dump.add_argument("--source", action="store_true", help="print the emitted step instead of the graph")
+    demo = commands.add_parser("demo", help="train a small GPT with DDP and with fxcomp, in turns")
+    demo.add_argument("--inter", metavar="RATE", help="the bandwidth between two hosts, like 300mbit; needs root")
+    demo.add_argument("--steps", type=int, default=40, help="how many steps each takes (default: 40)")
+    demo.add_argument("--json", action="store_true", help="print data instead of a table")
+    return parser
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="FILE.py[:job]", help="a file with a function that returns a fxcomp.Job")
+    parser.add_argument("--cluster", metavar="HxR", help=f"hosts x ranks per host, like 8x4 (default: {CLUSTER})")
+    parser.add_argument("--inter", metavar="RATE", help=f"between hosts: 300mbit, 25gbit@8us (default: {INTER})")
+    parser.add_argument("--intra", metavar="RATE", help=f"inside a host (default: {INTRA})")
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="a saved plan.json, or one compressor for all: dense, bf16, int8"
+    )
+
+
+def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster that was asked about, and what the user did not say of it."""
+    inter = Link.parse(arguments.inter or INTER)
+    intra = Link.parse(arguments.intra or INTRA, alpha_us=INTRA_ALPHA_US)
+    cluster = Cluster.parse(arguments.cluster or CLUSTER, intra=intra, inter=inter)
+    assumed: list[str] = []
+    if not arguments.cluster:
+        assumed.append(f"--cluster {CLUSTER}")
+    if not arguments.inter and cluster.hosts > 1:
+        assumed.append(f"--inter {INTER}")
+    if not arguments.intra and cluster.ranks_per_host > 1:
+        assumed.append(f"--intra {INTRA}")
+    return cluster, (f"Assumed, because it was not said: {', '.join(assumed)}.",) if assumed else ()
+
+
+def _version() -> str:
+    try:
+        return version("fxcomp")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# The terminal
+
+
+def _tell(what: str) -> None:
+    """Show on a terminal what takes time; the next message or the report replaces it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Generator[None]:
+    """Warnings as one line of ours, without the place in our code that gave them."""
+
+    def show(message: Warning | str, *_: object) -> None:
+        print(f"fxcomp: {str(message).removeprefix('fxcomp: ')}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

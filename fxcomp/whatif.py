@@ -1,0 +1,230 @@
+"""Predict a job's step on any cluster, on one process: no process group, no other machine.
+
+    Job, Cluster ─► capture ─► workload ─► dense plan, run here without a network ─► workload as measured ─► choose
+
+Compute and compression cost what they cost on this machine, unless the user says how long the step takes on theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule
+
+from fxcomp.calibrate import StepMeasurement, apportion, machine_costs, measure_step
+from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
+from fxcomp.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.errors import BadOption, BadPlan
+from fxcomp.job import Job
+from fxcomp.pipeline import analyze, given_plan, rewrite
+from fxcomp.report import Explanation
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.state import Residuals
+from fxcomp.runtime.transport import Nowhere
+from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
+from fxcomp.search.space import Mode, compressors_of
+from fxcomp.search.tasks import plan_tasks
+from fxcomp.search.workload import Workload
+from fxcomp.step import CompiledStep, Training, Variant
+from fxcomp.strategy import Plan
+
+PlanOf = Callable[[Workload, CostTable], Plan]
+"""A plan that was asked about, once it is known what there is to plan."""
+
+QUICK_STEP_US = 300_000.0
+"""A step shorter than this is measured again, more often: there is time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a job's step would be on a cluster."""
+
+    choice: Choice
+    plan: Plan
+    """The chosen plan, or the one that was asked about."""
+    timeline: Timeline
+    """The predicted step of that plan."""
+    workload: Workload
+    costs: CostTable
+    cluster: Cluster
+    mode: Mode
+    flip_gbit: float | None
+    is_own_compute: bool
+    """Compute takes as long as on this machine; False if the user said how long it takes."""
+    notes: tuple[str, ...]
+
+    def explanation(self, *first_notes: str) -> Explanation:
+        """The same for a report."""
+        return Explanation(
+            plan=self.plan,
+            timeline=self.timeline,
+            workload=self.workload,
+            costs=self.costs,
+            cluster=self.cluster,
+            choice=self.choice,
+            mode=self.mode.value,
+            flip_gbit=self.flip_gbit,
+            knows_flip=True,
+            notes=(*first_notes, *self.notes),
+        )
+
+
+def what_if(
+    job: Job,
+    cluster: Cluster,
+    *,
+    mode: Mode = Mode.BALANCED,
+    plan: PlanOf | None = None,
+    step_ms: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """Predict the step; `plan` asks about a certain plan, `step_ms` says how long the step takes without a network.
+
+    `tell` hears what is being done. The job's model and optimizer are as before, but for fresh optimizer state.
+    """
+    if step_ms is not None and not step_ms > 0:
+        raise BadOption(f"--step-ms is how long a step takes without a network, above 0; it is {step_ms:g}")
+    tell("capturing the step")
+    training, captured = capture_job(job)
+    device = training.owned[0].parameter.device
+    tell("measuring what compression costs on this machine")
+    costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+    tell("measuring the step on this machine")
+    costs = measured_here(training, captured, job.batch, costs, cluster)
+    workload = analyze(captured.graph, costs, cluster)
+    if step_ms is not None:
+        workload = scaled(workload, 1e3 * step_ms / workload.free_us)
+    tell("choosing")
+    choice = choose(workload, costs, cluster, mode)
+    wanted = choice.plan if plan is None else plan(workload, costs)
+    check_covers(wanted, workload)
+    return Answer(
+        choice=choice,
+        plan=wanted,
+        timeline=simulate(plan_tasks(workload, wanted, costs, cluster)),
+        workload=workload,
+        costs=costs,
+        cluster=cluster,
+        mode=mode,
+        flip_gbit=flip_gbit(workload, costs, cluster, mode) if cluster.hosts > 1 else None,
+        is_own_compute=step_ms is None,
+        notes=_notes(costs, cluster, step_ms),
+    )
+
+
+def rewritten(job: Job, cluster: Cluster, *, plan: PlanOf | None = None) -> Variant:
+    """The job's step for a cluster by assumed costs alone: the same on every machine."""
+    _, captured = capture_job(job)
+    costs = CostTable()
+    workload = analyze(captured.graph, costs, cluster)
+    wanted = plan(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED).plan
+    if cluster.world_size == 1:
+        wanted = Plan(())
+    return rewrite(captured, wanted, costs, cluster, 0)
+
+
+def graph_after(variant: Variant, after: str | None) -> GraphModule:
+    """The graph after a pass, by default the last. Raises BadOption naming the passes."""
+    if after is None:
+        return variant.graph
+    if after not in variant.history:
+        raise BadOption(f"there is no pass {after!r}; the passes are {', '.join(variant.history)}")
+    return variant.history[after]
+
+
+def capture_job(job: Job) -> tuple[Training, Captured]:
+    """Capture a job's step as it is compiled for a real run."""
+    owned = owned_parameters(job.model, job.optimizer)
+    fresh = materialize_state(job.optimizer, owned)
+    training = Training(job.model, job.loss_fn, job.optimizer, owned, job.max_grad_norm, fresh)
+    captured = capture(
+        job.model, job.loss_fn, job.optimizer, job.batch, owned, max_grad_norm=job.max_grad_norm, dynamic_dims={}
+    )
+    return training, captured
+
+
+def measured_here(training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster) -> CostTable:
+    """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
+    plan = Plan(())
+    if cluster.world_size > 1:
+        plan = uniform("dense", analyze(captured.graph, costs, cluster), costs, cluster)
+    variant = rewrite(captured, plan, costs, cluster, 0)
+    device = training.owned[0].parameter.device
+    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere()), Residuals((), device))
+    measured = _measure(step, variant, batch, repeats=1)
+    if measured.step_us < QUICK_STEP_US:
+        measured = _measure(step, variant, batch, repeats=5)
+    source = f"measured in the emitted step, {_threads(device)}"
+    return replace(costs, compute={**costs.compute, **apportion(variant, measured.region_us, measured.spread, source)})
+
+
+def _measure(step: CompiledStep, variant: Variant, batch: Any, *, repeats: int) -> StepMeasurement:
+    return measure_step(step, variant, [Nowhere()], pytree.tree_leaves(batch), repeats)[0]
+
+
+def _no_rebuild(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
+    raise AssertionError(f"a step that is only measured is captured once: {batch}, {plan}, {varying}")
+
+
+def _threads(device: torch.device) -> str:
+    count = torch.get_num_threads()
+    return str(device) if device.type != "cpu" else f"{count} thread{'' if count == 1 else 's'}"
+
+
+def scaled(workload: Workload, factor: float) -> Workload:
+    """The same workload on a device that takes `factor` times as long for everything."""
+    return replace(
+        workload,
+        gradients=tuple(
+            replace(gradient, ready_us=gradient.ready_us * factor, update_us=gradient.update_us * factor)
+            for gradient in workload.gradients
+        ),
+        backward_us=workload.backward_us * factor,
+        finish_us=workload.finish_us * factor,
+        broadcast_ready_us=workload.broadcast_ready_us * factor,
+    )
+
+
+def check_covers(plan: Plan, workload: Workload) -> None:
+    """A plan is for a job if it names exactly its gradients, with their sizes."""
+    sizes = {gradient.name: gradient.elements for gradient in workload.gradients}
+    planned = {name: size for bucket in plan.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
+    wrong = [name for name in {**planned, **sizes} if planned.get(name) != sizes.get(name)]
+    if wrong and plan.buckets:
+        raise BadPlan(
+            f"the plan is for another model: it has {planned.get(wrong[0], 'no')} elements for {wrong[0]!r}, the job"
+            f" {sizes.get(wrong[0], 'none')} ({len(wrong)} such).\n  Leave --plan out to let fxcomp choose."
+        )
+
+
+def _notes(costs: CostTable, cluster: Cluster, step_ms: float | None) -> tuple[str, ...]:
+    notes: list[str] = []
+    if cluster.world_size == 1:
+        notes.append("One rank: nothing to communicate.")
+    if step_ms is None:
+        notes.append(
+            f"The verdict is for compute as fast as this machine's ({costs.hardware}). For ranks of another speed pass"
+            " --step-ms with what a step takes there without communication."
+        )
+    else:
+        notes.append(
+            f"Compute is scaled so that a step without communication takes {step_ms:g} ms, as told. Compression costs"
+            " what it costs on this machine."
+        )
+    notes.append(f"The prediction's error of {costs.error:.0%} is assumed: nothing has run on this cluster.")
+    return tuple(notes)
+
+
+def plan_named(text: str, cluster: Cluster) -> PlanOf:
+    """What `--plan` means: the path of a saved plan, or one compressor for all matrices."""
+    if text.endswith(".json") or "/" in text:
+        loaded = Plan.load(Path(text))
+        return lambda _workload, _costs: loaded
+    return lambda workload, costs: given_plan(text, workload, costs, cluster)
