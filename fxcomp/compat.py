@@ -181,6 +181,10 @@ is_subclass = is_traceable_wrapper_subclass
 
 # Process groups
 
+# torch 2.13 renamed these two and warns about the old names.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_size(name: str) -> int:
     """How many ranks a functional collective's group has."""
@@ -256,8 +260,10 @@ def flops(target: Any, args: Sequence[Any], out: Any) -> float:
 
 
 def size_hint(size: Any) -> int:
-    """A symbolic size as the number that it was traced with."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """A symbolic size as the number that it was traced with; one that only the data will tell counts as 1."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return 1 if size.node.hint is None else int(size.node.hint)
 
 
 def synchronize(device: torch.device) -> None:

@@ -17,11 +17,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxcomp import compat
 from fxcomp.capture import Captured, LossFn, Owned, live_numbers, materialize_state
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
 from fxcomp.graph.info import InputKind, Source, info
-from fxcomp.guards import BatchType, StepGuard, batch_type
+from fxcomp.guards import BatchType, StepGuard, batch_type, settled
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Residuals
 from fxcomp.strategy import Plan
@@ -224,15 +225,7 @@ class CompiledStep:
         seen = self._shapes.setdefault(family, [])
         seen.append(kind)
         varying = _varying_dims(seen) if len(seen) > STATIC_SHAPES else {}
-        variant = self._build_variant(batch, varying)
-        if self._guard.key() != around:
-            what = self._guard.describe_change(around, self._guard.key())
-            variant = self._build_variant(batch, varying)  # some models set themselves up at their first call
-            if self._guard.key() != key[2] and self._guard.key() != around:
-                raise StepChanged(
-                    f"the forward pass itself changes the model: {what}. A compiled step does not run that Python again.\n"
-                    "  Keep such counters outside the model, or in a buffer."
-                )
+        variant = settled(self._guard, lambda: self._build_variant(batch, varying))
         if varying:
             self._symbolic[family] = variant
         return self._remember(key, variant)
@@ -349,7 +342,7 @@ class CompiledStep:
     def _gather(self, value: float) -> list[float]:
         device = self.training.owned[0].parameter.device
         everyone = torch.zeros(dist.get_world_size(), device=device)
-        dist.all_gather_into_tensor(everyone, torch.tensor([value], device=device))
+        compat.all_gather(everyone, torch.tensor([value], device=device))
         return everyone.tolist()
 
     @property

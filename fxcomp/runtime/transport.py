@@ -8,6 +8,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from fxcomp import compat
+
 
 class Work(Protocol):
     """A collective under way."""
@@ -60,10 +62,10 @@ class Groups:
         return _started(dist.all_reduce(value, group=self._groups[level, lane], async_op=True))
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return _started(dist.all_gather_into_tensor(out, value, group=self._groups[level, lane], async_op=True))
+        return _started(compat.all_gather(out, value, group=self._groups[level, lane], async_op=True))
 
     def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return _started(dist.reduce_scatter_tensor(out, value, group=self._groups[level, lane], async_op=True))
+        return _started(compat.reduce_scatter(out, value, group=self._groups[level, lane], async_op=True))
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         return _started(dist.broadcast(value, source, group=self._groups[level, lane], async_op=True))
