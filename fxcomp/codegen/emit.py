@@ -141,7 +141,7 @@ def _statements(
     for k, group in enumerate(groups):
         node = group[-1]
         dead = [names.get(used, used.name) for used, user in last_use.items() if user == k]
-        if rules is not None and info(node).role is Role.UPDATE:
+        if rules is not None and info(node).role is Role.UPDATE and not node.users:
             line = rules.call(group)
         else:
             line = (f"{names.get(node, node.name)} = " if node.users else "") + _call(node, names)
@@ -227,7 +227,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     keep = {n for n in gm.graph.nodes if n.op == "placeholder"} | set(gm.graph.output_node().all_input_nodes)
     last_use = _last_uses(pieces)
     loss = gm.graph.output_node().args[0][0]  # type: ignore[index]
-    announced = False
+    announced = loss is None  # a backward pass alone: it changes no parameters
     for piece in pieces:
         if isinstance(piece, Region) and piece.name.startswith("update") and not announced:
             lines += _before_update(gm, loss)

@@ -1,0 +1,538 @@
+"""The backend of `torch.compile(model, backend="fxcomp")`: a backward pass that ends with averaged gradients.
+
+    forward graph   ─────────────────────────────────────────────────────────► runs as it is
+    backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward, gradients averaged
+
+The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. What compile_step does with a whole step happens
+here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the machine's roofline,
+because a backward graph cannot be timed before there are activations.
+
+Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `model`, to start all ranks from rank
+0's parameters and buffers and to be told of trainable parameters that the graph does not reach; `ignore`, names of those that
+need no reduction. Without `model`, parameters must start equal, and the first backward passes are compared between ranks.
+
+- Every trainable parameter must be reached through one graph. Compile with `fullgraph=True`: a graph break, or more
+  recompilations than torch allows, is an error then, and not eager code that reduces nothing.
+- Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
+  mean of sums; error feedback carries over from one micro-batch to the next.
+- Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.calibrate import live_links, machine_costs
+from fxcomp.cluster import Cluster
+from fxcomp.codegen.emit import emit
+from fxcomp.codegen.load import load
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import (
+    BadOption,
+    CaptureFailed,
+    MixedDevices,
+    ModelsDiffer,
+    UnsupportedFeature,
+    UnsupportedParameter,
+    UnsynchronizedGradient,
+)
+from fxcomp.graph.edit import call, clone, gradients, is_collective
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
+from fxcomp.graph.ops import ALL_REDUCE, WAIT
+from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout
+from fxcomp.ranks import Ranks
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.state import Residuals
+from fxcomp.runtime.transport import Transport
+from fxcomp.search.space import Mode, compressors_of
+from fxcomp.strategy import Plan
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+COMPARED_PASSES = 3
+"""So many backward passes are compared between ranks where the model is not known."""
+
+
+# The entry
+
+
+def fxcomp_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **unknown: Any,
+) -> Callable[..., Any]:
+    """Compile what Dynamo found. torch.compile calls this; see the top of this file for its options."""
+    chosen = _read_options(mode, options, unknown)
+    _refuse_ddp(chosen.model)
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        Ranks.join(chosen.cluster, "torch_compile")
+        return compat.compile_training(gm, example_inputs, compat.run_eagerly)
+    found = _Found.of(gm, example_inputs, chosen.model)
+
+    def compile_backward(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+        with compat.real_tensors(), torch.no_grad():
+            return _compile_backward(graph, found, chosen, options)
+
+    return compat.compile_training(gm, example_inputs, compile_backward)
+
+
+def _compile_backward(
+    graph: GraphModule, found: _Found, chosen: Options, given: Mapping[str, Any] | None
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
+    names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
+    if not any(place in names for place in compat.gradient_places(graph).values()):
+        return compat.run_eagerly(graph)
+    job = _job_of(chosen.model, given)
+    if job is not None:
+        labelled = label_backward(graph, names)
+        _check_same_parameters(job, found, gradients(labelled))
+    else:
+        ranks = Ranks.join(chosen.cluster, "torch_compile")
+        labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
+        job = _start(labelled, found, chosen, given, ranks)
+        _jobs.append(job)
+    return _emitted(labelled, job)
+
+
+# Options
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for."""
+
+    mode: Mode = Mode.BALANCED
+    plan: Plan | str | Path | None = None
+    cluster: Cluster | None = None
+    costs: CostTable | None = None
+    model: nn.Module | None = None
+    ignore: tuple[str, ...] = ()
+
+
+def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
+    given = {**(options or {}), **({"mode": mode} if mode is not None else {}), **unknown}
+    known = [field.name for field in fields(Options)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise BadOption(
+                f"there is no option {name!r}; did you mean {close[0]!r}? The options are {', '.join(known)}."
+            )
+    model, ignore = given.get("model"), given.get("ignore", ())
+    if model is not None and not isinstance(model, nn.Module):
+        raise BadOption(f"options['model'] must be the module that is compiled; it is a {type(model).__name__}")
+    if isinstance(ignore, str) or (ignore and model is None):
+        raise BadOption("options['ignore'] is a list of parameter names, and needs options['model'] to find them in")
+    if model is not None:
+        _check_ignored(model, ignore)
+    if "mode" in given:
+        given["mode"] = Mode.parse(given["mode"])
+    return Options(**{**given, "ignore": tuple(ignore)})
+
+
+def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for name in ignore:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            raise BadOption(
+                f"options['ignore'] names {name!r}, which is no parameter of the model; did you mean {close[0]!r}?"
+            )
+
+
+def _refuse_ddp(model: nn.Module | None) -> None:
+    if compat.inside_ddp() or isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UnsupportedFeature(
+            "the model is wrapped in DistributedDataParallel, which reduces gradients itself.\n"
+            "  Compile the module itself, unwrapped: fxcomp does what the wrapper did."
+        )
+
+
+# The parameters of a graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The trainable parameters among a graph's inputs, and where Dynamo broke off."""
+
+    parameters: Mapping[str, nn.Parameter]
+    names: Mapping[int, str]
+    """By the input's place."""
+    break_: str | None
+
+    @classmethod
+    def of(cls, gm: GraphModule, inputs: Sequence[Any], model: nn.Module | None) -> _Found:
+        owned = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+        parameters: dict[str, nn.Parameter] = {}
+        names: dict[int, str] = {}
+        for place, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+            if not isinstance(value, nn.Parameter) or not value.requires_grad:
+                continue
+            name = owned.get(id(value)) or _name(compat.source_name(node))
+            name = node.name if name in parameters else name
+            _check_parameter(name, value)
+            parameters[name], names[place] = value, name
+        return cls(parameters, names, compat.graph_break(gm))
+
+
+def _name(source: str) -> str:
+    """A parameter's name by its way through modules: `L['self']._modules['fc']._parameters['weight']` is `fc.weight`."""
+    steps = [part.partition("'")[0] for part in source.split("['")[1:]]
+    return ".".join(steps[1:]) or source
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if compat.is_subclass(parameter):
+        raise UnsupportedParameter(
+            f"the parameter {name!r} is a {type(parameter).__name__}; only plain tensors can be trained.\n"
+            "  Compile the model before it is sharded: fxcomp keeps whole replicas."
+        )
+    if parameter.dtype is not torch.float32:
+        raise UnsupportedParameter(
+            f"the parameter {name!r} is {parameter.dtype}; only float32 parameters can be trained.\n"
+            "  Keep the parameters in float32 and use torch.autocast around the forward pass."
+        )
+
+
+# The backward graph
+
+
+def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
+    """Say which nodes make the gradients, and hand each out as a copy, because the buffers of a bucket are used again.
+
+        %mm  f32[4,2]  aten.mm(%a, %x)
+        output(%mm, None)
+     -->
+        %mm     gradient  f32[4,2]  aten.mm(%a, %x)      fc.weight
+        %clone  update    f32[4,2]  aten.clone(%mm)      fc.weight
+        output(None, (%clone, None))
+
+    `names` are the trainable parameters by the place of their input. The copy has the optimizer's role: what follows the wait.
+    """
+    gm = clone(graph)
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        set_info(node, NodeInfo(Role.INPUT, source=Source(InputKind.BATCH, index=index)))
+    output = gm.graph.output_node()
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for place, source in compat.gradient_places(graph).items():
+        if values[place] is None:
+            continue
+        if source is None:
+            raise UnsupportedFeature(
+                "two inputs of the graph share memory and one of them is written to, so gradients cannot be told apart.\n"
+                "  Do not pass a view of a parameter to the compiled function."
+            )
+        if source in names:
+            values[place] = _handed_out(gm, values[place], names[source])
+    output.args = ((None, tuple(values)),)
+    _check_collectives(gm)
+    _check_operators(gm)
+    return gm
+
+
+def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
+    """Label the gradient behind an output; returns the copy that takes the output's place."""
+    output, local = gm.graph.output_node(), _unreduced(value)
+    others = [user for user in local.users if user is not output and not is_collective(user)]
+    shared = list(output.args[0]).count(local) > 1 or bool(others)  # type: ignore[arg-type]
+    label = NodeInfo(Role.GRADIENT, name)
+    if local.op == "call_function" and not shared and not has_info(local):
+        set_info(local, label)
+    else:
+        with gm.graph.inserting_after(local if local.op != "placeholder" else _last_input(gm)):
+            alias = call(gm.graph, aten.alias.default, (local,), label)
+        for user in list(local.users):
+            if is_collective(user):
+                user.replace_input_with(local, alias)
+        value, local = alias if value is local else value, alias
+    with gm.graph.inserting_before(output):
+        return call(gm.graph, aten.clone.default, (value,), NodeInfo(Role.UPDATE, name))
+
+
+def _unreduced(value: Node) -> Node:
+    """The local gradient behind a reduction that the user wrote; the value itself where there is none."""
+    wait = value
+    if value.target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(value.args[1], int | float):
+        wait = value.args[0]
+    reduction = wait.args[0] if isinstance(wait, Node) and wait.target is WAIT else None
+    if not isinstance(reduction, Node) or not is_collective(reduction):
+        return value
+    scaled = wait is not value
+    if scaled and not (reduction.target is ALL_REDUCE and reduction.args[1] == "sum"):
+        return value
+    local = reduction.args[0]
+    assert isinstance(local, Node), "a collective carries a node"
+    return local
+
+
+def _last_input(gm: GraphModule) -> Node:
+    return list(gm.graph.find_nodes(op="placeholder"))[-1]
+
+
+def _check_collectives(gm: GraphModule) -> None:
+    """Every collective that arrives must be a gradient's, over all ranks."""
+    for node in filter(is_collective, gm.graph.nodes):
+        carried = node.args[0]
+        if not isinstance(carried, Node) or not has_info(carried) or info(carried).role is not Role.GRADIENT:
+            raise UnsupportedFeature(
+                f"the backward pass holds a collective that does not end at a parameter's gradient: {node.target}.\n"
+                "  Synchronised batch norm and models split over ranks are not supported; a reduction of a gradient must be"
+                " its last operation."
+            )
+        if compat.group_size(str(node.args[-1])) != dist.get_world_size():
+            raise UnsupportedFeature(
+                f"the gradient of {info(carried).parameter!r} is reduced over a part of the ranks.\n"
+                "  Leave the reduction out: fxcomp averages over all ranks."
+            )
+
+
+def _check_operators(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        module = getattr(node.target, "__module__", "")
+        plain = isinstance(node.target, torch._ops.OpOverload) or module in ("_operator", "operator", "math", "torch")
+        if node.op == "call_function" and not plain:
+            raise UnsupportedFeature(
+                f"the backward pass uses {node.target}, which is not a plain operator.\n"
+                "  Activation checkpointing around random operators and custom kernels that take Python functions are not"
+                " supported."
+            )
+
+
+# One model
+
+
+@dataclass(slots=True)
+class Job:
+    """What all graphs of one compiled model share: the plan, the buffers, and what compression left out."""
+
+    decided: Decided
+    cluster: Cluster
+    rank: int
+    transport: Transport
+    runtime: Runtime
+    residuals: Residuals
+    parameters: Mapping[str, weakref.ref[nn.Parameter]]
+    break_: str | None
+    model: weakref.ref[nn.Module] | None
+    given: Mapping[str, Any] | None
+    """The options as they were given: without a model, they tell one call of torch.compile from another."""
+    compares: int
+    """So many backward passes are still to be compared between ranks."""
+
+    @property
+    def is_alive(self) -> bool:
+        return any(parameter() is not None for parameter in self.parameters.values())
+
+
+_jobs: list[Job] = []
+
+
+def _job_of(model: nn.Module | None, given: Mapping[str, Any] | None) -> Job | None:
+    _jobs[:] = [job for job in _jobs if job.is_alive]
+    for job in _jobs:
+        mine = job.model() is model if job.model is not None else model is None and job.given is given
+        if mine:
+            return job
+    return None
+
+
+def reset() -> None:
+    """Forget all plans and residuals; torch._dynamo.reset calls it. All ranks must."""
+    for job in _jobs:
+        job.runtime.close()
+    _jobs.clear()
+
+
+fxcomp_backend.reset = reset  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _first_graph(graph: GraphModule, names: Mapping[int, str], found: _Found, chosen: Options) -> GraphModule:
+    """Label the first graph, and check what can be checked of the model."""
+    labelled = label_backward(graph, names)
+    reduced = {id(found.parameters[name]) for name in gradients(labelled)}
+    devices = {str(found.parameters[name].device): name for name in gradients(labelled)}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise MixedDevices(
+            f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
+        )
+    if chosen.model is not None:
+        _check_covered(chosen.model, chosen.ignore, reduced, found.break_)
+    elif found.break_ is not None:
+        warnings.warn(
+            f"fxcomp: the compiled graph ends early, at {found.break_}. Parameters that are used after it get no reduction:"
+            ' pass options={"model": model} to be told of them.',
+            stacklevel=2,
+        )
+    return labelled
+
+
+def _check_covered(model: nn.Module, ignore: Sequence[str], reduced: set[int], break_: str | None) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in reduced and name not in ignore:
+            raise UnsynchronizedGradient(
+                f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it.\n"
+                + (f"  The graph broke at {break_}\n" if break_ else "")
+                + f'  Use the parameter inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
+            )
+
+
+def _check_same_parameters(job: Job, found: _Found, reduced: Mapping[str, Node]) -> None:
+    """A job has one training graph; another shape or mode recompiles it, but does not change its parameters."""
+    known = {id(parameter): name for name, ref in job.parameters.items() if (parameter := ref()) is not None}
+    now = {id(found.parameters[name]): name for name in reduced}
+    if known == now:
+        return
+    changed = [now.get(key) or known[key] for key in {**known, **now} if known.get(key) != now.get(key)]
+    where = f"  The graph broke at {job.break_}\n" if job.break_ else ""
+    advice = "" if job.model else ' Of two models, each needs its own options={"model": model}.'
+    raise CaptureFailed(
+        f"a second graph has other trainable parameters than the first: {changed[0]!r} is in one of them only.\n{where}"
+        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After freezing or replacing"
+        f" parameters, call torch._dynamo.reset() on all ranks.{advice}"
+    )
+
+
+def _start(labelled: GraphModule, found: _Found, chosen: Options, given: Mapping[str, Any] | None, ranks: Ranks) -> Job:
+    """Meet the other ranks, start from the same values, and decide on a plan."""
+    covered = {name: found.parameters[name] for name in gradients(labelled)}
+    ranks.check_same("comparing models", {f"a gradient of {name!r}": list(p.shape) for name, p in covered.items()})
+    if chosen.model is not None:
+        ranks.share(_shared(chosen.model, chosen.ignore))
+    else:
+        _check_same_start(covered, ranks)
+    device = next(iter(covered.values())).device
+    cluster = ranks.cluster_of(chosen.cluster)
+    transport = ranks.transport(cluster)
+    decided = _decide(labelled, chosen, cluster, ranks, transport, device)
+    log.info("%s\n%s", cluster, decided.plan)
+    transport = ranks.extend(transport, decided.plan, cluster)
+    return Job(
+        decided,
+        cluster,
+        ranks.rank,
+        transport,
+        Runtime(transport),
+        Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
+        {name: weakref.ref(parameter) for name, parameter in covered.items()},
+        found.break_,
+        weakref.ref(chosen.model) if chosen.model is not None else None,
+        given,
+        COMPARED_PASSES if chosen.model is None else 0,
+    )
+
+
+def _shared(model: nn.Module, ignore: Sequence[str]) -> list[Tensor]:
+    return [*(p for name, p in model.named_parameters() if name not in ignore), *model.buffers()]
+
+
+def _check_same_start(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    everyone = ranks.gather("comparing parameters", _digests(list(parameters.values())).tolist())
+    for rank, theirs in enumerate(everyone):
+        for name, mine, other in zip(parameters, everyone[0], theirs, strict=True):
+            if mine != other:
+                raise ModelsDiffer(
+                    f"the parameter {name!r} starts with other values on rank {rank} than on rank 0.\n"
+                    '  Seed all ranks alike, or pass options={"model": model}: all then start from rank 0\'s.'
+                )
+
+
+def _decide(
+    labelled: GraphModule, chosen: Options, cluster: Cluster, ranks: Ranks, transport: Transport, device: torch.device
+) -> Decided:
+    if chosen.plan is not None:
+        costs = chosen.costs or CostTable()
+        return decide_as_told(chosen.plan, analyze(labelled, costs, cluster), costs, cluster, ranks)
+    costs = chosen.costs
+    if costs is None:
+        costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+        if ranks.fits_links:
+            costs = replace(costs, collectives=live_links(transport, cluster, device))
+    return decide_best(chosen.mode, analyze(labelled, costs, cluster), costs, cluster, ranks)
+
+
+# Running
+
+
+def _emitted(labelled: GraphModule, job: Job) -> Callable[[list[Any]], Sequence[Any]]:
+    """Rewrite a graph for the job's plan and make it a function. Local: no communication."""
+    plan, costs = job.decided.plan, job.decided.costs
+    *_, final = follow(plan, labelled, costs, job.cluster, job.rank).values()
+    source = emit(final, title="One backward pass, gradients averaged")
+    module = load(source, final, compat.cache_directory() / "steps")
+    log.debug("%s", source)
+    return _backward(module, final, job)
+
+
+def _backward(module: ModuleType, final: GraphModule, job: Job) -> Callable[[list[Any]], Sequence[Any]]:
+    residuals = [
+        job.residuals.of_bucket(source.index)
+        for node in final.graph.find_nodes(op="placeholder")
+        if (source := info(node).source) is not None and source.kind is InputKind.RESIDUAL
+    ]
+    outputs = final.graph.output_node().args[0][1]  # type: ignore[index]
+    places = {str(info(n).parameter): i for i, n in enumerate(outputs) if isinstance(n, Node) and _is_copy(n)}  # type: ignore[arg-type]
+
+    def backward(values: list[Any]) -> Sequence[Any]:
+        given = tuple(values)
+        values.clear()
+        with torch.no_grad():
+            _, results = module.step(job.runtime, (), (), (), (), residuals, given)
+            if job.compares > 0:
+                job.compares -= 1
+                _compare(job, {name: results[place] for name, place in places.items()})
+        return results
+
+    return backward
+
+
+def _is_copy(node: Node) -> bool:
+    return info(node).role is Role.UPDATE
+
+
+def _compare(job: Job, averaged: Mapping[str, Tensor]) -> None:
+    """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""
+    parameters = [parameter for name in averaged if (parameter := job.parameters[name]()) is not None]
+    mine = _digests([*averaged.values(), *parameters])
+    ranks = job.cluster.world_size
+    everyone = mine.new_empty(ranks * mine.numel())
+    job.transport.all_gather(mine, everyone, "world", "main").wait()
+    rows = everyone.view(ranks, -1)
+    differs = (rows != rows[0]).any(0).tolist()
+    for place, what in enumerate(("averaged gradient of", "parameter")):
+        for name, bad in zip(averaged, differs[place * len(averaged) :], strict=False):
+            if bad:
+                raise UnsynchronizedGradient(
+                    f"the {what} {name!r} differs between ranks, so replicas drift apart.\n"
+                    "  Something outside the compiled call changes it or adds to its gradient: use the parameter inside, and"
+                    " step equal optimizers on all ranks."
+                )
+
+
+def _digests(tensors: Sequence[Tensor]) -> Tensor:
+    """A number for each fp32 tensor that any changed bit changes, almost surely."""
+    return torch.stack([_digest(tensor.detach()) for tensor in tensors])
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64)
