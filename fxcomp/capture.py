@@ -319,7 +319,9 @@ def _first_line(error: BaseException) -> str:
 def _check_body(body: GraphModule, model: nn.Module) -> None:
     """Refuse what traces, but would train wrongly."""
     parameters = {id(p): name for name, p in model.named_parameters()}
-    loss = body.graph.output_node().args[0][0]  # type: ignore[index]
+    loss: Any = body.graph.output_node().args[0][0]  # type: ignore[index]
+    while loss.target in _ALIASES:  # the loss is detached behind the backward pass
+        loss = loss.args[0]
     seen_loss = False
     for node in body.graph.nodes:
         if node.op == "get_attr":

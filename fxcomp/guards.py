@@ -6,9 +6,9 @@ key that was not seen yet) or is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,6 +18,8 @@ from fxcomp.capture import Owned, live_numbers
 from fxcomp.errors import StepChanged
 
 Key = tuple[Hashable, ...]
+
+T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -112,6 +114,22 @@ class StepGuard:
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
+
+
+def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
+    """Trace, and once more if the model set itself up at its first call. Raises StepChanged if it changes at every call."""
+    start = guard.key()
+    traced = trace()
+    ready = guard.key()
+    if ready == start:
+        return traced
+    traced = trace()
+    if guard.key() != ready:
+        raise StepChanged(
+            f"the forward pass itself changes the model: {guard.describe_change(ready, guard.key())}. A compiled step does not run"
+            " that Python again.\n  Keep such counters outside the model, or in a buffer."
+        )
+    return traced
 
 
 def _plain_attributes(named: tuple[str, nn.Module]) -> tuple[tuple[str, Any], ...]:

@@ -39,6 +39,7 @@ from fxcomp.errors import BadOption, BadPlan
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
+from fxcomp.guards import StepGuard, settled
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
@@ -212,7 +213,7 @@ def _capture_first(
     owned = owned_parameters(model, optimizer)
     fresh = materialize_state(optimizer, owned)
     training = Training(model, loss_fn, optimizer, owned, max_grad_norm, fresh)
-    captured = _capture(training, batch, {})
+    captured = settled(StepGuard(model, optimizer, owned), lambda: _capture(training, batch, {}))
     for name in captured.without_gradient:
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch skips it."
