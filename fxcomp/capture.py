@@ -214,7 +214,9 @@ def _trace_forward_backward(
         return [loss.detach(), *aux_tensors, *(g for g in gradients if g is not None)]
 
     inputs = ([f for _, _, f in fakes.parameters], [f for _, _, f in fakes.buffers], fakes.batch)
-    with fakes.mode, _as_capture_failure(), warnings.catch_warnings():
+    # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain operators.
+    # Other operators choose oneDNN when they run.
+    with fakes.mode, _as_capture_failure(), warnings.catch_warnings(), compat.without_onednn():
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         traced = compat.trace(forward_backward, inputs)
         flat = [value for part in inputs for value in part]

@@ -6,7 +6,8 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,17 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
     return make_fx(function, tracing_mode="real")(*inputs)
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Trace what PyTorch does where it has no oneDNN. Its public switch sets TF32 as well, and warns."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     """Trace again without in-place operators and views of written tensors."""
 
@@ -117,7 +129,8 @@ def compile_training(
 ) -> Callable[..., Any]:
     """Compile what Dynamo hands to a backend: the forward graph runs as it is, `backward` compiles the other.
 
-    Both are compiled now, so that every rank compiles at the same call. What `backward` returns takes one list, and may empty it.
+    Both are compiled now, so that every rank compiles at the same call. What `backward` returns takes one list, and may
+    empty it.
     """
 
     def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
