@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from fxcomp import pipeline
 from fxcomp.graph.edit import call, clone, gradients
 from fxcomp.graph.info import Role, info, update_info
+from fxcomp.runtime.runtime import Runtime
 from fxcomp.step import CompiledStep
 
 
@@ -25,6 +26,7 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
         if known is variant:
             step._variants[key] = changed
     step.variant = changed
+    step.runtime = Runtime(step.runtime.transport)  # buffers are kept by name, and may have another size now
 
 
 def scale_gradient(gm: GraphModule, name: str, factor: float) -> None:

@@ -1,0 +1,118 @@
+"""Planted mistakes are found and named; good graphs pass."""
+
+import pytest
+import torch
+from graphs import TWO, linear_step, node_named, one_bucket
+from torch.fx import GraphModule
+
+from fxcomp.graph.check import check
+from fxcomp.graph.edit import call, clone
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source
+from fxcomp.graph.ops import ALL_REDUCE, WAIT
+from fxcomp.passes.bucket_gradients import bucket_gradients
+from fxcomp.passes.canonicalize_sync import canonicalize_sync
+from fxcomp.passes.insert_compression import insert_compression
+from fxcomp.passes.thread_residuals import thread_residuals
+
+aten = torch.ops.aten
+
+
+def compressed() -> GraphModule:
+    plan = one_bucket("compress(int8)@gpu > all_gather@world > decompress@gpu")
+    gm = bucket_gradients(canonicalize_sync(linear_step(), 2), plan)
+    return thread_residuals(insert_compression(gm, plan, TWO, 0), plan)
+
+
+def said(gm: GraphModule) -> list[str]:
+    return [str(violation) for violation in check(gm)]
+
+
+def test_good_graphs_pass():
+    assert said(linear_step()) == []
+    assert said(canonicalize_sync(linear_step(), 2)) == []
+    assert said(compressed()) == []
+
+
+def test_a_collective_that_is_not_awaited_is_found():
+    gm = canonicalize_sync(linear_step(), 2)
+    wait = next(n for n in gm.graph.nodes if n.target is WAIT)
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+    assert said(gm) == [
+        "%all_reduce_default: awaited 0 times",
+        "%sub__1: uses %all_reduce_default before it is awaited",
+    ]
+
+
+def test_a_collective_that_is_awaited_twice_is_found():
+    gm = canonicalize_sync(linear_step(), 2)
+    reduction = next(n for n in gm.graph.nodes if n.target is ALL_REDUCE)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        call(gm.graph, WAIT, (reduction,), NodeInfo(Role.WAIT))
+    assert said(gm) == ["%all_reduce_default: awaited 2 times"]
+
+
+def test_a_gradient_that_is_reduced_twice_is_found():
+    gm = canonicalize_sync(linear_step(), 2)
+    with gm.graph.inserting_after(node_named(gm, "mm")):
+        again = call(gm.graph, ALL_REDUCE, (node_named(gm, "mm"), "avg", "world"), NodeInfo(Role.COLLECTIVE))
+    with gm.graph.inserting_after(again):
+        call(gm.graph, WAIT, (again,), NodeInfo(Role.WAIT))
+    assert said(gm) == ["%mm: the gradient of fc.weight is reduced 2 times"]
+
+
+def test_a_gradient_that_an_update_takes_unreduced_is_found():
+    gm = canonicalize_sync(linear_step(), 2)
+    node_named(gm, "sub_").update_arg(1, node_named(gm, "mm"))
+    assert said(gm) == ["%mm: the gradient of fc.weight is also used without being reduced"]
+
+
+def test_a_residual_that_does_not_go_out_is_found():
+    gm = compressed()
+    output = gm.graph.output_node()
+    output.args = ((*output.args[0][:2], ()),)
+    assert said(gm) == ["%output: 1 residuals come in, 0 go out"]
+
+
+def test_an_update_before_the_backward_pass_ends_is_found():
+    gm = linear_step()
+    node_named(gm, "mm").append(node_named(gm, "sub_"))
+    with gm.graph.inserting_after(node_named(gm, "sub_")):
+        call(gm.graph, aten.relu.default, (node_named(gm, "fc_weight"),), NodeInfo(Role.COMPUTE), name="late")
+    assert said(gm) == ["%late: computes with parameters that have been updated already"]
+
+
+def test_a_graph_without_labels_says_nothing():
+    gm = linear_step()
+    del node_named(gm, "mm").meta["fxcomp"]
+    assert said(gm) == []
+
+
+def test_a_broken_pass_is_named_by_the_runner():
+    from fxcomp.pipeline import PassRunner
+
+    def drop_waits(gm: GraphModule) -> GraphModule:
+        for node in [n for n in gm.graph.nodes if n.target is WAIT]:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        return gm
+
+    gm = canonicalize_sync(linear_step(), 2)
+    with pytest.raises(AssertionError, match="drop_waits broke the graph: %all_reduce_default: awaited 0 times"):
+        PassRunner()(drop_waits, gm)
+    assert said(gm) == [], "the runner gives a pass a copy"
+
+
+def test_a_clone_shares_nothing_that_a_pass_changes():
+    gm = linear_step()
+    copy = clone(gm)
+    node_named(copy, "mm").meta["fxcomp"] = NodeInfo(Role.COMPUTE)
+    copy.graph.output_node().args = ((None, ()),)
+    assert node_named(gm, "mm").meta["fxcomp"].role is Role.GRADIENT
+    assert gm.graph.output_node().args[0][0] is node_named(gm, "mean")
+    assert [n.name for n in copy.graph.nodes] == [n.name for n in gm.graph.nodes]
+
+
+def test_a_source_prints_what_it_stands_for():
+    sources = [Source(InputKind.STATE, "fc.weight", "exp_avg"), Source(InputKind.HYPER, key="lr", index=1)]
+    assert [str(s) for s in sources] == ["state fc.weight.exp_avg", "hyper 1.lr"]
