@@ -189,7 +189,7 @@ def _sections(explanation: Explanation, width: int) -> list[RenderableType]:
     if explanation.plan.buckets:
         sections += [_title("Plan"), _plan_table(explanation, digits, width), _strategies(explanation.plan)]
     if explanation.is_chosen and explanation.choice is not None and any(explanation.choice.alternatives):
-        sections += [_title("Not taken"), _not_taken(explanation, explanation.choice, digits)]
+        sections += [_title("Not taken"), _not_taken(explanation, explanation.choice, digits, width)]
     sections += [_title("Timeline"), _drawing(explanation.timeline, width, digits)]
     if explanation.knows_flip and explanation.cluster.hosts > 1:
         sections += [_title("Where the verdict flips"), _indented(_flip(explanation))]
@@ -269,7 +269,7 @@ def _steps(explanation: Explanation, digits: int) -> RenderableType:
             rows.append(("fastest, not chosen", choice.fastest_us))
         rows += [("dense", choice.dense_us), ("bf16 everywhere", choice.bf16_us), ("no communication", free_us)]
     for name, us in rows:
-        gain = f"{us / dense_us - 1:+.1%}" if dense_us and name != "dense" else ""
+        gain = f"{round(us / dense_us - 1, 3) + 0.0:+.1%}" if dense_us and name != "dense" else ""
         table.add_row(name, f"{_ms(us, digits)} ms", gain)
     if not math.isnan(explanation.measured_ms):
         table.add_row("measured", f"{_ms(1e3 * explanation.measured_ms, digits)} ms", "")
@@ -449,7 +449,7 @@ def _bucket_of(name: str) -> int | None:
 # What was not taken
 
 
-def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> RenderableType:
+def _not_taken(explanation: Explanation, choice: Choice, digits: int, width: int) -> RenderableType:
     """For each bucket the best of its other strategies, all else the same; buckets that read alike share a line."""
     lines: list[tuple[int, int, tuple[str, ...]]] = []
     for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
@@ -463,9 +463,12 @@ def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Rendera
             lines[-1] = (lines[-1][0], k, cells)
         else:
             lines.append((k, k, cells))
-    table = _table("bucket", "instead of", "best other", "a step", "longer by", left=("instead of", "best other"))
+    columns = ("bucket", "instead of", "best other", "a step", "longer by")
+    shown = range(5) if width >= _NARROW else (0, 2, 4)
+    table = _table(*(columns[k] for k in shown), left=("instead of", "best other"))
     for first, last, cells in lines:
-        table.add_row(str(first) if first == last else f"{first}-{last}", *cells)
+        row = (str(first) if first == last else f"{first}-{last}", *cells)
+        table.add_row(*(row[k] for k in shown))
     return Padding(table, (0, 0, 0, 2))
 
 

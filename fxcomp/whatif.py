@@ -22,13 +22,17 @@ from fxcomp.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.errors import BadOption, BadPlan
+from fxcomp.graph.edit import clone
 from fxcomp.job import Job
+from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.pipeline import analyze, given_plan, rewrite
 from fxcomp.report import Explanation
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Residuals
 from fxcomp.runtime.transport import Nowhere
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
+from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.tasks import plan_tasks
 from fxcomp.search.workload import Workload
@@ -97,8 +101,7 @@ def what_if(
     tell("measuring what compression costs on this machine")
     costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
     tell("measuring the step on this machine")
-    costs = measured_here(training, captured, job.batch, costs, cluster)
-    workload = analyze(captured.graph, costs, cluster)
+    costs, workload = measured_here(training, captured, job.batch, costs, cluster)
     if step_ms is not None:
         workload = scaled(workload, 1e3 * step_ms / workload.free_us)
     tell("choosing")
@@ -150,7 +153,9 @@ def capture_job(job: Job) -> tuple[Training, Captured]:
     return training, captured
 
 
-def measured_here(training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster) -> CostTable:
+def measured_here(
+    training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster
+) -> tuple[CostTable, Workload]:
     """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
     plan = Plan(())
     if cluster.world_size > 1:
@@ -162,7 +167,11 @@ def measured_here(training: Training, captured: Captured, batch: Any, costs: Cos
     if measured.step_us < QUICK_STEP_US:
         measured = _measure(step, variant, batch, repeats=5)
     source = f"measured in the emitted step, {_threads(device)}"
-    return replace(costs, compute={**costs.compute, **apportion(variant, measured.region_us, measured.spread, source)})
+    compute = apportion(variant, measured.region_us, measured.spread, source)
+    costs = replace(costs, compute={**costs.compute, **compute})
+    # What `analyze` would do once more, from where the passes of the dense step were at that point.
+    labelled = clone(variant.history[label_gradients.__name__])
+    return costs, read_workload(annotate_costs(labelled, costs, cluster))
 
 
 def _measure(step: CompiledStep, variant: Variant, batch: Any, *, repeats: int) -> StepMeasurement:

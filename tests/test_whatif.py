@@ -1,0 +1,116 @@
+"""Asking about a cluster that is not here, on one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxcomp.cluster import Cluster, Link
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption, BadPlan
+from fxcomp.job import Job, load_job
+from fxcomp.search.choose import uniform
+from fxcomp.search.space import Mode
+from fxcomp.search.workload import Gradient, Workload
+from fxcomp.strategy import Plan
+from fxcomp.whatif import check_covers, graph_after, plan_named, rewritten, scaled, what_if
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "mlp.py")
+
+
+@pytest.fixture
+def job() -> Job:
+    return load_job(EXAMPLE)
+
+
+def cluster(text: str, inter: str) -> Cluster:
+    return Cluster.parse(text, intra=Link(5.0, 12.0), inter=Link.parse(inter))
+
+
+def test_a_slow_link_is_worth_compressing_and_a_fast_one_is_not(job: Job):
+    slow = what_if(job, cluster("2x1", "1mbit"))
+    assert not slow.plan.is_dense
+    assert slow.flip_gbit is None or slow.flip_gbit > 1e-3
+    assert slow.timeline.step_time_us == pytest.approx(slow.choice.step_us)
+    assert not dist.is_initialized()
+    assert what_if(job, cluster("2x1", "1000gbit"), step_ms=1e6).plan.is_dense
+
+
+def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
+    before = [parameter.clone() for parameter in job.model.parameters()]
+    state = torch.get_rng_state()
+    what_if(job, cluster("2x2", "1gbit"))
+    assert all(torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_step_that_the_user_names_is_the_step_without_communication(job: Job):
+    answer = what_if(job, cluster("4x2", "10gbit"), step_ms=250.0)
+    assert answer.workload.free_us == pytest.approx(250e3)
+    assert not answer.is_own_compute
+    assert any("250 ms" in note for note in answer.notes)
+
+
+def test_without_it_the_answer_says_whose_compute_it_is(job: Job):
+    answer = what_if(job, cluster("2x1", "10gbit"))
+    assert answer.is_own_compute
+    assert any("--step-ms" in note for note in answer.notes)
+
+
+def test_one_rank_needs_no_plan(job: Job):
+    answer = what_if(job, cluster("1x1", "10gbit"))
+    assert answer.flip_gbit is None
+    assert answer.timeline.exposed_us == 0.0
+
+
+def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
+    where = cluster("2x1", "1mbit")
+    answer = what_if(job, where, plan=plan_named("dense", where))
+    assert answer.plan.is_dense
+    assert answer.timeline.step_time_us >= answer.choice.step_us
+
+
+def test_a_step_of_no_time_is_refused(job: Job):
+    with pytest.raises(BadOption, match="above 0; it is 0"):
+        what_if(job, cluster("2x1", "1gbit"), step_ms=0.0)
+
+
+def test_a_plan_for_another_model_is_refused():
+    mine = Workload((Gradient("w", 8, 1.0, 0.0, False),), 1.0)
+    theirs = Workload((Gradient("v", 8, 1.0, 0.0, False),), 1.0)
+    plan = uniform("dense", theirs, CostTable(), cluster("2x1", "1gbit"))
+    with pytest.raises(BadPlan, match="for another model: it has 8 elements for 'v', the job none"):
+        check_covers(plan, mine)
+    check_covers(plan, theirs)
+
+
+def test_a_faster_device_is_faster_in_everything():
+    slow = Workload((Gradient("w", 8, 10.0, 4.0, False),), 12.0, finish_us=2.0, clips=True)
+    assert scaled(slow, 0.5).free_us == slow.free_us / 2
+    assert scaled(slow, 0.5).gradients[0].ready_us == 5.0
+
+
+def test_the_graph_for_a_cluster_needs_no_clock():
+    where = cluster("2x2", "10mbit")
+    first, second = (rewritten(load_job(EXAMPLE), where).source for _ in range(2))
+    assert first == second
+    assert "all_reduce" in first or "all_gather" in first
+
+
+def test_a_pass_that_does_not_exist_is_answered_with_those_that_do(job: Job):
+    variant = rewritten(job, cluster("2x1", "1gbit"))
+    assert graph_after(variant, "bucket_gradients") is variant.history["bucket_gradients"]
+    with pytest.raises(BadOption, match=r"no pass 'bucket'; the passes are canonicalize_sync, .*order_for_overlap"):
+        graph_after(variant, "bucket")
+
+
+def test_one_rank_runs_the_plain_step(job: Job):
+    assert "all_reduce" not in rewritten(job, cluster("1x1", "1gbit")).source
+
+
+def test_every_mode_is_answered(job: Job):
+    for mode in Mode:
+        answer = what_if(job, cluster("2x1", "10mbit"), mode=mode)
+        assert isinstance(answer.plan, Plan)
+        assert answer.plan.is_dense or mode is not Mode.LOSSLESS
