@@ -1,0 +1,121 @@
+"""The walk through the compiler in docs/how_it_works.md shows what the compiler does."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fxcomp.capture import capture, materialize_state, owned_parameters
+from fxcomp.cluster import Cluster, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.table import CompressorPoint, CostTable, Roofline
+from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.graph.dump import dump
+from fxcomp.graph.edit import clone
+from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.pipeline import analyze, rewrite
+from fxcomp.search.choose import choose_plan
+from fxcomp.search.space import Mode
+from fxcomp.search.tasks import plan_tasks
+
+PAGE = Path(__file__).parent.parent / "docs" / "how_it_works.md"
+PLACE = re.compile(r"<!-- listing: (\w+) -->\n(?:\n```\w*\n.*?\n```\n)?", re.DOTALL)
+
+SLOW = Link(alpha_us=50.0, gb_per_s=0.0125)
+CLUSTER = Cluster(hosts=2, ranks_per_host=1, intra=SLOW, inter=SLOW)
+COSTS = CostTable(
+    roofline=Roofline(gflops=10.0, gb_per_s=10.0, launch_us=20.0, source="made up"),
+    compressors=dict.fromkeys(
+        ("bf16@gpu", "int8@gpu"), (CompressorPoint(1, 60.0, 40.0), CompressorPoint(1_000_000, 360.0, 140.0))
+    ),
+    has_spare_host=False,
+    error=0.05,
+)
+
+
+def listings() -> dict[str, str]:
+    """What the page shows, made by the compiler."""
+    torch.manual_seed(0)
+    layers = {"hidden": nn.Linear(256, 512, bias=False), "act": nn.ReLU(), "out": nn.Linear(512, 4, bias=False)}
+    model = nn.Sequential(OrderedDict(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = (torch.zeros(64, 256), torch.zeros(64, 4))
+    owned = owned_parameters(model, optimizer)
+    materialize_state(optimizer, owned)
+    captured = capture(model, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), optimizer, batch, owned)
+
+    workload = analyze(captured.graph, COSTS, CLUSTER)
+    plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)
+    assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int8")]
+    variant = rewrite(captured, plan, COSTS, CLUSTER, 0)
+    labelled = variant.history["label_gradients"]
+    dumps = {name: dump(graph, costs=False) for name, graph in variant.history.items()}
+    return {
+        "capture": dump(captured.graph, costs=False),
+        "label_gradients": changed(dump(captured.graph, costs=False), dumps["label_gradients"]),
+        "annotate_costs": costly(dump(annotate_costs(clone(labelled), COSTS, CLUSTER))),
+        "plan": str(plan),
+        "timeline": spans(simulate(plan_tasks(workload, plan, COSTS, CLUSTER))),
+        "bucket_gradients": changed(dumps["label_gradients"], dumps["bucket_gradients"]),
+        "insert_compression": changed(dumps["split_by_level"], dumps["insert_compression"]),
+        "thread_residuals": changed(dumps["insert_compression"], dumps["thread_residuals"]),
+        "order_for_overlap": inner(dump(variant.graph)),
+        "source": variant.source,
+    }
+
+
+def changed(before: str, after: str) -> str:
+    """The lines of `after` that are not in `before`, with dots for the others."""
+    known = {" ".join(line.split()) for line in before.splitlines()}
+    return elided(after, lambda line: " ".join(line.split()) not in known)
+
+
+def costly(text: str) -> str:
+    return elided(text, lambda line: " us " in line)
+
+
+def inner(text: str) -> str:
+    return elided(text, lambda line: " input " not in line)
+
+
+def elided(text: str, shown: Callable[[str], bool]) -> str:
+    lines: list[str] = []
+    for line in text.splitlines():
+        if shown(line):
+            lines.append(line)
+        elif lines[-1:] != ["..."]:
+            lines.append("...")
+    return "\n".join(lines)
+
+
+def spans(timeline: Timeline) -> str:
+    width = max(len(span.task.name) for span in timeline.spans)
+    rows = (
+        f"{span.task.name:<{width}}  {span.task.stream.value:<7}  {span.start_us:8.1f} to {span.end_us:8.1f} us"
+        for span in timeline.spans
+    )
+    return "\n".join(rows)
+
+
+def with_listings(page: str, texts: dict[str, str]) -> str:
+    """The page with every listing in its place."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        language = "python" if name == "source" else "text"
+        return f"<!-- listing: {name} -->\n\n```{language}\n{texts[name].rstrip()}\n```\n"
+
+    return PLACE.sub(fill, page)
+
+
+def test_every_listing_on_the_page_is_what_the_compiler_prints(request: pytest.FixtureRequest):
+    texts, page = listings(), PAGE.read_text()
+    assert sorted(PLACE.findall(page)) == sorted(texts)
+    expected = with_listings(page, texts)
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(expected)
+    assert PAGE.read_text() == expected
