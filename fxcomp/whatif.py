@@ -198,6 +198,7 @@ def scaled(workload: Workload, factor: float) -> Workload:
         backward_us=workload.backward_us * factor,
         finish_us=workload.finish_us * factor,
         broadcast_ready_us=workload.broadcast_ready_us * factor,
+        buffers_us=workload.buffers_us * factor,
     )
 
 

@@ -42,7 +42,10 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
             continue
         close_run()
         before = tuple(dict.fromkeys(_waits_for(node, made_by)))
-        if label.cost_us:
+        if _blocks(node):
+            tasks.append(Task(node.name, Stream.COMPUTE, 0.0, before))
+            made_by[node] = (node.name,)
+        elif label.cost_us:
             assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
             if label.starting_us:
                 on_host = any(info(source).stream is Stream.CPU for source in node.all_input_nodes)
@@ -55,6 +58,11 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
             made_by[node] = before
     close_run()
     return tuple(tasks)
+
+
+def _blocks(node: Node) -> bool:
+    """Whether the main thread stands still here for a collective, although what follows runs elsewhere."""
+    return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 
 def _kind(node: Node) -> bool:

@@ -36,6 +36,7 @@ def read_workload(gm: GraphModule) -> Workload:
         clips=any(info(node).role is Role.CLIP for node in gm.graph.nodes),
         broadcast_bytes=4 * broadcast.meta["val"].numel() if broadcast is not None else 0,
         broadcast_ready_us=ready[broadcast] if broadcast is not None else 0.0,
+        buffers_us=_total(gm, Role.UNPACK),
     )
 
 

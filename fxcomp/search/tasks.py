@@ -79,11 +79,14 @@ def assemble(
     for launch in launch_order(tuple(len(bucket.stages) for bucket in buckets)):
         while entered < launch.region:
             entered += 1
-            tasks.append(regions[entered])
-            done_us += regions[entered].duration_us
-            if broadcast is not None and done_us + _ROUNDING_US >= workload.broadcast_ready_us:
-                tasks.append(_behind(broadcast, regions[entered]))
+            region = regions[entered]
+            if broadcast is not None and done_us + region.duration_us + _ROUNDING_US >= workload.broadcast_ready_us:
+                head, region = _cut(region, workload.broadcast_ready_us - done_us)
+                tasks += [head, _behind(broadcast, head)]
+                done_us += head.duration_us
                 broadcast = None
+            tasks.append(region)
+            done_us += region.duration_us
         tasks.extend(buckets[launch.bucket].stages[launch.stage])
     for region in regions[entered + 1 :]:  # nothing is launched in a world of one rank
         tasks.append(region)
@@ -92,6 +95,7 @@ def assemble(
     tasks.append(rest)
     if broadcast is not None:
         tasks.append(_behind(broadcast, rest))
+    shares = any(task.name == BROADCAST for task in tasks)
     for bucket in buckets:
         tasks.extend(bucket.final)
         if not workload.clips:
@@ -100,7 +104,16 @@ def assemble(
         arrived = tuple(name for bucket in buckets for name in bucket.update.after)
         tasks.append(Task("finish", Stream.COMPUTE, workload.finish_us, after=arrived))
         tasks.extend(bucket.update for bucket in buckets)
+    if shares:
+        tasks.append(Task("update buffers", Stream.COMPUTE, workload.buffers_us, after=(BROADCAST,)))
     return tasks
+
+
+def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
+    """A region as two, the second under its name: others wait for its end."""
+    first_us = max(0.0, min(first_us, region.duration_us))
+    head = Task(f"{region.name}, down to the buffers", region.stream, first_us)
+    return head, Task(region.name, region.stream, region.duration_us - first_us)
 
 
 def _behind(task: Task, before: Task) -> Task:
@@ -141,14 +154,21 @@ class _Writer:
     def stage(self, number: int) -> tuple[Task, ...]:
         """The steps down to a collective, after what the main thread spends on them in any case."""
         if number == 0:
-            first = self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))
+            first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
+        elif self.on_pool:  # the pool waits
+            first = []
         else:  # the main thread blocks until the previous wire is done
             kind = self.strategy.collectives[number - 1].kind.value
-            first = self._task(f"wait for {kind}", Stream.COMPUTE, 0.0)
-        return (first, *(task for step in self.stages[number] for task in self._step(step)))
+            first = [self._task(f"wait for {kind}", Stream.COMPUTE, 0.0)]
+        return (*first, *(task for step in self.stages[number] for task in self._step(step)))
 
     def final(self) -> tuple[Task, ...]:
         return tuple(task for step in self.stages[-1] for task in self._step(step))
+
+    @property
+    def on_pool(self) -> bool:
+        """Whether the host's pool holds the payload now, launches it and waits for it."""
+        return self.strategy.device is Device.CPU and self.payload_bytes is not None
 
     @property
     def elements(self) -> int:
@@ -185,7 +205,9 @@ class _Writer:
 
     def _collective(self, step: Collective) -> list[Task]:
         """Price a collective over what is there now, with what it takes from compute; note what is there then."""
+        before: list[Task] = []
         if step.kind is CollectiveKind.REDUCE_SCATTER:
+            before = [self._task("pad", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
             ranks = self.cluster.ranks_at(step.level)
             self.segments = tuple(-(-size // ranks) for size in self.segments)
             size = self.dense_bytes * ranks
@@ -200,9 +222,9 @@ class _Writer:
         self.gathered |= step.kind is CollectiveKind.ALL_GATHER
         name = str(step) if is_second else step.kind.value
         start = Task(f"start {name} {self.k}", Stream.COMPUTE, starting_us)
-        if self.strategy.device is not Device.CPU:  # the pool starts its own; compute is slowed all the same
+        if not self.on_pool:  # the pool starts its own; compute is slowed all the same
             start = self._task(f"start {name}", Stream.COMPUTE, starting_us)
-        return [start, self._task(name, _stream(step.level, self.cluster), us)]
+        return [*before, start, self._task(name, _stream(step.level, self.cluster), us)]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """A task behind the bucket's previous one."""

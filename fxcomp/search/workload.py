@@ -34,6 +34,8 @@ class Workload:
     broadcast_bytes: int = 0
     """Buffers that rank 0 shares with all, such as batch-norm statistics."""
     broadcast_ready_us: float = 0.0
+    buffers_us: float = 0.0
+    """What copying them back takes."""
 
     def __post_init__(self) -> None:
         ready = [gradient.ready_us for gradient in self.gradients]

@@ -59,7 +59,8 @@ def test_a_compressed_bucket_is_decompressed_before_its_update():
 def test_later_stages_wait_one_region_and_block_the_main_thread():
     tasks = plan_tasks(TWO, plan_of(Strategy.hierarchical(INT8), DENSE), COSTS, cluster(2, 2, "1gbit"))
     expected = (
-        "region 0, pack 0, start reduce_scatter 0, reduce_scatter 0, region 1, pack 1, start all_reduce 1, all_reduce 1, "
+        "region 0, pack 0, pad 0, start reduce_scatter 0, reduce_scatter 0, region 1, pack 1, start all_reduce 1, "
+        "all_reduce 1, "
         "wait for reduce_scatter 0, compress 0, start all_gather 0, all_gather 0, wait for all_gather 0, decompress 0, "
         "start all_gather@intra 0, all_gather@intra 0, backward, update 0, update 1"
     )
@@ -91,11 +92,17 @@ def test_clipping_waits_for_every_gradient_before_any_update():
     assert finish.duration_us == 7.0
 
 
-def test_buffers_are_broadcast_behind_the_region_in_which_they_are_ready():
-    early = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=5000.0)
-    assert names(DENSE, DENSE, workload=early)[:3] == ["region 0", "broadcast buffers", "pack 0"]
+def test_buffers_are_broadcast_as_soon_as_they_are_ready_and_copied_back_last():
+    early = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=2000.0, buffers_us=3.0)
+    tasks = plan_tasks(early, plan_of(DENSE, DENSE), COSTS, PAIR)
+    head = "region 0, down to the buffers"
+    assert [task.name for task in tasks[:4]] == [head, "broadcast buffers", "region 0", "pack 0"]
+    assert tasks[0].duration_us == 2000.0
+    assert tasks[0].duration_us + tasks[2].duration_us == early.gradients[0].ready_us
+    assert tasks[1].after == (head,)
+    assert (tasks[-1].name, tasks[-1].duration_us) == ("update buffers", 3.0)
     late = matrices(1000, 3000, broadcast_bytes=800, broadcast_ready_us=10_000.0)
-    assert names(DENSE, DENSE, workload=late)[4:6] == ["region 1", "broadcast buffers"]
+    assert names(DENSE, DENSE, workload=late)[4:7] == ["region 1, down to the buffers", "broadcast buffers", "region 1"]
 
 
 def test_one_rank_does_not_communicate():

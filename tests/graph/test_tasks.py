@@ -1,0 +1,79 @@
+"""The search's tasks of a plan and the tasks read from the final graph predict the same step."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import COSTS
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from test_parity import plan_in_turns
+
+from fxcomp import pipeline
+from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
+from fxcomp.cluster import Cluster, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.timeline import simulate
+from fxcomp.search.tasks import plan_tasks
+from fxcomp.strategy import Device, Plan, Strategy
+
+SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+FAST = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 12.0))
+SHARED = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+
+INT8, TOPK, BF16 = (parse_compressor(text) for text in ("int8", "topk(0.01)", "bf16"))
+MIXED = [
+    Strategy.flat(INT8),
+    Strategy.flat(None),
+    Strategy.flat(TOPK, Device.CPU),
+    Strategy.flat(BF16),
+    Strategy.flat(INT8, Device.CPU),
+]
+LEVELS = [
+    Strategy.hierarchical(INT8),
+    Strategy.hierarchical(None),
+    Strategy.flat(TOPK),
+    Strategy.hierarchical(TOPK, Device.CPU),
+]
+
+PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
+    "dense, one bucket": (SLOW, [Strategy.flat(None)], 99),
+    "dense, many buckets": (SLOW, [Strategy.flat(None)], 2),
+    "int8": (SLOW, [Strategy.flat(INT8)], 3),
+    "mixed": (SLOW, MIXED, 2),
+    "mixed, fast network": (FAST, MIXED, 2),
+    "hierarchical": (SHARED, LEVELS, 2),
+    "hierarchical, one bucket": (SHARED, LEVELS, 99),
+}
+
+
+def captured_step(job_name: str, max_grad_norm: float | None = None) -> tuple[Captured, list[str]]:
+    job = JOBS[job_name]
+    model = job.build()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    owned = owned_parameters(model, optimizer)
+    materialize_state(optimizer, owned)
+    captured = capture(model, cross_entropy, optimizer, job.batch(0), owned, max_grad_norm=max_grad_norm)
+    return captured, [name for name, _ in model.named_parameters()]
+
+
+@pytest.fixture(scope="module", params=["mlp", "conv", "transformer", "conv, clipped"])
+def step(request: pytest.FixtureRequest) -> tuple[str, Captured]:
+    job, _, clipped = request.param.partition(", ")
+    return job, captured_step(job, 1.0 if clipped else None)[0]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured], name: str):
+    job, captured = step
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
+    workload = pipeline.analyze(captured.graph, COSTS, cluster)
+    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
+    emitted = pipeline.rewrite(captured, plan, COSTS, cluster, 0).timeline.step_time_us
+    assert emitted == pytest.approx(searched, rel=0.01)
+
+
+def in_ready_order(plan: Plan, captured: Captured) -> Plan:
+    """Buckets in the order in which their last gradients are ready, as the search makes them."""
+    ready = [g.name for g in pipeline.analyze(captured.graph, COSTS, SLOW).gradients]
+    last = {bucket: max(ready.index(name) for name in bucket.names) for bucket in plan.buckets}
+    return Plan(tuple(sorted(plan.buckets, key=last.__getitem__)))
