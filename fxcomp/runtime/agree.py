@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxcomp.errors import FxcompError, ModelsDiffer, PeerFailed
+from fxcomp.errors import ModelsDiffer, PeerFailed
 
 
 class Agreement:
@@ -45,7 +45,7 @@ class Agreement:
         if self.rank == 0:
             try:
                 answer = {"value": work()}
-            except FxcompError as error:
+            except Exception as error:
                 self._put(topic, {"error": f"{type(error).__name__}: {error}"})
                 raise
             self._put(topic, answer)
