@@ -1,0 +1,85 @@
+"""Ranks talk through a store: what one knows all know, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fxcomp.errors import BadPlan, ModelsDiffer, PeerFailed
+from fxcomp.runtime.agree import Agreement
+
+
+def on_threads(ranks: int, talk: Callable[[Agreement], Any], timeout_s: float = 5.0) -> list[Any]:
+    """What each rank got, or the exception."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        try:
+            return talk(Agreement(store, "test", rank, ranks, timedelta(seconds=timeout_s)))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def test_everyone_learns_everyones_result_in_rank_order():
+    assert on_threads(3, lambda a: a.attempt("topic", lambda: a.rank * 10)) == [[0, 10, 20]] * 3
+
+
+def test_one_failure_is_raised_everywhere():
+    def talk(agreement: Agreement) -> Any:
+        return agreement.attempt("thinking", lambda: 1 // (1 - agreement.rank))
+
+    first, second, third = on_threads(3, talk)
+    assert isinstance(second, ZeroDivisionError)
+    for error in (first, third):
+        assert isinstance(error, PeerFailed)
+        assert str(error).startswith("rank 1 failed in thinking: ZeroDivisionError")
+
+
+def test_what_rank_0_computes_is_had_by_all_and_computed_once():
+    calls: list[int] = []
+
+    def compute() -> dict[str, int]:
+        calls.append(1)
+        return {"answer": 42}
+
+    assert on_threads(3, lambda a: a.from_rank_0("question", compute)) == [{"answer": 42}] * 3
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [BadPlan("no such plan"), ZeroDivisionError("a mistake of ours")])
+def test_rank_0_failing_is_told_at_once(error: Exception):
+    def fail() -> None:
+        raise error
+
+    start = time.monotonic()
+    first, second = on_threads(2, lambda a: a.from_rank_0("the plan", fail), timeout_s=20.0)
+    assert first is error
+    assert isinstance(second, PeerFailed)
+    assert str(error) in str(second)
+    assert time.monotonic() - start < 10
+
+
+def test_different_facts_are_named_with_both_values():
+    for error in on_threads(2, lambda a: a.check_same("models", {"layers": 2 + a.rank, "width": 8})):
+        assert isinstance(error, ModelsDiffer)
+        assert "layers is 3 on rank 1 and 2 on rank 0" in str(error)
+
+
+def test_a_silent_rank_ends_the_wait_after_the_timeout():
+    def talk(agreement: Agreement) -> Any:
+        return agreement.attempt("meeting", lambda: 1) if agreement.rank == 0 else None
+
+    start = time.monotonic()
+    error, _ = on_threads(2, talk, timeout_s=0.5)
+    assert isinstance(error, PeerFailed)
+    assert "rank 1 did not arrive at meeting within 0.5 s" in str(error)
+    assert time.monotonic() - start < 5

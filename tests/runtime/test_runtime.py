@@ -1,0 +1,90 @@
+"""The lines of an emitted step, without a network."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from fxcomp.compressors import parse_compressor
+from fxcomp.runtime.runtime import OnHost, Runtime
+from fxcomp.runtime.transport import Nowhere
+
+
+@pytest.fixture
+def rt():
+    runtime = Runtime(Nowhere())
+    yield runtime
+    runtime.close()
+
+
+def test_packing_flattens_scales_and_keeps_its_buffer(rt: Runtime):
+    gradients = (torch.arange(4.0).view(2, 2), torch.tensor([10.0]))
+    first = rt.pack("pack_0", ("a", "b"), gradients, 0.5)
+    assert first.tolist() == [0.0, 0.5, 1.0, 1.5, 5.0]
+    second = rt.pack("pack_0", ("a", "b"), gradients, 1.0)
+    assert second.data_ptr() == first.data_ptr()
+    assert second.tolist() == [0.0, 1.0, 2.0, 3.0, 10.0]
+
+
+def test_packing_takes_gradients_in_any_memory_order(rt: Runtime):
+    gradient = torch.arange(6.0).view(2, 3).t()
+    assert rt.pack("p", ("a",), (gradient,), 1.0).tolist() == gradient.flatten().tolist()
+
+
+def test_padding_fills_with_zeros(rt: Runtime):
+    assert rt.pad("pad_0", torch.ones(5), 4).tolist() == [1.0] * 5 + [0.0] * 3
+    assert rt.pad("pad_1", torch.ones(4), 4).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["int8", "sign", "topk(0.25)", "bf16"])
+def test_compressing_on_the_pool_gives_what_compressing_here_gives(rt: Runtime, name: str):
+    compressor = parse_compressor(name)
+    value = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    residuals = [torch.zeros(40) if compressor.needs_error_feedback else None for _ in range(2)]
+    here = rt.compress("here", compressor, value, residuals[0], (30, 10))
+    there = rt.compress("there", compressor, rt.d2h(value), residuals[1], (30, 10))
+    assert isinstance(there, OnHost)
+    assert torch.equal(rt.h2d(there), here)
+    if compressor.needs_error_feedback:
+        assert torch.equal(residuals[0], residuals[1])
+    ranks = 1
+    means = [rt.decompress(f"mean_{k}", compressor, p, ranks, (30, 10)) for k, p in enumerate((here, there))]
+    assert torch.equal(means[0], rt.h2d(means[1]))
+
+
+def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
+    seen: list[tuple[int, str]] = []
+    futures = [rt._submit(lambda k=k: seen.append((k, threading.current_thread().name))) for k in range(50)]
+    for future in futures:
+        future.result()
+    assert [k for k, _ in seen] == list(range(50))
+    assert len({name for _, name in seen}) == 1
+
+
+def test_an_error_on_the_pool_is_raised_where_its_result_is_taken(rt: Runtime):
+    int8 = parse_compressor("int8")
+    payload = rt.compress("payload", int8, rt.d2h(torch.zeros(3)), None, (4,))
+    with pytest.raises(AssertionError, match="the bucket must have 4 elements, not 3"):
+        rt.h2d(payload)
+
+
+def test_bytes_are_counted_by_kind_and_level_and_then_forgotten(rt: Runtime):
+    for name in ("a", "b"):
+        rt.wait(rt.launch(name, "all_reduce", torch.zeros(10), 1, "world"))
+    gathered = rt.wait(rt.launch("c", "all_gather", torch.ones(2, dtype=torch.uint8), 3, "inter"))
+    assert gathered.tolist() == [1] * 6
+    counters = rt.take_counters()
+    assert counters.payload_bytes == {("all_reduce", "world"): 80, ("all_gather", "inter"): 2}
+    assert counters.waited_s >= 0
+    assert rt.take_counters().payload_bytes == {}
+
+
+def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
+    seen: dict[str, float] = {}
+    rt.on_gradient = lambda name, gradient: seen.update({name: float(gradient.sum())})
+    rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(3)), 0.5)
+    rt.pack("buffers", (), (torch.ones(7),), 1.0)
+    rt.see(("c",), (torch.ones(4),))
+    assert seen == {"a": 2.0, "b": 3.0, "c": 4.0}
