@@ -63,7 +63,7 @@ def all_frozen() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        (on_two_devices, errors.MixedDevices, r"lies on 2 devices: '0.weight' on cpu, '2.weight' on meta.*model.to\(device\)"),
+        (on_two_devices, errors.MixedDevices, r"on 2 devices: '0.weight' on cpu, '2.weight' on meta.*model.to\(device\)"),
         (lambda: hooked("register_hook"), errors.UnsupportedParameter, "'0.weight' has a gradient hook.*Remove it"),
         (
             lambda: hooked("register_post_accumulate_grad_hook"),
@@ -148,8 +148,8 @@ def step_hooked(kind: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("optimizer", "error", "text"),
     [
-        (of_another_model, errors.ForeignParameter, r"number 4 of parameter group 0, shape \(3, 2\).*Build the optimizer from"),
-        (rmsprop, errors.UnsupportedOptimizer, "RMSprop is not an optimizer that fxcomp captures.*SGD, Adam, AdamW.*backend="),
+        (of_another_model, errors.ForeignParameter, r"number 4 of parameter group 0, shape \(3, 2\).*Build the"),
+        (rmsprop, errors.UnsupportedOptimizer, "RMSprop is not an optimizer that fxcomp.*SGD, Adam, AdamW.*backend="),
         (own_class, errors.UnsupportedOptimizer, "MySGD is not an optimizer that fxcomp captures"),
         (step_hooked("pre"), errors.UnsupportedOptimizer, "has step pre hooks.*Remove them"),
         (step_hooked("post"), errors.UnsupportedOptimizer, "has step post hooks.*Remove them"),
@@ -183,7 +183,9 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], text: str)
 
 def test_a_cluster_of_several_ranks_needs_a_process_group():
     cluster = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(25.0, 1.0))
-    with pytest.raises(errors.NoProcessGroup, match=r"(?s)has 4 ranks, but torch.distributed is not.*init_process_group"):
+    with pytest.raises(
+        errors.NoProcessGroup, match=r"(?s)has 4 ranks, but torch.distributed is not.*init_process_group"
+    ):
         compile_alone(mlp(), cluster=cluster)
 
 
@@ -204,9 +206,14 @@ def test_a_parameter_without_gradient_is_named_and_skipped_as_eager_skips_it(opt
     torch.manual_seed(0)
     model = Unused()
     before = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"does not depend on 'spare\.(weight|bias)'.*skipped, as eager PyTorch") as caught:
+    with pytest.warns(
+        UserWarning, match=r"does not depend on 'spare\.(weight|bias)'.*skipped, as eager PyTorch"
+    ) as caught:
         step = compile_alone(model, optimizer=optimizer)
-    assert {name for name in ("weight", "bias") for w in caught if f"'spare.{name}'" in str(w.message)} == {"weight", "bias"}
+    assert {name for name in ("weight", "bias") for w in caught if f"'spare.{name}'" in str(w.message)} == {
+        "weight",
+        "bias",
+    }
     step(BATCH)
     assert torch.equal(model.spare.weight, before.spare.weight)
     assert not torch.equal(model.used.weight, before.used.weight)
@@ -234,7 +241,9 @@ class Checkpointed(nn.Module):
 
 
 def test_checkpointing_with_dropout_is_refused():
-    with pytest.raises(errors.RandomRecomputation, match="(?s)activation checkpointing around dropout.*set their dropout to 0"):
+    with pytest.raises(
+        errors.RandomRecomputation, match=r"(?s)activation checkpointing around dropout.*set their dropout to 0"
+    ):
         compile_alone(Checkpointed(0.5))
 
 
@@ -254,7 +263,10 @@ def test_a_value_or_size_that_the_data_tells_stays_live(loss: Any):
 
 
 def assert_eager(
-    model: nn.Module, change: Callable[[nn.Module, torch.optim.Optimizer], None], loss: Any = cross_entropy, **options: Any
+    model: nn.Module,
+    change: Callable[[nn.Module, torch.optim.Optimizer], None],
+    loss: Any = cross_entropy,
+    **options: Any,
 ) -> CompiledStep:
     """Six steps with a change before the fourth, compiled and eager, give the same bits."""
     reference = copy.deepcopy(model)
@@ -331,7 +343,10 @@ def add_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # no
     ("change", "text"),
     [
         (freeze, "requires_grad of '0.bias' changed from True to False.*Call compile_step again"),
-        (replace_parameter, r"'0.weight' is another object than when the step was compiled.*Change parameters in place"),
+        (
+            replace_parameter,
+            r"'0.weight' is another object than when the step was compiled.*Change parameters in place",
+        ),
         (add_group, "has other parameters than when the step was compiled.*after add_param_group"),
     ],
 )
@@ -372,7 +387,9 @@ class SetsUp(Counting):
 
 
 def test_a_model_that_counts_its_calls_is_refused():
-    with pytest.raises(errors.StepChanged, match=r"changes the model: model.calls changed from 1 to 2.*does not run that"):
+    with pytest.raises(
+        errors.StepChanged, match=r"changes the model: model.calls changed from 1 to 2.*does not run that"
+    ):
         compile_alone(Counting())
 
 
@@ -383,7 +400,9 @@ def test_a_model_that_sets_itself_up_at_its_first_call_is_followed():
 
 def test_a_pass_that_is_not_there_is_answered_with_those_that_are():
     step = compile_alone(mlp())
-    with pytest.raises(FxcompError, match="there is no pass 'inline'; the passes are canonicalize_sync, .*order_for_overlap"):
+    with pytest.raises(
+        FxcompError, match=r"there is no pass 'inline'; the passes are canonicalize_sync, .*order_for_overlap"
+    ):
         step.graph(after="inline")
 
 
@@ -396,7 +415,9 @@ def test_a_wrong_gradient_is_found_before_anything_is_updated():
     step(BATCH)
     before = [p.detach().clone() for p in model.parameters()]
     rerun_with(step, lambda gm: scale_gradient(gm, "2.weight", 1.01))
-    with pytest.raises(errors.VerificationFailed, match=r"(?s)step 1: the gradient of '2.weight' differs from eager by up to") as e:
+    with pytest.raises(
+        errors.VerificationFailed, match=r"(?s)step 1: the gradient of '2.weight' differs from eager by up to"
+    ) as e:
         step(BATCH)
     assert "Nothing has been updated" in str(e.value)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -502,24 +523,48 @@ def works(_: Path) -> None:
 
 
 SCENARIOS: dict[Scenario, tuple[str, str]] = {
-    models_of_other_width: ("ModelsDiffer ModelsDiffer", r"rank 1 and rank 0 bring different steps: the shape of '0.(bias|weight)' is .*31"),
-    models_of_other_depth: ("ModelsDiffer ModelsDiffer", r"'1.(bias|weight)'.*on rank 1 and 'missing' on rank 0.*Build the same model"),
-    models_frozen_elsewhere: ("ModelsDiffer ModelsDiffer", r"a gradient of '0.bias' is 'missing' on rank 1|requires_grad of '0.bias' is False"),
-    other_learning_rates: ("ModelsDiffer ModelsDiffer", "lr of parameter group 0 is 0.2 on rank 1 and 0.1 on rank 0"),
+    models_of_other_width: (
+        "ModelsDiffer ModelsDiffer",
+        r"rank 1 and rank 0 bring different steps: the shape of '0.(bias|weight)' is .*31",
+    ),
+    models_of_other_depth: (
+        "ModelsDiffer ModelsDiffer",
+        r"'1.(bias|weight)'.*on rank 1 and 'missing' on rank 0.*Build the same model",
+    ),
+    models_frozen_elsewhere: (
+        "ModelsDiffer ModelsDiffer",
+        r"a gradient of '0.bias' is 'missing' on rank 1|requires_grad of '0.bias' is False",
+    ),
+    other_learning_rates: (
+        "ModelsDiffer ModelsDiffer",
+        "lr of parameter group 0 is 0.2 on rank 1 and 0.1 on rank 0",
+    ),
     other_optimizers: ("ModelsDiffer ModelsDiffer", "different steps"),
     other_clipping: ("ModelsDiffer ModelsDiffer", "max_grad_norm is 1.0 on rank 1 and None on rank 0"),
-    capture_fails_on_one: ("PeerFailed CaptureFailed", r"rank 1 failed in capturing the step: CaptureFailed.*KeyError|KeyError: 'labels'"),
-    plan_for_another_model: ("BadPlan BadPlan", r"for another model: it plans 'head.weight', which has no gradient here.*Leave plan= out"),
+    capture_fails_on_one: (
+        "PeerFailed CaptureFailed",
+        r"rank 1 failed in capturing the step: CaptureFailed.*KeyError|KeyError: 'labels'",
+    ),
+    plan_for_another_model: (
+        "BadPlan BadPlan",
+        r"for another model: it plans 'head.weight', which has no gradient here.*Leave plan= out",
+    ),
     plan_missing: ("BadPlan PeerFailed", r"cannot read the plan nowhere/plan.json: No such file"),
     plan_corrupt: ("BadPlan PeerFailed", r"cannot read the plan .*plan_0.json: "),
-    plan_misspelt: ("BadPlan PeerFailed", r"'topkk\(0.01\)' is neither the path of a saved plan nor a compressor"),
+    plan_misspelt: (
+        "BadPlan PeerFailed",
+        r"'topkk\(0.01\)' is neither the path of a saved plan nor a compressor",
+    ),
     cluster_of_another_size: ("BadCluster BadCluster", "the cluster 3x1 has 3 ranks, the process group has 2"),
     wrong_on_all: ("VerificationFailed VerificationFailed", "step 0: the gradient of '0.bias' differs from eager"),
-    wrong_on_one: ("VerificationFailed VerificationFailed", "the gradient of '0.bias' differs|another rank found a difference"),
+    wrong_on_one: (
+        "VerificationFailed VerificationFailed",
+        "the gradient of '0.bias' differs|another rank found a difference",
+    ),
     state_of_another_rank: ("BadState BadState", "the state of rank [01], this is rank [01]"),
     state_of_another_model: ("BadState BadState", "the saved residuals have nothing for"),
     works: ("none none", ""),
-}  # fmt: skip
+}
 
 
 def outcomes_of(folder: Path) -> dict[str, tuple[str, str]]:
