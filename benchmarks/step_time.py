@@ -23,10 +23,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from baselines import BASELINES, FREE, FXCOMP, Contestant, make_contestant, missing_fxcomp
+from baselines import BASELINES, FREE, FXCOMP, Contestant, make_contestant
 
 from fxcomp.cluster import parse_gb_per_s
 from fxcomp.errors import FxcompError
@@ -79,9 +79,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
     rank = dist.get_rank()
     say_note = Reporter(rank)
     names = arguments.names
-    if (missing := missing_fxcomp()) is not None:
-        say_note(f"{missing}: fxcomp's own contestants are left out")
-        names = [name for name in names if name not in FXCOMP]
 
     def make(name: str, plan: object = None) -> Contestant:
         say_note(f"preparing {name}")
@@ -247,8 +244,17 @@ def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[
             "wire_bytes": round(turn.wire_bytes),
             "aa_spread": spread,
         }
-        for turn in turns
+        for turn in with_one_free(turns)
     ]
+
+
+def with_one_free(turns: Sequence[Turns]) -> list[Turns]:
+    """`free` is the faster of the steps without a network, under that one name."""
+    free = [turn for turn in turns if turn.name in FREE]
+    if not free:
+        return list(turns)
+    fastest = min(free, key=lambda turn: turn.median_ms)
+    return [*(turn for turn in turns if turn.name not in FREE), replace(fastest, name=FREE[0])]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:

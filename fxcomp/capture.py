@@ -565,6 +565,6 @@ class _Builder:
 
     def finish(self) -> GraphModule:
         self.graph.eliminate_dead_code(lambda node: compat.has_effect(node))
-        module = GraphModule(self.root, self.graph, class_name="TrainingStep")
+        module = compat.graph_module(self.root, self.graph, "TrainingStep")
         module.graph.lint()
         return module

@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -90,6 +91,11 @@ def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
         return Interpreter(traced).run(*flat)
 
     return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*inputs)
+
+
+def graph_module(root: GraphModule, graph: Graph, name: str) -> GraphModule:
+    """A module of a graph that writes its Python code only when somebody asks for it: most are only passed on."""
+    return _LazyGraphModule(root, graph, class_name=name)
 
 
 def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
@@ -185,8 +191,16 @@ def inside_ddp() -> bool:
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
-real_tensors = unset_fake_temporarily
-"""Create tensors that hold numbers, although a compiler around us works on fake ones."""
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute and communicate as if no compiler around us worked on fake tensors.
+
+    Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread may
+    want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
+    """
+    with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+        yield
+
 
 is_subclass = is_traceable_wrapper_subclass
 """Whether a tensor wraps others, as a DTensor does."""

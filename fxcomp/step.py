@@ -109,6 +109,7 @@ class CompiledStep:
         verify_every: int = 0,
         dense_ms: float | None = None,
         dense_plan: Plan | None = None,
+        predicted_free_ms: float | None = None,
         report: Callable[[CompiledStep], str] | None = None,
     ):
         self.plan = plan
@@ -126,6 +127,8 @@ class CompiledStep:
         self._verify_every = verify_every
         self._dense_ms, self._dense_plan = dense_ms, dense_plan
         self._report = report
+        self.predicted_free_ms = predicted_free_ms
+        """The predicted step if communication took no time, in ms; None if nothing was measured."""
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """What this rank put into collectives in the last step, by kind and level."""
         self._fresh_state = training.fresh_state

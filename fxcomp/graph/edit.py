@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxcomp import compat
 from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
 from fxcomp.graph.ops import COLLECTIVES, PACK, WAIT
 
@@ -20,7 +21,7 @@ def clone(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta)
-    return GraphModule(gm, graph, class_name=type(gm).__name__)
+    return compat.graph_module(gm, graph, type(gm).__name__)
 
 
 def call(graph: Graph, target: Any, args: tuple[Any, ...], label: NodeInfo, *, name: str | None = None) -> Node:

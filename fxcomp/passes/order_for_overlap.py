@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.graph.info import Role, info
 from fxcomp.strategy import Plan
 
@@ -97,6 +98,6 @@ def _reordered(gm: GraphModule, order: list[Node]) -> GraphModule:
     for node in order:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta)
-    result = GraphModule(gm, graph, class_name=type(gm).__name__)
+    result = compat.graph_module(gm, graph, type(gm).__name__)
     result.graph.lint()
     return result

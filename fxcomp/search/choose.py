@@ -96,7 +96,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode) -
     search = _Search(workload, costs, cluster, mode)
     dense, dense_us = search.best_dense()
     fastest, fastest_us = search.best(dense)
-    leaves_dense = dense_us - fastest_us > costs.error * dense_us
+    leaves_dense = _leaves_dense(dense_us, fastest_us, costs)
     parts, step_us = (fastest, fastest_us) if leaves_dense else (dense, dense_us)
     return Choice(
         plan=search.plan(parts),
@@ -111,6 +111,10 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode) -
         alternatives=search.alternatives(parts),
         evaluations=len(search.known),
     )
+
+
+def _leaves_dense(dense_us: float, fastest_us: float, costs: CostTable) -> bool:
+    return dense_us - fastest_us > costs.error * dense_us
 
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
@@ -139,12 +143,14 @@ def flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode
 
     def is_dense(gbit: float) -> bool:
         inter = Link(cluster.inter.alpha_us, gbit / 8)
-        return choose_plan(workload, costs, replace(cluster, inter=inter), mode).is_dense
+        search = _Search(workload, costs, replace(cluster, inter=inter), mode)
+        dense, dense_us = search.best_dense()
+        return not _leaves_dense(dense_us, search.best(dense)[1], costs)
 
     low, high = 1e-3, 1e3
     if is_dense(low) or not is_dense(high):
         return None
-    while high / low > 1.05:
+    while high / low > 1.1:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_dense(middle) else (middle, high)
     return math.sqrt(low * high)
