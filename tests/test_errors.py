@@ -63,7 +63,7 @@ def all_frozen() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        (on_two_devices, errors.MixedDevices, r"on 2 devices: '0.weight' on cpu, '2.weight' on meta.*model.to\(device\)"),
+        (on_two_devices, errors.MixedDevices, r"2 devices: '0.weight' on cpu, '2.weight' on meta.*model.to\(device\)"),
         (lambda: hooked("register_hook"), errors.UnsupportedParameter, "'0.weight' has a gradient hook.*Remove it"),
         (
             lambda: hooked("register_post_accumulate_grad_hook"),
