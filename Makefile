@@ -12,7 +12,7 @@ test: .venv/installed          ## install, then run the tests
 lint: .venv/installed          ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: .venv/installed
 	$(BIN)/ruff format .

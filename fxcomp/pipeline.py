@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from fxcomp.calibrate import (
     measure_step,
 )
 from fxcomp.capture import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
-from fxcomp.cluster import Cluster
+from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
 from fxcomp.compressors import parse_compressor
@@ -194,6 +195,7 @@ def compile_step(
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
         dense_plan=decided.choice.dense if decided.choice else None,
+        predicted_free_ms=decided.workload.free_us / 1e3,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
             choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes),
@@ -369,7 +371,9 @@ def _measured_on_job(
     device = training.owned[0].parameter.device
     step = CompiledStep(training, plan, no_rebuild, Runtime(transport), Residuals((), device))
     leaves = pytree.tree_leaves(batch)
-    alone, dense = measure_step(step, variant, [Nowhere(), transport], leaves, MEASURED_STEPS)
+    wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
+    repeats = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
+    alone, dense = measure_step(step, variant, [Nowhere(), transport], leaves, repeats)
     compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
     sent_mb = wire_bytes(CollectiveKind.ALL_REDUCE, cluster.world_size, workload.dense_bytes) / 1e6
     interference = interference_us_per_mb(alone, dense, sent_mb)
@@ -379,8 +383,9 @@ def _measured_on_job(
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
 
 
-MEASURED_STEPS = 3
-"""So many dense steps with the network and without are timed, in turns, behind one of each that does not count."""
+MEASURED_STEPS = ((2e6, 3), (6e6, 2), (math.inf, 1))
+"""How many dense steps are timed with the network and without, in turns, by what their wire takes at most, in µs: the same
+number on every rank. One of each goes before them and does not count."""
 
 SMALLEST_ERROR = 0.03
 """A prediction is never trusted further than this (assumed: timings of the same thing differ by as much)."""

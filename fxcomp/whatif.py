@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
+from fxcomp import compat
 from fxcomp.calibrate import StepMeasurement, apportion, machine_costs, measure_step
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster
@@ -100,6 +101,8 @@ def what_if(
     device = training.owned[0].parameter.device
     tell("measuring what compression costs on this machine")
     costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+    has_spare = device.type != "cpu" or compat.processors() > torch.get_num_threads()
+    costs = replace(costs, has_spare_host=has_spare)
     tell("measuring the step on this machine")
     costs, workload = measured_here(training, captured, job.batch, costs, cluster)
     if step_ms is not None:
