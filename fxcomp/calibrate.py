@@ -117,7 +117,9 @@ def _slowest(transport: Transport, seconds: float, device: torch.device) -> floa
 # The step
 
 
-def measure_step(step: CompiledStep, variant: Variant, transports: Sequence[Transport], leaves: Sequence[Any], repeats: int) -> list[StepMeasurement]:
+def measure_step(
+    step: CompiledStep, variant: Variant, transports: Sequence[Transport], leaves: Sequence[Any], repeats: int
+) -> list[StepMeasurement]:
     """Run an emitted step on copies of everything it changes, and time its regions, over each transport in turns.
 
     Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before afterwards. In turns,
@@ -173,7 +175,9 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _timed(name: str, run: Callable[..., Any], times: Callable[[], dict[str, list[float]]], device: torch.device) -> Callable[..., Any]:
+def _timed(
+    name: str, run: Callable[..., Any], times: Callable[[], dict[str, list[float]]], device: torch.device
+) -> Callable[..., Any]:
     def measured(*inputs: Any) -> Any:
         compat.synchronize(device)
         start = time.perf_counter()

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxcomp import compat, errors
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
@@ -118,7 +116,9 @@ def _check_devices(model: nn.Module) -> None:
         devices.setdefault(str(tensor.device), name)
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise errors.MixedDevices(f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device).")
+        raise errors.MixedDevices(
+            f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
+        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -376,7 +376,9 @@ def state_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tup
     return tuple(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
 
 
-def fresh_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
+def fresh_optimizer(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
+) -> torch.optim.Optimizer:
     """An optimizer of the same class and options over one parameter."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {key: value for key, value in group.items() if key in accepted and key != "params"}
@@ -407,9 +409,7 @@ def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) 
     return frozenset(fresh)
 
 
-def _trace_update(
-    optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], fakes: _Fakes
-) -> GraphModule:
+def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], fakes: _Fakes) -> GraphModule:
     """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers."""
     group = optimizer.param_groups[owner.group]
     numbers = live_numbers(group)
@@ -464,18 +464,26 @@ def _assemble(
     builder = _Builder(body)
     owners = {owner.name: owner for owner in owned}
 
-    parameters = {name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in fakes.parameters}
+    parameters = {
+        name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in fakes.parameters
+    }
     buffers = [builder.input(name, fake, Source(InputKind.BUFFER, name)) for name, _, fake in fakes.buffers]
     states: dict[str, list[Node]] = {}
     for name in layout.gradient_names:
         owner = owners[name]
         states[name] = [
-            builder.input(f"{name}_{key}", fakes.of(optimizer.state[owner.parameter][key]), Source(InputKind.STATE, name, key))
+            builder.input(
+                f"{name}_{key}", fakes.of(optimizer.state[owner.parameter][key]), Source(InputKind.STATE, name, key)
+            )
             for key in state_keys(optimizer, owner.parameter)
         ]
     numbers = {
         index: [
-            builder.input(f"{key}_{index}" if len(optimizer.param_groups) > 1 else key, number, Source(InputKind.HYPER, key=key, index=index))
+            builder.input(
+                f"{key}_{index}" if len(optimizer.param_groups) > 1 else key,
+                number,
+                Source(InputKind.HYPER, key=key, index=index),
+            )
             for key, number in live_numbers(group).items()
         ]
         for index, group in enumerate(optimizer.param_groups)
@@ -526,7 +534,9 @@ class _Builder:
         node.meta["val"] = value
         return set_info(node, NodeInfo(Role.INPUT, parameter=source.name or None, source=source))
 
-    def splice(self, piece: GraphModule, inputs: Sequence[Node], role: Role, *, parameter: str | None = None) -> list[Node]:
+    def splice(
+        self, piece: GraphModule, inputs: Sequence[Node], role: Role, *, parameter: str | None = None
+    ) -> list[Node]:
         """Copy a piece's nodes behind what is there; returns what its output names."""
         supplied = iter(inputs)
         copies: dict[Node, Node] = {}

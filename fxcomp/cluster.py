@@ -96,7 +96,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
-            raise BadCluster(f"a cluster needs at least 1 host and 1 rank a host, not {self.hosts}x{self.ranks_per_host}")
+            raise BadCluster(
+                f"a cluster needs at least 1 host and 1 rank a host, not {self.hosts}x{self.ranks_per_host}"
+            )
         if not self.placement:
             filled = tuple(rank // self.ranks_per_host for rank in range(self.world_size))
             object.__setattr__(self, "placement", filled)

@@ -1,6 +1,6 @@
 """The compiler's table of contents: from the user's model, loss and optimizer to a compiled step.
 
-    capture ─► analyze ─► workload ─► choose ─► plan ─► rewrite ─► emit ─► load ─► CompiledStep
+capture ─► analyze ─► workload ─► choose ─► plan ─► rewrite ─► emit ─► load ─► CompiledStep
 """
 
 from __future__ import annotations
@@ -118,7 +118,11 @@ class PassRunner:
         self.history: dict[str, GraphModule] = {}
 
     def __call__(
-        self, pass_: Callable[Concatenate[GraphModule, P], GraphModule], gm: GraphModule, *args: P.args, **kwargs: P.kwargs
+        self,
+        pass_: Callable[Concatenate[GraphModule, P], GraphModule],
+        gm: GraphModule,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> GraphModule:
         result = pass_(clone(gm), *args, **kwargs)
         result.graph.lint()
@@ -357,7 +361,13 @@ def given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cl
 
 
 def _measured_on_job(
-    captured: Captured, training: Training, batch: Any, costs: CostTable, cluster: Cluster, ranks: Ranks, transport: Transport
+    captured: Captured,
+    training: Training,
+    batch: Any,
+    costs: CostTable,
+    cluster: Cluster,
+    ranks: Ranks,
+    transport: Transport,
 ) -> tuple[CostTable, StepMeasurement]:
     """Add what this job's regions cost, from its own dense step with all ranks running, and how far prediction was off."""
     workload = analyze(captured.graph, costs, cluster)

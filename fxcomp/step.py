@@ -74,7 +74,13 @@ class Variant:
 
     @classmethod
     def of(
-        cls, captured: Captured, graph: GraphModule, history: Mapping[str, GraphModule], module: ModuleType, source: str, timeline: Timeline
+        cls,
+        captured: Captured,
+        graph: GraphModule,
+        history: Mapping[str, GraphModule],
+        module: ModuleType,
+        source: str,
+        timeline: Timeline,
     ) -> Variant:
         sources = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
         return cls(captured, graph, history, module, source, timeline, sources)
@@ -167,10 +173,23 @@ class CompiledStep:
         numbers = self._live_numbers()
         for source in variant.inputs:
             lists[source.kind].append(self._value(source, leaves, buffers, numbers))
-        order = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.STATE, InputKind.HYPER, InputKind.RESIDUAL, InputKind.BATCH)
+        order = (
+            InputKind.PARAMETER,
+            InputKind.BUFFER,
+            InputKind.STATE,
+            InputKind.HYPER,
+            InputKind.RESIDUAL,
+            InputKind.BATCH,
+        )
         return tuple(lists[kind] for kind in order)
 
-    def _value(self, source: Source, leaves: Sequence[Any], buffers: Mapping[str, Tensor], numbers: Sequence[Mapping[str, float]]) -> Any:
+    def _value(
+        self,
+        source: Source,
+        leaves: Sequence[Any],
+        buffers: Mapping[str, Tensor],
+        numbers: Sequence[Mapping[str, float]],
+    ) -> Any:
         match source.kind:
             case InputKind.PARAMETER:
                 return self._parameters[source.name]
@@ -219,7 +238,9 @@ class CompiledStep:
         self.variant = found
         return found
 
-    def _capture(self, batch: Any, kind: BatchType, leaves: Sequence[Any], around: Any, key: tuple[Any, ...]) -> Variant:
+    def _capture(
+        self, batch: Any, kind: BatchType, leaves: Sequence[Any], around: Any, key: tuple[Any, ...]
+    ) -> Variant:
         """Capture for what was not seen yet, here alone: other ranks may have other shapes."""
         family = (kind.like(), around)
         symbolic = self._symbolic.get(family)
@@ -263,7 +284,9 @@ class CompiledStep:
             if not wrong and not _close(gradient, expected[name]):
                 difference = (gradient - expected[name]).abs().max().item()
                 largest = expected[name].abs().max().item()
-                wrong.append(f"the gradient of {name!r} differs from eager by up to {difference:.3g}, where it reaches {largest:.3g}")
+                wrong.append(
+                    f"the gradient of {name!r} differs from eager by up to {difference:.3g}, where it reaches {largest:.3g}"
+                )
 
         def on_update(value: Tensor) -> None:
             if not _close(value, loss):
@@ -289,7 +312,11 @@ class CompiledStep:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(saved[name])
-        zero = {name: torch.zeros_like(self._parameters[name]) for name, g in zip(names, gradients, strict=True) if g is None}
+        zero = {
+            name: torch.zeros_like(self._parameters[name])
+            for name, g in zip(names, gradients, strict=True)
+            if g is None
+        }
         return loss.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None} | zero
 
     def _agree_verified(self, wrong: Sequence[str]) -> None:

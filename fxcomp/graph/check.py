@@ -35,7 +35,9 @@ def _unawaited(gm: GraphModule) -> list[Violation]:
         waits = [user for user in node.users if user.target is WAIT]
         if len(waits) != 1:
             found.append(Violation(node.name, f"awaited {len(waits)} times"))
-        found += [Violation(user.name, f"uses %{node.name} before it is awaited") for user in node.users if user not in waits]
+        found += [
+            Violation(user.name, f"uses %{node.name} before it is awaited") for user in node.users if user not in waits
+        ]
     return found
 
 

@@ -1,6 +1,6 @@
 """Print a graph as stable text: the same on every machine, made to be read and compared.
 
-    %mm           gradient    f32[4,2]  1.2 us   aten.mm(%a, %x)                fc.weight
+%mm           gradient    f32[4,2]  1.2 us   aten.mm(%a, %x)                fc.weight
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def dump(gm: GraphModule, *, costs: bool = True) -> str:
     """One line a node: name, role, type, cost, call, and the parameter that it belongs to. Violations stand below."""
     rows = [_row(node, costs) for node in gm.graph.nodes if node.op != "output"]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows
+    ]
     lines.append(f"output({_argument(gm.graph.output_node().args[0], bare=True)})")
     return "\n".join([*lines, *(f"! {violation}" for violation in check(gm))])
 

@@ -34,7 +34,9 @@ def operator_text(target: Any) -> str:
         return getattr(target, "__name__", str(target))
     namespace, _, name = target._schema.name.partition("::")
     overload = f".{target._overloadname}" if target._overloadname not in ("", "default") else ""
-    return f"{namespace}.{name}{overload}" if namespace == "aten" else name.removesuffix("_tensor").removesuffix("_into")
+    return (
+        f"{namespace}.{name}{overload}" if namespace == "aten" else name.removesuffix("_tensor").removesuffix("_into")
+    )
 
 
 def work_key(node: Node) -> str:

@@ -1,12 +1,12 @@
 """Say on which stream each node runs.
 
-    %p   pack        f32[12]
-    %c   compress    …
-    %r   collective  u8[40]    all_gather(%y, 2, world)
- -->
-    %p   pack        f32[12]                              compute
-    %c   compress    …                                    compute     (cpu between copies to the host and back)
-    %r   collective  u8[40]    all_gather(%y, 2, world)   inter       (intra, if all ranks sit on one host)
+   %p   pack        f32[12]
+   %c   compress    …
+   %r   collective  u8[40]    all_gather(%y, 2, world)
+-->
+   %p   pack        f32[12]                              compute
+   %c   compress    …                                    compute     (cpu between copies to the host and back)
+   %r   collective  u8[40]    all_gather(%y, 2, world)   inter       (intra, if all ranks sit on one host)
 """
 
 from __future__ import annotations

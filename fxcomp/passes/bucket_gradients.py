@@ -1,16 +1,16 @@
 """Send the gradients of a bucket as one.
 
-    %r0  collective  f32[4,2]  all_reduce(%g0, avg, world)     fc.weight
-    %w0  wait        f32[4,2]  wait_tensor(%r0)                fc.weight
-    %r1  collective  f32[4]    all_reduce(%g1, avg, world)     fc.bias
-    %w1  wait        f32[4]    wait_tensor(%r1)                fc.bias
- -->
-    %p   pack        f32[12]   pack([%g0, %g1], 1.0)
-    %r   collective  f32[12]   all_reduce(%p, avg, world)
-    %w   wait        f32[12]   wait_tensor(%r)
-    %s   unpack      …         aten.split_with_sizes(%w, [8, 4])
-    %u0  unpack      f32[4,2]  aten.view(%s[0], [4, 2])        fc.weight
-    %u1  unpack      f32[4]    aten.view(%s[1], [4])           fc.bias
+   %r0  collective  f32[4,2]  all_reduce(%g0, avg, world)     fc.weight
+   %w0  wait        f32[4,2]  wait_tensor(%r0)                fc.weight
+   %r1  collective  f32[4]    all_reduce(%g1, avg, world)     fc.bias
+   %w1  wait        f32[4]    wait_tensor(%r1)                fc.bias
+-->
+   %p   pack        f32[12]   pack([%g0, %g1], 1.0)
+   %r   collective  f32[12]   all_reduce(%p, avg, world)
+   %w   wait        f32[12]   wait_tensor(%r)
+   %s   unpack      …         aten.split_with_sizes(%w, [8, 4])
+   %u0  unpack      f32[4,2]  aten.view(%s[0], [4, 2])        fc.weight
+   %u1  unpack      f32[4]    aten.view(%s[1], [4])           fc.bias
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def _check_plan(gm: GraphModule, plan: Plan) -> None:
         parts = [
             f"it plans {unknown[0]!r}, which has no gradient here ({len(unknown)} such)" if unknown else "",
             f"it does not plan {missing[0]!r} ({len(missing)} such)" if missing else "",
-            f"it plans {planned[resized[0]]:,} elements for {resized[0]!r}, which has {sizes[resized[0]]:,}" if resized else "",
+            f"it plans {planned[resized[0]]:,} elements for {resized[0]!r}, which has {sizes[resized[0]]:,}"
+            if resized
+            else "",
         ]
         raise BadPlan(
             "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"

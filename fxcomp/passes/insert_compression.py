@@ -65,9 +65,13 @@ def _compress(
         payload = call(graph, operator.getitem, (compressed, 0), before, name=f"payload_{number}")
         label = NodeInfo(Role.COLLECTIVE, bucket=number, stage=stage)
         if compressor.is_linear:
-            sent = call(graph, ALL_REDUCE, (payload, "sum", level), label, name=f"all_reduce_{number}_{compressor.name}")
+            sent = call(
+                graph, ALL_REDUCE, (payload, "sum", level), label, name=f"all_reduce_{number}_{compressor.name}"
+            )
         else:
-            sent = call(graph, ALL_GATHER, (payload, ranks, level), label, name=f"all_gather_{number}_{compressor.name}")
+            sent = call(
+                graph, ALL_GATHER, (payload, ranks, level), label, name=f"all_gather_{number}_{compressor.name}"
+            )
     with graph.inserting_before(done):
         label = NodeInfo(Role.WAIT, bucket=number, stage=stage + 1)
         payloads = call(graph, WAIT, (sent,), label, name=f"payloads_{number}")

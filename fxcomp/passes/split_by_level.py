@@ -46,7 +46,9 @@ def _split(gm: GraphModule, number: int, pack: Node, ranks: int) -> None:
     elements = pack.meta["val"].numel()
 
     def wait(collective: Node, stage: int) -> Node:
-        return call(graph, WAIT, (collective,), NodeInfo(Role.WAIT, bucket=number, stage=stage), name=f"wait_{number}_{stage}")
+        return call(
+            graph, WAIT, (collective,), NodeInfo(Role.WAIT, bucket=number, stage=stage), name=f"wait_{number}_{stage}"
+        )
 
     with graph.inserting_before(flat):
         padded = call(graph, PAD, (pack, ranks), NodeInfo(Role.PACK, bucket=number), name=f"pad_{number}")

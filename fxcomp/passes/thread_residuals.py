@@ -25,7 +25,9 @@ from fxcomp.strategy import Plan
 def thread_residuals(gm: GraphModule, plan: Plan) -> GraphModule:
     left_out: list[Node] = []
     for node in list(gm.graph.nodes):
-        compressor = plan.buckets[number].strategy.compressor if (number := _compressed_bucket(node)) is not None else None
+        compressor = (
+            plan.buckets[number].strategy.compressor if (number := _compressed_bucket(node)) is not None else None
+        )
         if compressor is not None and compressor.needs_error_feedback:
             left_out.append(_thread(gm, node, number or 0))
     output = gm.graph.output_node()

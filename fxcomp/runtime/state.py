@@ -85,5 +85,3 @@ class Residuals:
             raise BadState(f"the saved residuals are of another model: they also hold {extra[:1]}")
         for name, piece in self._by_name.items():
             piece.copy_(saved[name])
-
-
