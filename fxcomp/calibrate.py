@@ -1,4 +1,4 @@
-"""Measure what a plan is judged by, on the job itself: the emitted dense step with all ranks running, and the live links."""
+"""Measure what a plan is judged by, on the job itself: the emitted dense step, all ranks running, and live links."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def measure_step(
 ) -> list[StepMeasurement]:
     """Run an emitted step on copies of everything it changes, and time its regions, over each transport in turns.
 
-    Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before afterwards. In turns,
-    because machines drift: what differs between two transports is then theirs.
+    Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before
+    afterwards. In turns, because machines drift: what differs between two transports is then theirs.
     """
-    device = step.training.owned[0].parameter.device
+    device = step.training.device
     scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
-    runs = [_Run(Runtime(transport)) for transport in transports]
+    runs = [_Run(Runtime(transport, device)) for transport in transports]
     original = dict(variant.module.__dict__)
     current: list[_Run] = [runs[0]]
     replace_regions(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))

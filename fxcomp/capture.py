@@ -55,6 +55,11 @@ class Captured:
     guard: Callable[[Sequence[Tensor]], bool]
     """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies, and with it everything."""
+        return next(iter(self.graph.graph.nodes)).meta["val"].device
+
 
 # What the user hands in
 
@@ -214,8 +219,8 @@ def _trace_forward_backward(
         return [loss.detach(), *aux_tensors, *(g for g in gradients if g is not None)]
 
     inputs = ([f for _, _, f in fakes.parameters], [f for _, _, f in fakes.buffers], fakes.batch)
-    # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain operators.
-    # Other operators choose oneDNN when they run.
+    # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
+    # operators. Other operators choose oneDNN when they run.
     with fakes.mode, _as_capture_failure(), warnings.catch_warnings(), compat.without_onednn():
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         traced = compat.trace(forward_backward, inputs)
@@ -238,8 +243,8 @@ _RANDOM_IN_PLACE = {
 def _restore_random_order(body: GraphModule) -> None:
     """Fill fresh tensors with random numbers in place again, as eager does.
 
-    The functional operator makes a contiguous result; in place, numbers go in the order of memory. For a transposed tensor the
-    same draws then land elsewhere, and a dropout mask would not be eager's.
+    The functional operator makes a contiguous result; in place, numbers go in the order of memory. For a transposed
+    tensor the same draws then land elsewhere, and a dropout mask would not be eager's.
     """
     for node in body.graph.nodes:
         if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
@@ -331,14 +336,14 @@ def _check_body(body: GraphModule, model: nn.Module) -> None:
             if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False):
                 name = parameters.get(id(value), str(node.target))
                 raise errors.CaptureFailed(
-                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its present value.\n"
-                    "  Reach every parameter through the model's own attributes."
+                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its present"
+                    " value.\n  Reach every parameter through the model's own attributes."
                 )
         if seen_loss and node.op == "call_function" and compat.is_random(node.target):
             raise errors.RandomRecomputation(
                 f"the backward pass draws random numbers ({node.target}): activation checkpointing around dropout.\n"
-                "  Its recomputation would draw other numbers than the forward pass drew, and gradients would be wrong without"
-                " a sign.\n  Switch checkpointing off for blocks with dropout, or set their dropout to 0."
+                "  Its recomputation would draw other numbers than the forward pass drew, and gradients would be"
+                " wrong without a sign.\n  Switch checkpointing off for blocks with dropout, or set their dropout to 0."
             )
         seen_loss = seen_loss or node is loss
 
@@ -388,14 +393,13 @@ def fresh_optimizer(
 def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> frozenset[str]:
     """Create the optimizer's state where its first step would, all zero; returns the names that were fresh.
 
-    Runs the optimizer's own class once on a zero parameter with a zero gradient, so no knowledge of its state is needed.
+    Runs the optimizer's own class once on a zero parameter with a zero gradient: no knowledge of its state is needed.
     """
     fresh: set[str] = set()
     for owner in owned:
-        if optimizer.state.get(owner.parameter):
-            # SGD stores momentum_buffer=None where there is no momentum.
-            if any(isinstance(value, Tensor) for value in optimizer.state[owner.parameter].values()):
-                continue
+        # SGD stores momentum_buffer=None where there is no momentum.
+        if any(isinstance(value, Tensor) for value in optimizer.state.get(owner.parameter, {}).values()):
+            continue
         stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
         stand_in.grad = torch.zeros_like(stand_in)
         shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)

@@ -195,8 +195,8 @@ def inside_ddp() -> bool:
 def real_tensors() -> Iterator[None]:
     """Compute and communicate as if no compiler around us worked on fake tensors.
 
-    Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread may
-    want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
+    Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread
+    may want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
     """
     with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
         yield
@@ -253,7 +253,9 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any]) -> Callable[..
     """Inductor's code for a graph of fake inputs; returns a function of real ones with a tuple of results."""
     from torch._inductor import standalone_compile as compile_graph
 
-    return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs")
+    # Inductor's own generator would draw other numbers than eager.
+    options = {"config_patches": {"fallback_random": True}}
+    return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs", options=options)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -31,12 +31,12 @@ from fxcomp.calibrate import (
 from fxcomp.capture import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
-from fxcomp.codegen.load import load
+from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.errors import BadOption, BadPlan
+from fxcomp.errors import BadOption, BadPlan, StepChanged
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -62,7 +62,7 @@ from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
 from fxcomp.step import CompiledStep, Training, Variant
-from fxcomp.strategy import CollectiveKind, Plan
+from fxcomp.strategy import CollectiveKind, Device, Plan
 
 P = ParamSpec("P")
 
@@ -108,7 +108,14 @@ def finish(captured: Captured, gm: GraphModule, history: Mapping[str, GraphModul
     """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
     source = emit(gm)
     module = load(source, gm, compat.cache_directory() / "steps")
+    if captured.device.type in INDUCTOR_DEVICES:
+        compile_regions(module, gm)
     return Variant.of(captured, gm, history, module, source, simulate(graph_tasks(gm)))
+
+
+INDUCTOR_DEVICES = ("cuda",)
+"""Where Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and took minutes to compile
+(measured, 2026-11); on CUDA it is assumed to win: not measured."""
 
 
 class PassRunner:
@@ -150,15 +157,15 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
 
-    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. The returned step is called
-    with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does. Gradients are averaged over
-    all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
+    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. The returned
+    step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
+    Gradients are averaged over all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
 
     `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
-    `costs` replaces all measuring. `plan` replaces the choice: a Plan, the path of a saved one, or one compressor for all
-    matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
-    may be lost: `lossless`, `balanced`, `aggressive`. `max_grad_norm` clips the averaged gradients by their global norm.
-    `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything is updated.
+    `costs` replaces all measuring. `plan` replaces the choice: a Plan, the path of a saved one, or one compressor for
+    all matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
+    may be lost: `lossless`, `balanced`, `aggressive`. `max_grad_norm` clips the averaged gradients by their global
+    norm. `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything is updated.
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
@@ -172,7 +179,7 @@ def compile_step(
     ranks.share(itertools.chain(model.parameters(), model.buffers()))
     cluster = ranks.cluster_of(cluster)
     transport = ranks.transport(cluster)
-    device = training.owned[0].parameter.device
+    device = training.device
 
     def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
         again = _capture(training, batch, varying)
@@ -194,7 +201,7 @@ def compile_step(
         training,
         decided.plan,
         build,
-        Runtime(groups),
+        Runtime(groups, device),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
@@ -222,8 +229,8 @@ def _capture_first(
     captured = settled(StepGuard(model, optimizer, owned), lambda: _capture(training, batch, {}))
     for name in captured.without_gradient:
         warnings.warn(
-            f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch skips it."
-            " Set requires_grad=False if that is meant.",
+            f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"
+            " skips it. Set requires_grad=False if that is meant.",
             stacklevel=5,
         )
     return training, captured
@@ -244,11 +251,10 @@ def _capture(training: Training, batch: Any, varying: Mapping[int, frozenset[int
 def _check_same_gradients(first: Captured, again: Captured) -> None:
     """A plan covers certain gradients; another set of them needs another plan, on all ranks at once."""
     if set(first.gradient_names) != set(again.gradient_names):
-        from fxcomp.errors import StepChanged
-
         changed = sorted(set(first.gradient_names) ^ set(again.gradient_names))
         raise StepChanged(
-            f"for this batch other parameters get a gradient than when the step was compiled: {', '.join(changed[:3])}.\n"
+            "for this batch other parameters get a gradient than when the step was compiled: "
+            f"{', '.join(changed[:3])}.\n"
             "  Call compile_step again on all ranks, or let every parameter take part in every loss."
         )
 
@@ -369,7 +375,7 @@ def _measured_on_job(
     ranks: Ranks,
     transport: Transport,
 ) -> tuple[CostTable, StepMeasurement]:
-    """Add what this job's regions cost, from its own dense step with all ranks running, and how far prediction was off."""
+    """Add what this job's regions cost, from its own dense step, all ranks running, and how far prediction was off."""
     workload = analyze(captured.graph, costs, cluster)
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     plan = Plan.from_json(data)
@@ -378,8 +384,8 @@ def _measured_on_job(
     def no_rebuild(*_: Any) -> Variant:
         raise AssertionError("a step that is only measured is captured once")
 
-    device = training.owned[0].parameter.device
-    step = CompiledStep(training, plan, no_rebuild, Runtime(transport), Residuals((), device))
+    device = training.device
+    step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), Residuals((), device))
     leaves = pytree.tree_leaves(batch)
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
     repeats = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
@@ -394,8 +400,8 @@ def _measured_on_job(
 
 
 MEASURED_STEPS = ((2e6, 3), (6e6, 2), (math.inf, 1))
-"""How many dense steps are timed with the network and without, in turns, by what their wire takes at most, in µs: the same
-number on every rank. One of each goes before them and does not count."""
+"""How many dense steps are timed with the network and without, in turns, by what their wire takes at most, in µs: the
+same number on every rank. One of each goes before them and does not count."""
 
 SMALLEST_ERROR = 0.03
 """A prediction is never trusted further than this (assumed: timings of the same thing differ by as much)."""
@@ -409,7 +415,8 @@ def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayou
     for bucket in plan.buckets:
         shared = len(bucket.strategy.collectives) == 3
         shards, shard = (cluster.ranks_per_host, cluster.local_rank(rank)) if shared else (1, 0)
-        layout.append(BucketLayout(bucket.names, bucket.sizes, shards, shard))
+        on_host = bucket.strategy.device is Device.CPU
+        layout.append(BucketLayout(bucket.names, bucket.sizes, shards, shard, on_host))
     return layout
 
 

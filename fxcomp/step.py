@@ -58,6 +58,11 @@ class Training:
     fresh_state: frozenset[str] = frozenset()
     """Parameters whose optimizer state was made for the capture: their first step is still to come."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies, all of it."""
+        return self.owned[0].parameter.device
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -87,7 +92,8 @@ class Variant:
 
 
 Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Variant]
-"""Captures and compiles for a batch and a plan, with the dimensions of batch tensors that may vary. Local: no communication."""
+"""Captures and compiles for a batch and a plan, with the dimensions of batch tensors that may vary. Local: ranks do not
+communicate in it."""
 
 
 @dataclass(slots=True)
@@ -219,8 +225,8 @@ class CompiledStep:
             fresh = {owner.name in self._fresh_state for owner in self.training.owned if owner.group == index}
             if fresh == {True, False}:
                 raise StepChanged(
-                    f"parameter group {index} has momentum for some parameters and none yet for others, which with dampening"
-                    " cannot be stepped together.\n  Put the new parameters into a group of their own."
+                    f"parameter group {index} has momentum for some parameters and none yet for others, which with"
+                    " dampening cannot be stepped together.\n  Put the new parameters into a group of their own."
                 )
             if fresh == {True}:
                 group["dampening"] = 0.0  # SGD's first step takes the gradient as it is
@@ -285,7 +291,8 @@ class CompiledStep:
                 difference = (gradient - expected[name]).abs().max().item()
                 largest = expected[name].abs().max().item()
                 wrong.append(
-                    f"the gradient of {name!r} differs from eager by up to {difference:.3g}, where it reaches {largest:.3g}"
+                    f"the gradient of {name!r} differs from eager by up to {difference:.3g}, where it reaches"
+                    f" {largest:.3g}"
                 )
 
         def on_update(value: Tensor) -> None:
@@ -324,15 +331,16 @@ class CompiledStep:
         bad = bool(wrong)
         if dist.is_initialized() and dist.get_world_size() > 1:
             flag = torch.tensor([float(bad)])
-            if self.training.owned[0].parameter.device.type == "cuda":
+            if self.training.device.type == "cuda":
                 flag = flag.cuda()
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             bad = bool(flag.item())
         if bad:
             what = wrong[0] if wrong else "another rank found a difference"
             raise VerificationFailed(
-                f"step {self.steps}: {what}.\n  Nothing has been updated. The capture is wrong for this model: please report it with the"
-                " model's code, and train with eager PyTorch meanwhile."
+                f"step {self.steps}: {what}.\n"
+                "  Nothing has been updated. The capture is wrong for this model: please report it with the model's code,"
+                " and train with eager PyTorch meanwhile."
             )
 
     # Watching
@@ -350,8 +358,8 @@ class CompiledStep:
     def _reconsider(self) -> None:
         """Switch back to dense if the compressed plan turned out slower; all ranks decide by the same numbers.
 
-        Every rank comes here at the same step. One that saw other batches than the dense step was measured on says so with -1,
-        and then nobody judges.
+        Every rank comes here at the same step. One that saw other batches than the dense step was measured on says so
+        with -1, and then nobody judges.
         """
         times = list(self.times.step_ms)[WARM_STEPS:]
         mine = statistics.median(times) if len(times) >= SWITCH_STEPS // 2 else -1.0
@@ -360,17 +368,17 @@ class CompiledStep:
         if min(everyone) < 0 or measured <= dense * (1 + SWITCH_MARGIN) or self._dense_plan is None:
             return
         self.notes.append(
-            f"switched back to dense at step {self.steps}: {measured:.1f} ms a step measured with compression, {dense:.1f} ms without."
-            " What compression had left out so far is dropped."
+            f"switched back to dense at step {self.steps}: {measured:.1f} ms a step measured with compression,"
+            f" {dense:.1f} ms without. What compression had left out so far is dropped."
         )
         self.plan = self._dense_plan
         self.runtime.close()
-        self.runtime = Runtime(self.runtime.transport)
+        self.runtime = Runtime(self.runtime.transport, self.training.device)
         for known in (self._variants, self._symbolic, self._shapes):
             known.clear()
 
     def _gather(self, value: float) -> list[float]:
-        device = self.training.owned[0].parameter.device
+        device = self.training.device
         everyone = torch.zeros(dist.get_world_size(), device=device)
         compat.all_gather(everyone, torch.tensor([value], device=device))
         return everyone.tolist()
@@ -426,8 +434,8 @@ class CompiledStep:
         """Take back a saved state of this rank. Raises BadState."""
         if state.get("rank", _rank()) != _rank():
             raise BadState(
-                f"this is the state of rank {state['rank']}, this is rank {_rank()}: residuals belong to a rank's own gradients.\n"
-                "  Save a state on every rank, and load each where it came from."
+                f"this is the state of rank {state['rank']}, this is rank {_rank()}: residuals belong to a rank's own"
+                " gradients.\n  Save a state on every rank, and load each where it came from."
             )
         self.residuals.load_state_dict(state)
         self.steps = int(state.get("steps", 0))
@@ -465,6 +473,3 @@ def _varying_dims(types: Sequence[BatchType]) -> dict[int, frozenset[int]]:
             if dims:
                 varying[leaf] = frozenset(dims)
     return varying
-
-
-__all__ = ["CompiledStep", "StepTimes", "Training", "Variant"]

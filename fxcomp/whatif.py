@@ -98,7 +98,7 @@ def what_if(
         raise BadOption(f"--step-ms is how long a step takes without a network, above 0; it is {step_ms:g}")
     tell("capturing the step")
     training, captured = capture_job(job)
-    device = training.owned[0].parameter.device
+    device = training.device
     tell("measuring what compression costs on this machine")
     costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
     has_spare = device.type != "cpu" or compat.processors() > torch.get_num_threads()
@@ -164,8 +164,8 @@ def measured_here(
     if cluster.world_size > 1:
         plan = uniform("dense", analyze(captured.graph, costs, cluster), costs, cluster)
     variant = rewrite(captured, plan, costs, cluster, 0)
-    device = training.owned[0].parameter.device
-    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere()), Residuals((), device))
+    device = training.device
+    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), Residuals((), device))
     measured = _measure(step, variant, batch, repeats=1)
     if measured.step_us < QUICK_STEP_US:
         measured = _measure(step, variant, batch, repeats=5)

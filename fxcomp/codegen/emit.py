@@ -286,7 +286,8 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     if role is Role.WAIT:
         return [f"    {node.name} = rt.wait({arguments[0]})"]
     if role is Role.COPY:
-        return [f"    {node.name} = rt.{'d2h' if node.target is D2H else 'h2d'}({arguments[0]})"]
+        copy = "d2h" if node.target is D2H else "h2d"
+        return [f"    {node.name} = rt.{copy}({quoted}, {arguments[0]})"]
     compressor = _compressor(node)
     if compressor is None:
         return []

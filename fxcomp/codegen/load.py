@@ -12,13 +12,14 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.codegen.regions import Region, compile_with_inductor, cut
 
 
 def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     """Save the source in `directory` and run it as a module; `gm` supplies the graph's constants.
 
-    The file's name is the source's own digest, so that ranks of one host may write it at the same time. A directory that
-    cannot be written to is no reason to fail: the source is then kept in memory alone.
+    The file's name is the source's own digest, so that ranks of one host may write it at the same time. A directory
+    that cannot be written to is no reason to fail: the source is then kept in memory alone.
     """
     name = f"step_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     path = directory / f"{name}.py"
@@ -32,6 +33,16 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     module.__dict__.update({n.name: getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"})
     exec(compile(source, str(path), "exec"), module.__dict__)
     return module
+
+
+def compile_regions(module: ModuleType, gm: GraphModule) -> None:
+    """Let Inductor compile the forward and backward regions; updates, which write in place, stay as they are."""
+    regions = {piece.name: piece for piece in cut(gm) if isinstance(piece, Region)}
+
+    def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run if name not in regions or regions[name].updates else compile_with_inductor(gm, regions[name])
+
+    replace_regions(module, compiled)
 
 
 def replace_regions(module: ModuleType, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -1,7 +1,7 @@
 """Cut the final graph into compute regions and the lines between them.
 
-A region is a run of plain operators: it becomes one function of the emitted source, and may be compiled by Inductor as a whole.
-Everything asynchronous stays between regions: inside, Inductor would wait at once.
+A region is a run of plain operators: it becomes one function of the emitted source, and may be compiled by Inductor as
+a whole. Everything asynchronous stays between regions: inside, Inductor would wait at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Region:
     @property
     def updates(self) -> bool:
         """Whether it changes parameters."""
-        return any(info(node).role in (Role.UPDATE, Role.CLIP) for node in self.nodes)
+        return any(info(node).role in (Role.UPDATE, Role.CLIP, Role.UNPACK) for node in self.nodes)
 
 
 def cut(gm: GraphModule) -> list[Region | Node]:

@@ -61,8 +61,9 @@ class Agreement:
             for key in sorted({*everyone[0], *theirs}):
                 if everyone[0].get(key) != theirs.get(key):
                     raise ModelsDiffer(
-                        f"rank {rank} and rank 0 bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank {rank} and"
-                        f" {everyone[0].get(key, 'missing')!r} on rank 0.\n  Build the same model and optimizer on every rank."
+                        f"rank {rank} and rank 0 bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank"
+                        f" {rank} and {everyone[0].get(key, 'missing')!r} on rank 0.\n"
+                        "  Build the same model and optimizer on every rank."
                     )
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
@@ -75,6 +76,7 @@ class Agreement:
         except Exception as error:  # the store raises DistStoreError or RuntimeError, by version and kind
             raise PeerFailed(
                 f"rank {rank} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
-                "  It may have died, or never called compile_step: every rank must. The timeout is init_process_group's."
+                "  It may have died, or never called compile_step: every rank must. The timeout is"
+                " init_process_group's."
             ) from error
         return json.loads(self._store.get(key))

@@ -6,6 +6,7 @@ order, until `h2d` takes it back. Nothing here knows a plan; the emitted lines s
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor
+from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport, Work
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 GradientCheck = Callable[[str, Tensor], None]
 
@@ -58,8 +62,10 @@ class Counters:
 class Runtime:
     """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the names of the lines."""
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: Transport, device: torch.device = CPU):
         self.transport = transport
+        self._device = device
+        self._transfers = Transfers(device)
         self.counters = Counters()
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
@@ -134,16 +140,18 @@ class Runtime:
 
         return self._then(payloads, run)
 
-    def d2h(self, value: Tensor) -> OnHost:
+    def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
-        return OnHost(self._submit(lambda: value))
+        pinned = functools.partial(self._buffer, name, value.numel(), value.dtype, CPU, pinned=True)
+        return OnHost(self._submit(self._transfers.to_host(value, pinned)))
 
-    def h2d(self, value: OnHost) -> Tensor:
+    def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
         start = time.perf_counter()
         result = value.future.result()
         self.counters.waited_s += time.perf_counter() - start
-        return result
+        buffer = functools.partial(self._buffer, name, result.numel(), result.dtype, self._device)
+        return self._transfers.to_device(result, buffer)
 
     def see(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Show local gradients to whoever checks them."""
@@ -196,10 +204,13 @@ class Runtime:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
         return self._pool.submit(work)
 
-    def _buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _buffer(
+        self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+    ) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None:
-            buffer = self._buffers[name] = torch.empty(elements, dtype=dtype, device=device)
+            buffer = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
+            self._buffers[name] = buffer
         return buffer
 
 

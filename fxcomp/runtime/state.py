@@ -15,12 +15,16 @@ from fxcomp.errors import BadState
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where a bucket's residual lies: parameter names and sizes, and this rank's shard of the padded bucket."""
+    """Where a bucket's residual lies: parameter names and sizes, and this rank's shard of the padded bucket.
+
+    `on_host` for a compressor that runs there: its residual never crosses the bus.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     shards: int = 1
     shard: int = 0
+    on_host: bool = False
 
     @property
     def padded(self) -> int:
@@ -41,6 +45,8 @@ class Residuals:
         offset = 0
         for bucket in layout:
             whole = self.arena[offset : offset + bucket.padded]
+            if bucket.on_host and device.type != "cpu":
+                whole = torch.zeros(bucket.padded, pin_memory=True)
             part = bucket.padded // bucket.shards
             self._slices.append(whole[bucket.shard * part : (bucket.shard + 1) * part])
             for name, piece in zip(bucket.names, whole[: sum(bucket.sizes)].split(list(bucket.sizes)), strict=True):

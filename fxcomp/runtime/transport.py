@@ -18,7 +18,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """What the runtime asks of a network. `level` is intra, inter or world; `lane` is main, or pool for offloaded work."""
+    """What the runtime asks of a network. `level` is intra, inter or world; `lane` is main, or pool for offloads."""
 
     def all_reduce(self, value: Tensor, level: str, lane: str) -> Work:
         """Sum `value` over the ranks, in place."""

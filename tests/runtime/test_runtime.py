@@ -44,14 +44,14 @@ def test_compressing_on_the_pool_gives_what_compressing_here_gives(rt: Runtime, 
     value = torch.randn(40, generator=torch.Generator().manual_seed(0))
     residuals = [torch.zeros(40) if compressor.needs_error_feedback else None for _ in range(2)]
     here = rt.compress("here", compressor, value, residuals[0], (30, 10))
-    there = rt.compress("there", compressor, rt.d2h(value), residuals[1], (30, 10))
+    there = rt.compress("there", compressor, rt.d2h("on_host", value), residuals[1], (30, 10))
     assert isinstance(there, OnHost)
-    assert torch.equal(rt.h2d(there), here)
+    assert torch.equal(rt.h2d("back", there), here)
     if compressor.needs_error_feedback:
         assert torch.equal(residuals[0], residuals[1])
     ranks = 1
     means = [rt.decompress(f"mean_{k}", compressor, p, ranks, (30, 10)) for k, p in enumerate((here, there))]
-    assert torch.equal(means[0], rt.h2d(means[1]))
+    assert torch.equal(means[0], rt.h2d("mean_back", means[1]))
 
 
 def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
@@ -65,9 +65,9 @@ def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
 
 def test_an_error_on_the_pool_is_raised_where_its_result_is_taken(rt: Runtime):
     int8 = parse_compressor("int8")
-    payload = rt.compress("payload", int8, rt.d2h(torch.zeros(3)), None, (4,))
+    payload = rt.compress("payload", int8, rt.d2h("on_host", torch.zeros(3)), None, (4,))
     with pytest.raises(AssertionError, match="the bucket must have 4 elements, not 3"):
-        rt.h2d(payload)
+        rt.h2d("back", payload)
 
 
 def test_bytes_are_counted_by_kind_and_level_and_then_forgotten(rt: Runtime):
