@@ -3,19 +3,21 @@
     forward graph   ─────────────────────────────────────────────────────────► runs as it is
     backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward, gradients averaged
 
-The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. What compile_step does with a whole step happens
-here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the machine's roofline,
-because a backward graph cannot be timed before there are activations.
+The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. What compile_step does with a whole step
+happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
+machine's roofline, because a backward graph cannot be timed before there are activations.
 
-Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `model`, to start all ranks from rank
-0's parameters and buffers and to be told of trainable parameters that the graph does not reach; `ignore`, names of those that
-need no reduction. Without `model`, parameters must start equal, and the first backward passes are compared between ranks.
+Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `model`, to start all ranks
+from rank 0's parameters and buffers and to be told of trainable parameters that the graph does not reach; `ignore`,
+names of those that need no reduction. Without `model`, parameters must start equal, and the first backward passes are
+compared between ranks.
 
 - Every trainable parameter must be reached through one graph. Compile with `fullgraph=True`: a graph break, or more
   recompilations than torch allows, is an error then, and not eager code that reduces nothing.
 - Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
   mean of sums; error feedback carries over from one micro-batch to the next.
 - Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
+- What compression left out is saved with `compiled_model(model).residuals.state_dict()`, on every rank.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.hooks import RemovableHandle
 
 from fxcomp import compat
 from fxcomp.calibrate import live_links, machine_costs
@@ -44,6 +46,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.errors import (
     BadOption,
     CaptureFailed,
+    FxcompError,
     MixedDevices,
     ModelsDiffer,
     UnsupportedFeature,
@@ -87,12 +90,32 @@ def fxcomp_backend(
         Ranks.join(chosen.cluster, "torch_compile")
         return compat.compile_training(gm, example_inputs, compat.run_eagerly)
     found = _Found.of(gm, example_inputs, chosen.model)
+    averaged: list[int] = []
 
     def compile_backward(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         with compat.real_tensors(), torch.no_grad():
-            return _compile_backward(graph, found, chosen, options)
+            averaged.extend(found.averaged(graph, chosen.ignore))
+            return _compile_backward(graph, found, chosen, options) if averaged else compat.run_eagerly(graph)
 
-    return compat.compile_training(gm, example_inputs, compile_backward)
+    run = compat.compile_training(gm, example_inputs, compile_backward)
+    return _for_one_model(run, found, averaged) if averaged else run
+
+
+def _for_one_model(run: Callable[..., Any], found: _Found, places: Sequence[int]) -> Callable[..., Any]:
+    """Refuse other parameters: torch runs one graph for all models of the same code, shapes and options."""
+    expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
+
+    def checked(*inputs: Any) -> Any:
+        for place, name, parameter in expected:
+            if inputs[place] is not parameter():
+                raise CaptureFailed(
+                    f"the parameter {name!r} is another object than when the graph was compiled.\n"
+                    '  Give every model its own options={"model": model}; after replacing parameters, call'
+                    " torch._dynamo.reset() on all ranks."
+                )
+        return run(*inputs)
+
+    return checked
 
 
 def _compile_backward(
@@ -100,18 +123,17 @@ def _compile_backward(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
     names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
-    if not any(place in names for place in compat.gradient_places(graph).values()):
-        return compat.run_eagerly(graph)
-    job = _job_of(chosen.model, given)
-    if job is not None:
+    compiled = _known(chosen.model, given)
+    if compiled is not None:
         labelled = label_backward(graph, names)
-        _check_same_parameters(job, found, gradients(labelled))
+        _check_same_parameters(compiled, found, gradients(labelled))
     else:
         ranks = Ranks.join(chosen.cluster, "torch_compile")
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
-        job = _start(labelled, found, chosen, given, ranks)
-        _jobs.append(job)
-    return _emitted(labelled, job)
+        compiled = _start(labelled, found, chosen, given, ranks)
+        compiled.watch()
+        _models.append(compiled)
+    return _emitted(labelled, compiled)
 
 
 # Options
@@ -130,7 +152,7 @@ class Options:
 
 
 def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
-    given = {**(options or {}), **({"mode": mode} if mode is not None else {}), **unknown}
+    given: dict[str, Any] = {**(options or {}), **({"mode": mode} if mode is not None else {}), **unknown}
     known = [field.name for field in fields(Options)]
     for name in given:
         if name not in known:
@@ -147,7 +169,8 @@ def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: 
         _check_ignored(model, ignore)
     if "mode" in given:
         given["mode"] = Mode.parse(given["mode"])
-    return Options(**{**given, "ignore": tuple(ignore)})
+    given["ignore"] = tuple(ignore)
+    return Options(**given)
 
 
 def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
@@ -194,9 +217,14 @@ class _Found:
             parameters[name], names[place] = value, name
         return cls(parameters, names, compat.graph_break(gm))
 
+    def averaged(self, graph: GraphModule, ignore: Sequence[str]) -> list[int]:
+        """The places of the parameters whose gradients a backward graph makes."""
+        made = set(compat.gradient_places(graph).values())
+        return [place for place, name in self.names.items() if place in made and name not in ignore]
+
 
 def _name(source: str) -> str:
-    """A parameter's name by its way through modules: `L['self']._modules['fc']._parameters['weight']` is `fc.weight`."""
+    """A parameter's name by its way through modules: `fc.weight` of `L['x']._modules['fc']._parameters['weight']`."""
     steps = [part.partition("'")[0] for part in source.split("['")[1:]]
     return ".".join(steps[1:]) or source
 
@@ -227,7 +255,8 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
         %clone  update    f32[4,2]  aten.clone(%mm)      fc.weight
         output(None, (%clone, None))
 
-    `names` are the trainable parameters by the place of their input. The copy has the optimizer's role: what follows the wait.
+    `names` are the trainable parameters by the place of their input. The copy has the optimizer's role: it follows the
+    wait.
     """
     gm = clone(graph)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -239,7 +268,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
             continue
         if source is None:
             raise UnsupportedFeature(
-                "two inputs of the graph share memory and one of them is written to, so gradients cannot be told apart.\n"
+                "two inputs of the graph share memory and one is written to, so gradients cannot be told apart.\n"
                 "  Do not pass a view of a parameter to the compiled function."
             )
         if source in names:
@@ -265,8 +294,14 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
             if is_collective(user):
                 user.replace_input_with(local, alias)
         value, local = alias if value is local else value, alias
+    local.meta["val"] = _fixed(local.meta["val"])
     with gm.graph.inserting_before(output):
         return call(gm.graph, aten.clone.default, (value,), NodeInfo(Role.UPDATE, name))
+
+
+def _fixed(gradient: Tensor) -> Tensor:
+    """The same fake value with numbers for sizes: a gradient has its parameter's, though tracing may write symbols."""
+    return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 
 def _unreduced(value: Node) -> Node:
@@ -296,8 +331,8 @@ def _check_collectives(gm: GraphModule) -> None:
         if not isinstance(carried, Node) or not has_info(carried) or info(carried).role is not Role.GRADIENT:
             raise UnsupportedFeature(
                 f"the backward pass holds a collective that does not end at a parameter's gradient: {node.target}.\n"
-                "  Synchronised batch norm and models split over ranks are not supported; a reduction of a gradient must be"
-                " its last operation."
+                "  Synchronised batch norm and models split over ranks are not supported; the reduction of a gradient"
+                " must be its last operation."
             )
         if compat.group_size(str(node.args[-1])) != dist.get_world_size():
             raise UnsupportedFeature(
@@ -309,11 +344,11 @@ def _check_collectives(gm: GraphModule) -> None:
 def _check_operators(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         module = getattr(node.target, "__module__", "")
-        plain = isinstance(node.target, torch._ops.OpOverload) or module in ("_operator", "operator", "math", "torch")
+        plain = isinstance(node.target, torch._ops.OpOverload) or module in ("_operator", "math", "torch")
         if node.op == "call_function" and not plain:
             raise UnsupportedFeature(
                 f"the backward pass uses {node.target}, which is not a plain operator.\n"
-                "  Activation checkpointing around random operators and custom kernels that take Python functions are not"
+                "  Activation checkpointing around random operators, and operators that take functions, are not"
                 " supported."
             )
 
@@ -322,8 +357,8 @@ def _check_operators(gm: GraphModule) -> None:
 
 
 @dataclass(slots=True)
-class Job:
-    """What all graphs of one compiled model share: the plan, the buffers, and what compression left out."""
+class CompiledModel:
+    """What all graphs of one model share: the plan, the buffers, and what compression left out."""
 
     decided: Decided
     cluster: Cluster
@@ -336,34 +371,74 @@ class Job:
     model: weakref.ref[nn.Module] | None
     given: Mapping[str, Any] | None
     """The options as they were given: without a model, they tell one call of torch.compile from another."""
-    compares: int
-    """So many backward passes are still to be compared between ranks."""
+    source: str = ""
+    """The backward pass that was emitted last."""
+    passes: int = 0
+    seen: int = 0
+    hook: RemovableHandle | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.decided.plan
 
     @property
     def is_alive(self) -> bool:
         return any(parameter() is not None for parameter in self.parameters.values())
 
+    def watch(self) -> None:
+        """Notice gradients that no compiled backward pass averaged: torch falls back to eager code without an error."""
+        parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
+        self.hook = parameter.register_hook(self._on_gradient)
 
-_jobs: list[Job] = []
+    def close(self) -> None:
+        self.runtime.close()
+        if self.hook is not None:
+            self.hook.remove()
+
+    def _on_gradient(self, _: Tensor) -> None:
+        if self.passes == self.seen:
+            warnings.warn(
+                "fxcomp: a backward pass gave gradients without the compiled graph: they are this rank's own, not"
+                " averaged. If torch gave up recompiling, compile with fullgraph=True to see why.",
+                stacklevel=2,
+            )
+        self.seen = self.passes
 
 
-def _job_of(model: nn.Module | None, given: Mapping[str, Any] | None) -> Job | None:
-    _jobs[:] = [job for job in _jobs if job.is_alive]
-    for job in _jobs:
-        mine = job.model() is model if job.model is not None else model is None and job.given is given
-        if mine:
-            return job
-    return None
+_models: list[CompiledModel] = []
+
+
+def compiled_model(model: nn.Module) -> CompiledModel:
+    """What was decided for a model, and the state of its error feedback. Raises FxcompError before the first call."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    for compiled in _models:
+        if all(id(parameter()) in mine for parameter in compiled.parameters.values()):
+            return compiled
+    raise FxcompError(
+        "this model has no compiled backward pass yet: it is made by the first call on more than one rank.\n"
+        '  Call torch.compile(model, backend="fxcomp") with a batch first, with gradients enabled.'
+    )
 
 
 def reset() -> None:
     """Forget all plans and residuals; torch._dynamo.reset calls it. All ranks must."""
-    for job in _jobs:
-        job.runtime.close()
-    _jobs.clear()
+    for compiled in _models:
+        compiled.close()
+    _models.clear()
 
 
 fxcomp_backend.reset = reset  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> CompiledModel | None:
+    """The model that a graph belongs to, if it had one before."""
+    _models[:] = [compiled for compiled in _models if compiled.is_alive]
+    for compiled in _models:
+        if compiled.model is not None and compiled.model() is model:
+            return compiled
+        if compiled.model is None and model is None and compiled.given is given:
+            return compiled
+    return None
 
 
 def _first_graph(graph: GraphModule, names: Mapping[int, str], found: _Found, chosen: Options) -> GraphModule:
@@ -380,8 +455,8 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: _Found, ch
         _check_covered(chosen.model, chosen.ignore, reduced, found.break_)
     elif found.break_ is not None:
         warnings.warn(
-            f"fxcomp: the compiled graph ends early, at {found.break_}. Parameters that are used after it get no reduction:"
-            ' pass options={"model": model} to be told of them.',
+            f"fxcomp: the compiled graph ends early, at {found.break_}. Parameters that are used after it get no"
+            ' reduction: pass options={"model": model} to be told of them.',
             stacklevel=2,
         )
     return labelled
@@ -393,32 +468,36 @@ def _check_covered(model: nn.Module, ignore: Sequence[str], reduced: set[int], b
             raise UnsynchronizedGradient(
                 f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it.\n"
                 + (f"  The graph broke at {break_}\n" if break_ else "")
-                + f'  Use the parameter inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
+                + f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
             )
 
 
-def _check_same_parameters(job: Job, found: _Found, reduced: Mapping[str, Node]) -> None:
-    """A job has one training graph; another shape or mode recompiles it, but does not change its parameters."""
-    known = {id(parameter): name for name, ref in job.parameters.items() if (parameter := ref()) is not None}
+def _check_same_parameters(compiled: CompiledModel, found: _Found, reduced: Mapping[str, Node]) -> None:
+    """A model has one training graph; another shape or mode recompiles it, but does not change its parameters."""
+    before = {id(parameter): name for name, ref in compiled.parameters.items() if (parameter := ref()) is not None}
     now = {id(found.parameters[name]): name for name in reduced}
-    if known == now:
+    if before == now:
         return
-    changed = [now.get(key) or known[key] for key in {**known, **now} if known.get(key) != now.get(key)]
-    where = f"  The graph broke at {job.break_}\n" if job.break_ else ""
-    advice = "" if job.model else ' Of two models, each needs its own options={"model": model}.'
+    changed = next(name for key, name in {**before, **now}.items() if before.get(key) != now.get(key))
+    where = f"  The graph broke at {compiled.break_}\n" if compiled.break_ else ""
+    advice = "" if compiled.model else '\n  Of two models, each needs its own options={"model": model}.'
     raise CaptureFailed(
-        f"a second graph has other trainable parameters than the first: {changed[0]!r} is in one of them only.\n{where}"
-        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After freezing or replacing"
-        f" parameters, call torch._dynamo.reset() on all ranks.{advice}"
+        f"a second graph has other trainable parameters than the first: {changed!r} is in one of them only.\n{where}"
+        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After freezing or"
+        f" replacing parameters, call torch._dynamo.reset() on all ranks.{advice}"
     )
 
 
-def _start(labelled: GraphModule, found: _Found, chosen: Options, given: Mapping[str, Any] | None, ranks: Ranks) -> Job:
+def _start(
+    labelled: GraphModule, found: _Found, chosen: Options, given: Mapping[str, Any] | None, ranks: Ranks
+) -> CompiledModel:
     """Meet the other ranks, start from the same values, and decide on a plan."""
     covered = {name: found.parameters[name] for name in gradients(labelled)}
-    ranks.check_same("comparing models", {f"a gradient of {name!r}": list(p.shape) for name, p in covered.items()})
+    shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
+    facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
+    ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered})
     if chosen.model is not None:
-        ranks.share(_shared(chosen.model, chosen.ignore))
+        ranks.share(shared.values())
     else:
         _check_same_start(covered, ranks)
     device = next(iter(covered.values())).device
@@ -427,7 +506,7 @@ def _start(labelled: GraphModule, found: _Found, chosen: Options, given: Mapping
     decided = _decide(labelled, chosen, cluster, ranks, transport, device)
     log.info("%s\n%s", cluster, decided.plan)
     transport = ranks.extend(transport, decided.plan, cluster)
-    return Job(
+    return CompiledModel(
         decided,
         cluster,
         ranks.rank,
@@ -438,19 +517,21 @@ def _start(labelled: GraphModule, found: _Found, chosen: Options, given: Mapping
         found.break_,
         weakref.ref(chosen.model) if chosen.model is not None else None,
         given,
-        COMPARED_PASSES if chosen.model is None else 0,
     )
 
 
-def _shared(model: nn.Module, ignore: Sequence[str]) -> list[Tensor]:
-    return [*(p for name, p in model.named_parameters() if name not in ignore), *model.buffers()]
+def _shared(model: nn.Module, ignore: Sequence[str]) -> dict[str, Tensor]:
+    """What all ranks take from rank 0."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name not in ignore}
+    return {**parameters, **dict(model.named_buffers())}
 
 
 def _check_same_start(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    everyone = ranks.gather("comparing parameters", _digests(list(parameters.values())).tolist())
+    mine: list[int] = _digests(list(parameters.values())).tolist()
+    everyone = ranks.gather("comparing parameters", mine)
     for rank, theirs in enumerate(everyone):
-        for name, mine, other in zip(parameters, everyone[0], theirs, strict=True):
-            if mine != other:
+        for name, first, other in zip(parameters, everyone[0], theirs, strict=True):
+            if first != other:
                 raise ModelsDiffer(
                     f"the parameter {name!r} starts with other values on rank {rank} than on rank 0.\n"
                     '  Seed all ranks alike, or pass options={"model": model}: all then start from rank 0\'s.'
@@ -474,59 +555,50 @@ def _decide(
 # Running
 
 
-def _emitted(labelled: GraphModule, job: Job) -> Callable[[list[Any]], Sequence[Any]]:
-    """Rewrite a graph for the job's plan and make it a function. Local: no communication."""
-    plan, costs = job.decided.plan, job.decided.costs
-    *_, final = follow(plan, labelled, costs, job.cluster, job.rank).values()
-    source = emit(final, title="One backward pass, gradients averaged")
-    module = load(source, final, compat.cache_directory() / "steps")
-    log.debug("%s", source)
-    return _backward(module, final, job)
-
-
-def _backward(module: ModuleType, final: GraphModule, job: Job) -> Callable[[list[Any]], Sequence[Any]]:
+def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[Any]], Sequence[Any]]:
+    """Rewrite a graph for the model's plan and make it a function. Local: no communication."""
+    *_, final = follow(compiled.plan, labelled, compiled.decided.costs, compiled.cluster, compiled.rank).values()
+    compiled.source = emit(final, title="One backward pass, gradients averaged")
+    log.debug("%s", compiled.source)
+    module = load(compiled.source, final, compat.cache_directory() / "steps")
     residuals = [
-        job.residuals.of_bucket(source.index)
+        compiled.residuals.of_bucket(source.index)
         for node in final.graph.find_nodes(op="placeholder")
         if (source := info(node).source) is not None and source.kind is InputKind.RESIDUAL
     ]
-    outputs = final.graph.output_node().args[0][1]  # type: ignore[index]
-    places = {str(info(n).parameter): i for i, n in enumerate(outputs) if isinstance(n, Node) and _is_copy(n)}  # type: ignore[arg-type]
+    outputs: Any = final.graph.output_node().args[0][1]  # type: ignore[index]
+    copies = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
+    places = {str(info(node).parameter): outputs.index(node) for node in copies}
 
     def backward(values: list[Any]) -> Sequence[Any]:
         given = tuple(values)
         values.clear()
         with torch.no_grad():
-            _, results = module.step(job.runtime, (), (), (), (), residuals, given)
-            if job.compares > 0:
-                job.compares -= 1
-                _compare(job, {name: results[place] for name, place in places.items()})
+            _, results = module.step(compiled.runtime, (), (), (), (), residuals, given)
+            compiled.passes += 1
+            if compiled.model is None and compiled.passes <= COMPARED_PASSES:
+                _compare(compiled, {name: results[place] for name, place in places.items()})
         return results
 
     return backward
 
 
-def _is_copy(node: Node) -> bool:
-    return info(node).role is Role.UPDATE
-
-
-def _compare(job: Job, averaged: Mapping[str, Tensor]) -> None:
+def _compare(compiled: CompiledModel, averaged: Mapping[str, Tensor]) -> None:
     """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""
-    parameters = [parameter for name in averaged if (parameter := job.parameters[name]()) is not None]
+    parameters = [parameter for name in averaged if (parameter := compiled.parameters[name]()) is not None]
     mine = _digests([*averaged.values(), *parameters])
-    ranks = job.cluster.world_size
-    everyone = mine.new_empty(ranks * mine.numel())
-    job.transport.all_gather(mine, everyone, "world", "main").wait()
-    rows = everyone.view(ranks, -1)
-    differs = (rows != rows[0]).any(0).tolist()
-    for place, what in enumerate(("averaged gradient of", "parameter")):
-        for name, bad in zip(averaged, differs[place * len(averaged) :], strict=False):
-            if bad:
-                raise UnsynchronizedGradient(
-                    f"the {what} {name!r} differs between ranks, so replicas drift apart.\n"
-                    "  Something outside the compiled call changes it or adds to its gradient: use the parameter inside, and"
-                    " step equal optimizers on all ranks."
-                )
+    everyone = mine.new_empty(compiled.cluster.world_size * mine.numel())
+    compiled.transport.all_gather(mine, everyone, "world", "main").wait()
+    rows = everyone.view(-1, mine.numel())
+    differs: list[bool] = (rows != rows[0]).any(0).tolist()
+    whats = [f"{what} {name!r}" for what in ("averaged gradient of", "parameter") for name in averaged]
+    for what, bad in zip(whats, differs, strict=True):
+        if bad:
+            raise UnsynchronizedGradient(
+                f"the {what} differs between ranks, so replicas drift apart.\n"
+                "  Something outside the compiled call changes it or adds to its gradient: use the parameter inside,"
+                " and step equal optimizers on all ranks."
+            )
 
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
