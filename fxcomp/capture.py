@@ -336,8 +336,8 @@ def _check_body(body: GraphModule, model: nn.Module) -> None:
             if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False):
                 name = parameters.get(id(value), str(node.target))
                 raise errors.CaptureFailed(
-                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its present"
-                    " value.\n  Reach every parameter through the model's own attributes."
+                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its"
+                    " present value.\n  Reach every parameter through the model's own attributes."
                 )
         if seen_loss and node.op == "call_function" and compat.is_random(node.target):
             raise errors.RandomRecomputation(

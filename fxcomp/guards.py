@@ -1,7 +1,7 @@
 """Notice when a step is not the one that was captured.
 
-Tracing has no guards of its own, so each call compares what tracing baked in. What differs either leads to another capture (a
-key that was not seen yet) or is refused by name.
+Tracing has no guards of its own, so each call compares what tracing baked in. What differs either leads to another
+capture (a key that was not seen yet) or is refused by name.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _leaf_type(leaf: Any) -> Hashable:
     if isinstance(leaf, _PLAIN):
         return leaf
     raise StepChanged(
-        f"a batch holds a {type(leaf).__name__}; it may hold tensors, numbers, strings and None in tuples, lists and dicts.\n"
-        "  Convert it before the call."
+        f"a batch holds a {type(leaf).__name__}; it may hold tensors, numbers, strings and None in tuples, lists and"
+        " dicts.\n  Convert it before the call."
     )
 
 
@@ -83,7 +83,8 @@ class StepGuard:
         groups = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
         if len(groups) != self._grouped:
             raise StepChanged(
-                "the optimizer has other parameters than when the step was compiled.\n  Call compile_step again after add_param_group."
+                "the optimizer has other parameters than when the step was compiled.\n"
+                "  Call compile_step again after add_param_group."
             )
 
     def key(self) -> Key:
@@ -117,7 +118,7 @@ class StepGuard:
 
 
 def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
-    """Trace, and once more if the model set itself up at its first call. Raises StepChanged if it changes at every call."""
+    """Trace, and again if the model set itself up at its first call. Raises StepChanged if every call changes it."""
     start = guard.key()
     traced = trace()
     ready = guard.key()
@@ -126,8 +127,8 @@ def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
     traced = trace()
     if guard.key() != ready:
         raise StepChanged(
-            f"the forward pass itself changes the model: {guard.describe_change(ready, guard.key())}. A compiled step does not run"
-            " that Python again.\n  Keep such counters outside the model, or in a buffer."
+            f"the forward pass itself changes the model: {guard.describe_change(ready, guard.key())}. A compiled step"
+            " does not run that Python again.\n  Keep such counters outside the model, or in a buffer."
         )
     return traced
 

@@ -339,8 +339,8 @@ class CompiledStep:
             what = wrong[0] if wrong else "another rank found a difference"
             raise VerificationFailed(
                 f"step {self.steps}: {what}.\n"
-                "  Nothing has been updated. The capture is wrong for this model: please report it with the model's code,"
-                " and train with eager PyTorch meanwhile."
+                "  Nothing has been updated. The capture is wrong for this model: please report it with the model's"
+                " code, and train with eager PyTorch meanwhile."
             )
 
     # Watching

@@ -112,7 +112,7 @@ class CostTable:
         return formulas.time_us(kind, ranks, size, alpha_us, formulas.rank_gb_per_s(level, cluster))
 
     def starting_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """What compute loses to a collective: its start, and the processor's time that the transport takes meanwhile."""
+        """What compute loses to a collective: its start, and the processor's time that the transport takes."""
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
         return self.launch_us + self.interference_us_per_mb * sent / 1e6
 

@@ -1,4 +1,4 @@
-"""How much work a plain operator is: the key of its measured cost, its floating-point operations, the bytes it touches."""
+"""How much work a plain operator is: the key of its measured cost, its floating-point operations, bytes it touches."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@
     %w      wait        f32[16]        wait_tensor(%b)
     copy_(%running_mean, %w[0:8]) …
 
-DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden behind the
-backward pass, and leaves the same buffers on all ranks.
+DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden
+behind the backward pass, and leaves the same buffers on all ranks.
 """
 
 from __future__ import annotations

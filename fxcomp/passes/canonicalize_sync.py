@@ -8,8 +8,8 @@
     %w     collective  f32[4,2]  wait_tensor(%r)
     %add_  update      f32[4,2]  aten.add_(%weight, %w)        fc.weight
 
-A mean over all ranks goes in where the user reduces nothing. A reduction that the user wrote is kept and never doubled: a
-sum divided by the number of ranks becomes the mean that it is. With one rank there is nothing to do.
+A mean over all ranks goes in where the user reduces nothing. A reduction that the user wrote is kept and never doubled:
+a sum divided by the number of ranks becomes the mean that it is. With one rank there is nothing to do.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _adopt(gm: GraphModule, reduction: Node, name: str, world_size: int) -> None
     operation = str(reduction.args[1])
     if reduction.target is not ALL_REDUCE or operation not in ("sum", "avg"):
         raise UnsupportedFeature(
-            f"the gradient of {name!r} goes through {reduction.target} ({operation}); only an all_reduce with sum or avg over all"
-            " ranks can be rewritten.\n  Leave the reduction out: fxcomp inserts it."
+            f"the gradient of {name!r} goes through {reduction.target} ({operation}); only an all_reduce with sum or"
+            " avg over all ranks can be rewritten.\n  Leave the reduction out: fxcomp inserts it."
         )
     reduction.args = (reduction.args[0], "avg", WORLD)
     if operation == "sum":

@@ -8,8 +8,8 @@
     rest of the compute
     bucket 0: wait, decompress, update;  bucket 1: …        (with clipping: all waits, the norm, all updates)
 
-The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch. Updates
-write parameters in place and come behind all compute that reads them.
+The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch.
+Updates write parameters in place and come behind all compute that reads them.
 """
 
 from __future__ import annotations

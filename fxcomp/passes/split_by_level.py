@@ -73,6 +73,7 @@ def _split(gm: GraphModule, number: int, pack: Node, ranks: int) -> None:
 def _check_covers_world(cluster: Cluster, level: Level) -> None:
     if cluster.ranks_at(level) != cluster.world_size:
         raise BadPlan(
-            f"a strategy reduces over {level.value} alone, which joins {cluster.ranks_at(level)} of {cluster.world_size} ranks:"
-            " replicas would drift apart.\n  Use @world, or the three collectives of a hierarchical strategy."
+            f"a strategy reduces over {level.value} alone, which joins {cluster.ranks_at(level)} of"
+            f" {cluster.world_size} ranks: replicas would drift apart.\n"
+            "  Use @world, or the three collectives of a hierarchical strategy."
         )
