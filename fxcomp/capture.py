@@ -8,13 +8,16 @@ The optimizer stays in place, right behind its gradient: no copies of parameters
 learning rate, momenta, betas, weight decay) are inputs of the graph, so that they stay live without another capture.
 """
 
+# Tables of a module's tensors are private, and have no public way in.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
+from fxcomp.graph.work import is_sequence
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -203,7 +207,7 @@ def _trace_forward_backward(
         with _swapped(model, fakes, parameters, buffers):
             loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
-            gradients = torch.autograd.grad(loss, [by_name[o.name] for o in owned], allow_unused=True)
+            gradients: Any = torch.autograd.grad(loss, [by_name[o.name] for o in owned], allow_unused=True)
         aux_leaves, aux_spec = pytree.tree_flatten(aux)
         named = [(o.name, g) for o, g in zip(owned, gradients, strict=True)]
         layout.append(
@@ -252,8 +256,9 @@ def _restore_random_order(body: GraphModule) -> None:
 
 
 def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
-    has_aux = isinstance(result, tuple) and len(result) == 2
-    loss, aux = result if has_aux else (result, ())
+    parts: Any = result
+    has_aux = isinstance(result, tuple) and len(parts) == 2
+    loss, aux = parts if has_aux else (parts, ())
     if not isinstance(loss, Tensor):
         raise errors.LossNotScalar(
             f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
@@ -270,14 +275,15 @@ def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
 
 
 @contextlib.contextmanager
-def _swapped(model: nn.Module, fakes: _Fakes, parameters: list[Tensor], buffers: list[Tensor]) -> Iterator[None]:
+def _swapped(model: nn.Module, fakes: _Fakes, parameters: list[Tensor], buffers: list[Tensor]) -> Generator[None]:
     """Put traced tensors in place of the model's parameters and buffers, tied ones in every place."""
     stand_in: dict[int, Tensor] = {id(p): t for (_, p, _), t in zip(fakes.parameters, parameters, strict=True)}
     stand_in |= {id(b): t for (_, b, _), t in zip(fakes.buffers, buffers, strict=True)}
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for table in tables:
                 saved.append((table, dict(table)))
                 for name, tensor in saved[-1][1].items():
                     if tensor is not None:
@@ -295,11 +301,12 @@ def _swapped(model: nn.Module, fakes: _Fakes, parameters: list[Tensor], buffers:
 def _refresh_flat_weights(module: nn.Module) -> None:
     """Recurrent layers keep their weights a second time, in a list."""
     if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        names: list[str] = module._flat_weights_names  # pyright: ignore[reportUnknownMemberType]  # a bare list
+        module._flat_weights = [getattr(module, name) for name in names]
 
 
 @contextlib.contextmanager
-def _as_capture_failure() -> Iterator[None]:
+def _as_capture_failure() -> Generator[None]:
     """Say what to do where torch's tracing gives up."""
     try:
         yield
@@ -326,7 +333,8 @@ def _first_line(error: BaseException) -> str:
 def _check_body(body: GraphModule, model: nn.Module) -> None:
     """Refuse what traces, but would train wrongly."""
     parameters = {id(p): name for name, p in model.named_parameters()}
-    loss: Any = body.graph.output_node().args[0][0]  # type: ignore[index]
+    outputs: Any = body.graph.output_node().args[0]
+    loss = outputs[0]
     while loss.target in _ALIASES:  # the loss is detached behind the backward pass
         loss = loss.args[0]
     seen_loss = False
@@ -356,7 +364,7 @@ def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
         value = group.get(key)
-        values = value if isinstance(value, tuple | list) else (value,)
+        values = value if is_sequence(value) else (value,)
         for i, number in enumerate(values):
             if isinstance(number, Tensor):
                 number = number.item()
@@ -369,7 +377,7 @@ def _with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str
     """A group's options with other numbers in place of the live ones."""
     options = {key: value for key, value in group.items() if key != "params"}
     for key, value in options.items():
-        if isinstance(value, tuple | list):
+        if is_sequence(value):
             options[key] = tuple(numbers.get(f"{key}_{i}", item) for i, item in enumerate(value))
         elif key in numbers:
             options[key] = numbers[key]
@@ -387,7 +395,8 @@ def fresh_optimizer(
     """An optimizer of the same class and options over one parameter."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {key: value for key, value in group.items() if key in accepted and key != "params"}
-    return type(optimizer)([parameter], **options)  # type: ignore[call-arg]
+    make: Any = type(optimizer)
+    return make([parameter], **options)
 
 
 def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> frozenset[str]:
@@ -566,13 +575,17 @@ class _Builder:
         return name
 
     def mark_gradient(self, node: Node, parameter: str) -> Node:
-        """Label the node that makes a gradient; one that is shared or an input gets an alias of its own."""
+        """Label the node that makes a gradient; one that others use too, or an input, gets an alias of its own."""
         known: NodeInfo = node.meta["fxcomp"]
-        if known.role is not Role.COMPUTE:
-            value = node.meta["val"]
-            node = self.graph.call_function(torch.ops.aten.alias.default, (node,))
-            node.meta["val"] = value
+        if known.role is not Role.COMPUTE or node.users:
+            with self.graph.inserting_after(node if node.op != "placeholder" else self._last_input()):
+                alias = self.graph.call_function(torch.ops.aten.alias.default, (node,))
+            alias.meta["val"] = node.meta["val"]
+            node = alias
         return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
+
+    def _last_input(self) -> Node:
+        return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
 
     def output(self, values: Sequence[Node]) -> None:
         set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))

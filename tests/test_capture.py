@@ -14,7 +14,9 @@ import fxcomp
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.graph.ops import ALL_REDUCE
 from fxcomp.guards import batch_type
+from fxcomp.passes.canonicalize_sync import canonicalize_sync
 
 
 def captured(
@@ -267,3 +269,26 @@ def test_a_batchs_type_tells_shapes_and_plain_values_apart():
     assert types[0].like() == types[2].like()
     assert len({t.like() for t in types}) == 4
     assert types[0].shapes == ((2, 3), None)
+
+
+def test_a_gradient_that_backward_uses_on_its_way_is_reduced_once():
+    """x + a: the gradient of `a` is also what flows on to the layers before."""
+    torch.manual_seed(0)
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = nn.Linear(4, 3, bias=False)
+            self.shift = nn.Parameter(torch.zeros(5, 3))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.before(rows) + self.shift
+
+    model = Shifted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owned = owned_parameters(model, optimizer)
+    step = capture(model, lambda m, b: m(b[0]).square().mean(), optimizer, (torch.ones(5, 4),), owned)
+    gm = canonicalize_sync(step.graph, 2)
+    reduced = [node for node in gm.graph.nodes if node.target is ALL_REDUCE]
+    assert len(reduced) == 2
+    assert all(len(node.args[0].users) == 1 for node in reduced)
