@@ -132,7 +132,8 @@ def measure_step(
     current: list[_Run] = [runs[0]]
     replace_regions(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        cuda = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
             for _ in range(repeats + 1):
                 for run in runs:
                     current[0] = run

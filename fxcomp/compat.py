@@ -1,16 +1,20 @@
 """The private parts of torch that we need, in one place, and what differs between torch 2.11 and 2.13."""
 
+# What is private has no types, or half of them.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import os
 import platform
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -74,7 +79,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
 
 
 @contextmanager
-def without_onednn() -> Iterator[None]:
+def without_onednn() -> Generator[None]:
     """Trace what PyTorch does where it has no oneDNN. Its public switch sets TF32 as well, and warns."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -100,7 +105,7 @@ def graph_module(root: GraphModule, graph: Graph, name: str) -> GraphModule:
 
 def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
     """Whether other batch tensors satisfy what tracing assumed about symbolic sizes."""
-    tensors = [leaf for leaf in batch if isinstance(leaf, Tensor)]
+    tensors: list[Any] = [leaf for leaf in batch if isinstance(leaf, Tensor)]
     if not any(isinstance(size, torch.SymInt) for leaf in tensors for size in leaf.shape):
         return lambda _: True
 
@@ -111,12 +116,22 @@ def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> Callable[[Sequence[An
     return holds
 
 
+def is_operator(target: Any) -> TypeGuard[OpOverload[..., Any]]:
+    return isinstance(target, OpOverload)
+
+
 def is_random(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_profiler(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler"
+    return isinstance(target, OpOverload) and target.namespace == "profiler"
+
+
+def is_view(target: OpOverload[..., Any]) -> bool:
+    """Whether an operator's results share memory with its arguments, and it writes nothing."""
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def has_effect(node: Node) -> bool:
@@ -124,7 +139,7 @@ def has_effect(node: Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or is_random(target))
+    return isinstance(target, OpOverload) and (target._schema.is_mutable or is_random(target))
 
 
 # torch.compile
@@ -192,7 +207,7 @@ def inside_ddp() -> bool:
 
 
 @contextmanager
-def real_tensors() -> Iterator[None]:
+def real_tensors() -> Generator[None]:
     """Compute and communicate as if no compiler around us worked on fake tensors.
 
     Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread
@@ -209,13 +224,14 @@ is_subclass = is_traceable_wrapper_subclass
 # Process groups
 
 # torch 2.13 renamed these two and warns about the old names.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_dist = cast("Any", dist)
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 
 def group_size(name: str) -> int:
     """How many ranks a functional collective's group has."""
-    return dist.distributed_c10d._resolve_process_group(name).size()
+    return dist.distributed_c10d._resolve_process_group(cast("Any", name)).size()
 
 
 def default_store() -> dist.Store:

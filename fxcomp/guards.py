@@ -6,9 +6,9 @@ capture (a key that was not seen yet) or is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxcomp.capture import Owned, live_numbers
 from fxcomp.errors import StepChanged
+from fxcomp.graph.work import is_sequence
 
 Key = tuple[Hashable, ...]
 
@@ -33,11 +34,11 @@ class BatchType:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(leaf[0] if isinstance(leaf, tuple) else None for leaf in self.leaves)  # type: ignore[misc]
+        return tuple(leaf[0] if is_sequence(leaf) else None for leaf in self.leaves)
 
     def like(self) -> Key:
         """The type without sizes: what two batches of different lengths share."""
-        ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, tuple) else leaf for leaf in self.leaves)  # type: ignore[arg-type]
+        ranks = tuple((len(leaf[0]), *leaf[1:]) if is_sequence(leaf) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 
 
@@ -64,7 +65,7 @@ class StepGuard:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]):
         self._model, self._optimizer = model, optimizer
         self._owned = tuple(owned)
-        self._modules = tuple(model.named_modules())
+        self._modules = tuple(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
         self._places = self._parameter_places()
 
     def check_identity(self) -> None:
@@ -97,12 +98,15 @@ class StepGuard:
 
     def describe_change(self, old: Key, new: Key) -> str:
         """Say in words what differs between two keys."""
-        for (name, _), before, after in zip(self._modules, old[0], new[0], strict=True):  # type: ignore[arg-type]
+        old_parts: Any = old
+        new_parts: Any = new
+        for (name, _), before, after in zip(self._modules, old_parts[0], new_parts[0], strict=True):
             if before != after:
-                was, now = dict(before), dict(after)
+                was: dict[str, Any] = dict(before)
+                now: dict[str, Any] = dict(after)
                 changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
                 return f"{name or 'model'}.{changed[0]} changed from {was.get(changed[0])!r} to {now.get(changed[0])!r}"
-        for number, (before, after) in enumerate(zip(old[1], new[1], strict=True)):  # type: ignore[arg-type]
+        for number, (before, after) in enumerate(zip(old_parts[1], new_parts[1], strict=True)):
             if before != after:
                 return f"options of parameter group {number} changed"
         return "autocast was switched" if old[2] != new[2] else "nothing changed"
@@ -110,9 +114,10 @@ class StepGuard:
     def _parameter_places(self) -> list[tuple[dict[str, Any], str, str, nn.Parameter, bool]]:
         self._grouped = sum(len(group["params"]) for group in self._optimizer.param_groups)
         return [
-            (module._parameters, key, f"{prefix}.{key}" if prefix else key, parameter, parameter.requires_grad)
+            (table, key, f"{prefix}.{key}" if prefix else key, parameter, parameter.requires_grad)
             for prefix, module in self._modules
-            for key, parameter in module._parameters.items()
+            for table in [module._parameters]  # pyright: ignore[reportPrivateUsage]  # a copy would not show changes
+            for key, parameter in table.items()
             if parameter is not None
         ]
 

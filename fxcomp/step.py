@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -143,7 +143,7 @@ class CompiledStep:
         """The predicted step if communication took no time, in ms; None if nothing was measured."""
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """What this rank put into collectives in the last step, by kind and level."""
-        self._fresh_state = training.fresh_state
+        self._fresh_state: frozenset[str] = training.fresh_state
         self._stateful = True
         self._group_of = {owner.name: owner.group for owner in training.owned}
         self._parameters = dict(training.model.named_parameters())
@@ -281,7 +281,7 @@ class CompiledStep:
     # Verifying
 
     @contextmanager
-    def _verified(self, batch: Any, variant: Variant) -> Iterator[None]:
+    def _verified(self, batch: Any, variant: Variant) -> Generator[None]:
         """Compare loss and gradients with eager PyTorch before anything is updated."""
         loss, expected = self._eager(batch, variant)
         wrong: list[str] = []
@@ -311,11 +311,12 @@ class CompiledStep:
         model = self.training.model
         saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         names = variant.captured.gradient_names
-        devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-        with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.enable_grad():
+        devices: set[int | None] = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        cuda = sorted(d for d in devices if d is not None)
+        with torch.random.fork_rng(cuda), torch.enable_grad():  # pyright: ignore[reportUnknownMemberType]  # untyped
             result = self.training.loss_fn(model, batch)
             loss = result[0] if variant.captured.has_aux else result
-            gradients = torch.autograd.grad(loss, [self._parameters[name] for name in names], allow_unused=True)
+            gradients: Any = torch.autograd.grad(loss, [self._parameters[name] for name in names], allow_unused=True)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(saved[name])
@@ -333,7 +334,7 @@ class CompiledStep:
             flag = torch.tensor([float(bad)])
             if self.training.device.type == "cuda":
                 flag = flag.cuda()
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # pyright: ignore[reportUnknownMemberType]  # untyped
             bad = bool(flag.item())
         if bad:
             what = wrong[0] if wrong else "another rank found a difference"
@@ -381,7 +382,7 @@ class CompiledStep:
         device = self.training.device
         everyone = torch.zeros(dist.get_world_size(), device=device)
         compat.all_gather(everyone, torch.tensor([value], device=device))
-        return everyone.tolist()
+        return everyone.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # untyped
 
     @property
     def step_ms(self) -> float:
@@ -442,7 +443,7 @@ class CompiledStep:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
+def _nothing() -> Generator[None]:
     yield
 
 

@@ -19,15 +19,17 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, compressor_of
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, PACK, PAD, REDUCE_SCATTER
+from fxcomp.graph.work import is_sequence
 
 WIDTH = 120
 
@@ -44,7 +46,7 @@ _ARGUMENTS = {
 
 
 def emit(gm: GraphModule, *, title: str = "One training step") -> str:
-    """The source of a module with a function `step`; it runs with nothing but torch, fxcomp.compressors and a runtime."""
+    """The source of a module with a function `step`; it needs nothing but torch, fxcomp.compressors and a runtime."""
     pieces = cut(gm)
     compressors = _compressors(gm)
     rules = _Rules()
@@ -81,7 +83,9 @@ def _compressor(node: Node) -> Compressor | None:
         return None
     if info(node).role not in (Role.COMPRESS, Role.DECOMPRESS):
         return None
-    return compressor_of(node.target, node.args[3:])
+    target: Any = node.target
+    arguments: Any = node.args
+    return compressor_of(target, arguments[3:])
 
 
 # Regions
@@ -100,7 +104,8 @@ class _Rules:
         taken = set(names.values())
         for node in group:
             stem = str(node.name).rstrip("0123456789").rstrip("_") or node.name
-            names[node] = next(name for name in (stem, *(f"{stem}_{k}" for k in range(len(group)))) if name not in taken)
+            numbered = (stem, *(f"{stem}_{k}" for k in range(len(group))))
+            names[node] = next(name for name in numbered if name not in taken)
             taken.add(names[node])
         text = ("(" + ", ".join(names[n] for n in inputs) + "):", *_statements(group, (), names))
         name = self._names.setdefault(text, f"optimizer_step_{len(self._names)}")
@@ -166,10 +171,10 @@ _INFIX: dict[Any, str] = {
     operator.add: "+",
     operator.sub: "-",
     operator.mul: "*",
-    operator.truediv: "/",
-    operator.floordiv: "//",
+    operator.truediv: "/",  # pyright: ignore[reportUnknownMemberType]  # untyped in typeshed
+    operator.floordiv: "//",  # pyright: ignore[reportUnknownMemberType]  # untyped in typeshed
     operator.mod: "%",
-    operator.pow: "**",
+    operator.pow: "**",  # pyright: ignore[reportUnknownMemberType]  # untyped in typeshed
 }
 
 
@@ -187,10 +192,8 @@ def _call(node: Node, names: Mapping[Node, str]) -> str:
 
 
 def _function(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        prefix = "aten" if target.namespace == "aten" else f"torch.ops.{target.namespace}"
-        packet, _, overload = target._schema.name.partition("::")[2], "", target._overloadname
-        return f"{prefix}.{packet}.{overload}"
+    if compat.is_operator(target):
+        return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
     assert module in ("operator", "math", "torch"), f"cannot write a call of {module}.{target.__name__}"
     return f"{module}.{target.__name__}"
@@ -200,7 +203,7 @@ def _text(value: Any, names: Mapping[Node, str] | None = None) -> str:
     """An argument as source."""
     if isinstance(value, Node):
         return (names or {}).get(value, value.name)
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         inner = ", ".join(_text(item, names) for item in value)
         if isinstance(value, list):
             return f"[{inner}]"
@@ -212,7 +215,8 @@ def _text(value: Any, names: Mapping[Node, str] | None = None) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, slice):
-        return f"slice({', '.join(_text(part, names) for part in (value.start, value.stop, value.step))})"
+        bounds = cast("slice[Any, Any, Any]", value)
+        return f"slice({', '.join(_text(part, names) for part in (bounds.start, bounds.stop, bounds.step))})"
     plain = bool | int | float | torch.dtype | torch.layout | torch.memory_format
     assert value is None or isinstance(value, plain), f"cannot write {value!r} as source"
     return repr(value)
@@ -226,7 +230,8 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     names = {compressor: name for name, compressor in compressors.items()}
     keep = {n for n in gm.graph.nodes if n.op == "placeholder"} | set(gm.graph.output_node().all_input_nodes)
     last_use = _last_uses(pieces)
-    loss = gm.graph.output_node().args[0][0]  # type: ignore[index]
+    outputs: Any = gm.graph.output_node().args[0]
+    loss: Any = outputs[0]
     announced = loss is None  # a backward pass alone: it changes no parameters
     for piece in pieces:
         if isinstance(piece, Region) and piece.name.startswith("update") and not announced:
@@ -235,7 +240,8 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
         lines += [_region_call(piece)] if isinstance(piece, Region) else _line(piece, names)
         dead = [node.name for node, user in last_use.items() if user is piece and node not in keep]
         if dead:
-            lines.append(_wrapped("    del (", dead, ")", indent="    ") if len(dead) > 8 else f"    del {', '.join(dead)}")
+            many = len(dead) > 8
+            lines.append(_wrapped("    del (", dead, ")", indent="    ") if many else f"    del {', '.join(dead)}")
     lines.append(f"    return {_returned(gm)}")
     arguments = ", ".join(["rt", *_ARGUMENTS.values()])
     return f"def step({arguments}):\n" + "\n".join(lines)
@@ -279,10 +285,9 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     if node.target is PAD:
         return [f"    {node.name} = rt.pad({quoted}, {arguments[0]}, {arguments[1]})"]
     if role is Role.COLLECTIVE:
-        ranks = _ranks(node)
-        return [
-            f'    {node.name} = rt.launch({quoted}, "{_KINDS[node.target]}", {arguments[0]}, {ranks}, {arguments[-1]})'  # type: ignore[index]
-        ]
+        target: Any = node.target
+        kind, ranks = _KINDS[target], _ranks(node)
+        return [f'    {node.name} = rt.launch({quoted}, "{kind}", {arguments[0]}, {ranks}, {arguments[-1]})']
     if role is Role.WAIT:
         return [f"    {node.name} = rt.wait({arguments[0]})"]
     if role is Role.COPY:
@@ -291,7 +296,8 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     compressor = _compressor(node)
     if compressor is None:
         return []
-    name, segments = compressors[compressor], _text(tuple(node.args[2]))  # type: ignore[arg-type]
+    sizes: Any = node.args[2]
+    name, segments = compressors[compressor], _text(tuple(sizes))
     if role is Role.COMPRESS:
         payload = next(user for user in node.users if user.args[1] == 0).name
         return [f'    {payload} = rt.compress("{payload}", {name}, {arguments[0]}, {arguments[1]}, {segments})']
@@ -300,7 +306,8 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
 
 def _ranks(node: Node) -> int:
     """How many ranks' parts a collective's result holds, or splits its input into."""
-    return int(node.args[-2]) if node.target in (ALL_GATHER, REDUCE_SCATTER) else 1  # type: ignore[arg-type]
+    arguments: Any = node.args
+    return int(arguments[-2]) if node.target in (ALL_GATHER, REDUCE_SCATTER) else 1
 
 
 def _region_call(region: Region) -> str:
@@ -325,7 +332,8 @@ def _last_uses(pieces: Sequence[Region | Node]) -> dict[Node, Region | Node]:
 
 
 def _returned(gm: GraphModule) -> str:
-    loss, aux = gm.graph.output_node().args[0][:2]  # type: ignore[index, misc]
+    outputs: Any = gm.graph.output_node().args[0]
+    loss, aux = outputs[:2]
     return f"{_text(loss)}, {_text(tuple(aux))}"
 
 
@@ -333,7 +341,7 @@ def _returned(gm: GraphModule) -> str:
 
 
 def _wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
-    """`head` items `tail` on one line if it fits, else the items on lines of their own. `head` brings its own indent."""
+    """`head` items `tail` on one line if it fits, else the items on lines of their own. `head` brings its indent."""
     joined = ", ".join(items)
     if len(head.splitlines()[-1]) + len(joined) + len(tail) <= WIDTH:
         return f"{head}{joined}{tail}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import gradients, is_collective
 from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.graph.ops import WAIT
+from fxcomp.graph.work import is_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ def _reduced_twice(gm: GraphModule) -> list[Violation]:
 def _lost_residuals(gm: GraphModule) -> list[Violation]:
     """Every residual that comes in goes out."""
     entering = [n for n in gm.graph.nodes if _is_residual(n)]
-    returned = gm.graph.output_node().args[0]
-    leaving = len(returned[2]) if isinstance(returned, tuple) and len(returned) > 2 else 0  # type: ignore[arg-type]
+    returned: Any = gm.graph.output_node().args[0]
+    leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
     if len(entering) != leaving:
         return [Violation("output", f"{len(entering)} residuals come in, {leaving} go out")]
     return []

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.graph.check import check
 from fxcomp.graph.info import has_info, info
-from fxcomp.graph.work import operator_text, type_text
+from fxcomp.graph.work import is_sequence, operator_text, type_text
 
 
 def dump(gm: GraphModule, *, costs: bool = True) -> str:
@@ -50,7 +50,7 @@ def _call(node: Node) -> str:
 def _argument(value: Any, *, bare: bool = False) -> str:
     if isinstance(value, Node):
         return f"%{value.name}"
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         inner = ", ".join(_argument(item) for item in value)
         if bare:
             return inner

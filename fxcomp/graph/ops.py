@@ -10,19 +10,20 @@ They run as they stand, so that a rewritten graph is executable; emitted code ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("fxcomp", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 
 
-def _define(schema: str, implementation: object, fake: object) -> None:
+def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxcomp::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"fxcomp::{name}", fake, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]  # untyped
 
 
 def _pack(gradients: Sequence[Tensor], scale: float) -> Tensor:

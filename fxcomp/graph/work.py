@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,12 +16,17 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", to
           torch.int32: "i32", torch.uint8: "u8", torch.bool: "b8"}  # fmt: skip
 
 
+def is_sequence(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Whether an argument or a value of a node is made of several."""
+    return isinstance(value, list | tuple)
+
+
 def type_text(value: Any) -> str:
     """A fake value as text: `f32[8,16]`, or a tuple of such."""
     if isinstance(value, Tensor):
         dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{','.join(map(str, value.shape))}]"
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         return f"({', '.join(map(type_text, value))})"
     if isinstance(value, torch.SymInt | int):
         return "int"
@@ -30,10 +35,10 @@ def type_text(value: Any) -> str:
 
 def operator_text(target: Any) -> str:
     """An operator as people write it: `aten.mm`, `all_gather`."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not compat.is_operator(target):
         return getattr(target, "__name__", str(target))
-    namespace, _, name = target._schema.name.partition("::")
-    overload = f".{target._overloadname}" if target._overloadname not in ("", "default") else ""
+    namespace, name, variant = str(target).split(".")
+    overload = f".{variant}" if variant != "default" else ""
     return (
         f"{namespace}.{name}{overload}" if namespace == "aten" else name.removesuffix("_tensor").removesuffix("_into")
     )
@@ -48,11 +53,9 @@ def work_key(node: Node) -> str:
 def is_free(node: Node) -> bool:
     """Whether a node moves no data: a view, or arithmetic on plain numbers."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not compat.is_operator(target):
         return True
-    returns = target._schema.returns
-    is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return is_view or not any(isinstance(v, Tensor) for v in _tensors(node.meta.get("val")))
+    return compat.is_view(target) or not any(True for _ in _tensors(node.meta.get("val")))
 
 
 def flops(node: Node) -> float:
@@ -69,7 +72,7 @@ def touched_bytes(node: Node) -> float:
 def _values(value: Any) -> Any:
     if isinstance(value, Node):
         return value.meta.get("val")
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         return type(value)(_values(item) for item in value)
     return value
 
@@ -77,7 +80,7 @@ def _values(value: Any) -> Any:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
+    elif is_sequence(value):
         for item in value:
             yield from _tensors(item)
 

@@ -12,6 +12,7 @@ Plain operators cost what was measured for them, else what the roofline says; th
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -45,21 +46,23 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
 
 def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> float:
     role = info(node).role
+    target: Any = node.target
+    arguments: Any = node.args
     if node.op != "call_function" or node.target is operator.getitem or role is Role.WAIT:
         return 0.0
     if node.target in _KIND:
         level = Level(str(node.args[-1]))
-        return costs.collective_us(_KIND[node.target], level, _bytes(node.args[0]), cluster)
+        return costs.collective_us(_KIND[target], level, _bytes(node.args[0]), cluster)
     if node.target in (PACK, PAD):
         return costs.pack_us(_bytes(node))
     if role is Role.COPY:
         return costs.copy_us(_bytes(node))
     if role is Role.COMPRESS:
-        elements = sum(node.args[2])  # type: ignore[arg-type]
-        return costs.encode_us(compressor_of(node.target, node.args[3:]), elements, device)
+        elements = sum(arguments[2])
+        return costs.encode_us(compressor_of(target, arguments[3:]), elements, device)
     if role is Role.DECOMPRESS:
-        elements, ranks = sum(node.args[2]), int(node.args[1])  # type: ignore[arg-type]
-        return costs.decode_us(compressor_of(node.target, node.args[3:]), elements, ranks, device)
+        elements, ranks = sum(arguments[2]), int(arguments[1])
+        return costs.decode_us(compressor_of(target, arguments[3:]), elements, ranks, device)
     if is_free(node):
         return 0.0
     return costs.compute_us(work_key(node), flops(node), touched_bytes(node)).us

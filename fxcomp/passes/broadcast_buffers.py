@@ -68,7 +68,7 @@ def _written(node: Node) -> list[Node]:
     if node.op != "call_function":
         return []
     if node.target is torch.ops.aten.copy_.default:
-        return [node.args[0]]  # type: ignore[list-item]
+        return [arg for arg in node.args[:1] if isinstance(arg, Node)]
     if node.target is torch.ops.aten.native_batch_norm.default and node.args[5]:
         return [arg for arg in node.args[3:5] if isinstance(arg, Node)]
     if node.target is torch.ops.aten.cudnn_batch_norm.default and node.args[5]:

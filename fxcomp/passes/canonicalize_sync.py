@@ -14,6 +14,8 @@ a sum divided by the number of ranks becomes the mean that it is. With one rank 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -64,8 +66,9 @@ def _drop_division(gm: GraphModule, wait: Node, name: str, world_size: int) -> N
     """Remove the division that made a mean of the sum."""
     users = list(wait.users)
     division = users[0] if len(users) == 1 else None
-    factor = {torch.ops.aten.div.Tensor: 1 / world_size, torch.ops.aten.mul.Tensor: world_size}
-    if division is None or division.target not in factor or division.args[1] * factor[division.target] != 1:  # type: ignore[operator]
+    factor: dict[Any, float] = {torch.ops.aten.div.Tensor: 1 / world_size, torch.ops.aten.mul.Tensor: world_size}
+    arguments: Any = division.args if division is not None else ()
+    if division is None or division.target not in factor or arguments[1] * factor[division.target] != 1:
         raise UnsupportedFeature(
             f"the gradient of {name!r} is summed over the ranks and not divided by their number, {world_size}.\n"
             "  Reduce with 'avg', or divide the sum right behind its wait."

@@ -18,6 +18,7 @@ A compressor on the cpu gets copies to the host and back around it.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -36,7 +37,8 @@ def insert_compression(gm: GraphModule, plan: Plan, cluster: Cluster, local_rank
         ranks = cluster.ranks_at(level)
         compressor = bucket.strategy.compressor
         if compressor is None or compressor.is_linear:
-            pack.args = (pack.args[0], float(pack.args[1]) / ranks)  # type: ignore[arg-type]
+            scale: Any = pack.args[1]
+            pack.args = (pack.args[0], float(scale) / ranks)
             mean.args = (mean.args[0], "sum", mean.args[2])
         if compressor is not None:
             _compress(gm, number, bucket, compressor, mean, ranks, _segments(bucket, mean, cluster, local_rank))

@@ -14,6 +14,7 @@ In the graph the residual comes in and goes out; emitted code lets a fused kerne
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -31,7 +32,8 @@ def thread_residuals(gm: GraphModule, plan: Plan) -> GraphModule:
         if compressor is not None and compressor.needs_error_feedback:
             left_out.append(_thread(gm, node, number or 0))
     output = gm.graph.output_node()
-    output.args = ((*output.args[0], tuple(left_out)),)  # type: ignore[misc]
+    returned: Any = output.args[0]
+    output.args = ((*returned, tuple(left_out)),)
     return gm
 
 

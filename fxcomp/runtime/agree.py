@@ -18,7 +18,14 @@ from fxcomp.errors import ModelsDiffer, PeerFailed
 class Agreement:
     """One conversation of all ranks; `name` must be the same on all of them and new."""
 
-    def __init__(self, store: dist.Store, name: str, rank: int, world_size: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
+        name: str,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+    ):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._store = store
         self._name = name

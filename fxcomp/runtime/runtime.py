@@ -1,7 +1,7 @@
 """What emitted code calls: packing, compressing, launching and waiting, with every buffer kept from step to step.
 
-The main thread plays the device, and a pool of one thread plays the host's processor: work handed over with `d2h` runs there, in
-order, until `h2d` takes it back. Nothing here knows a plan; the emitted lines say what to do.
+The main thread plays the device, and a pool of one thread plays the host's processor: work handed over with `d2h` runs
+there, in order, until `h2d` takes it back. Nothing here knows a plan; the emitted lines say what to do.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Counters:
     """What one step did, in seconds and bytes."""
 
     waited_s: float = 0.0
-    payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
 
 
 class Runtime:
-    """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the names of the lines."""
+    """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the lines' names."""
 
     def __init__(self, transport: Transport, device: torch.device = CPU):
         self.transport = transport
@@ -82,7 +82,7 @@ class Runtime:
         flat = self._buffer(name, sum(sizes), torch.float32, gradients[0].device)
         slots = self._slots.get(name)
         if slots is None:
-            pieces = zip(flat.split(sizes), gradients, strict=True)
+            pieces = zip(torch.split(flat, sizes), gradients, strict=True)
             slots = self._slots[name] = [piece.view(gradient.shape) for piece, gradient in pieces]
         for slot, gradient in zip(slots, gradients, strict=True):
             if scale == 1.0:
@@ -99,7 +99,12 @@ class Runtime:
         return padded
 
     def compress(
-        self, name: str, compressor: Compressor, bucket: Tensor | OnHost, residual: Tensor | None, segments: Sequence[int]
+        self,
+        name: str,
+        compressor: Compressor,
+        bucket: Tensor | OnHost,
+        residual: Tensor | None,
+        segments: Sequence[int],
     ) -> Tensor | OnHost:
         """Fill a payload; the residual changes in place."""
 

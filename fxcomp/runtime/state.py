@@ -49,7 +49,8 @@ class Residuals:
                 whole = torch.zeros(bucket.padded, pin_memory=True)
             part = bucket.padded // bucket.shards
             self._slices.append(whole[bucket.shard * part : (bucket.shard + 1) * part])
-            for name, piece in zip(bucket.names, whole[: sum(bucket.sizes)].split(list(bucket.sizes)), strict=True):
+            pieces = torch.split(whole[: sum(bucket.sizes)], list(bucket.sizes))
+            for name, piece in zip(bucket.names, pieces, strict=True):
                 self._by_name[name] = piece
             offset += bucket.padded
 
@@ -76,8 +77,8 @@ class Residuals:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy a saved state in. Raises BadState if it belongs to other parameters."""
-        saved = state.get("residuals")
-        if not isinstance(saved, Mapping):
+        saved: Any = state.get("residuals")
+        if not isinstance(state.get("residuals"), Mapping):
             raise BadState("this is not a state of a compiled step: it has no residuals")
         for name, piece in self._by_name.items():
             if name not in saved or saved[name].numel() != piece.numel():

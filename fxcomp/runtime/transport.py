@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -53,13 +53,15 @@ class Groups:
         for lane in lanes:
             for level, lists in members.items():
                 for ranks in lists:
-                    group = dist.new_group(list(ranks), backend="gloo" if lane == "pool" else None)
+                    backend = "gloo" if lane == "pool" else None
+                    group: Any = dist.new_group(list(ranks), backend=backend)  # pyright: ignore[reportUnknownMemberType]  # untyped
                     if dist.get_rank() in ranks:
                         mine[level, lane] = group
         return cls(mine)
 
     def all_reduce(self, value: Tensor, level: str, lane: str) -> Work:
-        return _started(dist.all_reduce(value, group=self._groups[level, lane], async_op=True))
+        group = self._groups[level, lane]
+        return _started(dist.all_reduce(value, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
         return _started(compat.all_gather(out, value, group=self._groups[level, lane], async_op=True))
@@ -75,7 +77,7 @@ class Groups:
         return Groups({**self._groups, **other._groups})
 
 
-def _started(work: Work | None) -> Work:
+def _started(work: Any) -> Work:
     assert work is not None, "this rank is not in the group"
     return work
 
