@@ -11,9 +11,6 @@ learning rate, momenta, betas, weight decay) are inputs of the graph, so that th
 # Tables of a module's tensors are private, and have no public way in.
 # pyright: reportPrivateUsage=false
 
-# Tables of a module's tensors are private, and have no public way in.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -31,7 +28,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
-from fxcomp.graph.work import is_sequence
 from fxcomp.graph.work import is_sequence
 
 LossFn = Callable[[nn.Module, Any], Any]
