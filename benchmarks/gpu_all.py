@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_all.py --json gpu.json
 
-On one GPU: parity of the compiled step with eager PyTorch, with eager regions and with Inductor's; the CPU-offload path against
-the same compressor on the GPU, over two processes that share the GPU through gloo, and through NCCL if it lets them. Each
-check prints a line and becomes a record `{check, ok, detail}`; each time a record `{name, ms: {median, p10, p90, n}}`.
+On one GPU: parity of the compiled step with eager PyTorch, with eager regions and with Inductor's; the CPU-offload path
+against the same compressor on the GPU, over two processes that share the GPU through gloo, and through NCCL if it lets
+them. Each check prints a line and becomes a record `{check, ok, detail}`; each time a record
+`{name, ms: {median, p10, p90, n}}`.
 """
 
 from __future__ import annotations

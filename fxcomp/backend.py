@@ -262,7 +262,8 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         set_info(node, NodeInfo(Role.INPUT, source=Source(InputKind.BATCH, index=index)))
     output = gm.graph.output_node()
-    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    returned: Any = output.args[0]
+    values: list[Any] = list(returned)
     for place, source in compat.gradient_places(graph).items():
         if values[place] is None:
             continue
@@ -283,7 +284,8 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
     """Label the gradient behind an output; returns the copy that takes the output's place."""
     output, local = gm.graph.output_node(), _unreduced(value)
     others = [user for user in local.users if user is not output and not is_collective(user)]
-    shared = list(output.args[0]).count(local) > 1 or bool(others)  # type: ignore[arg-type]
+    returned: Any = output.args[0]
+    shared = list(returned).count(local) > 1 or bool(others)
     label = NodeInfo(Role.GRADIENT, name)
     if local.op == "call_function" and not shared and not has_info(local):
         set_info(local, label)
@@ -344,7 +346,7 @@ def _check_collectives(gm: GraphModule) -> None:
 def _check_operators(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         module = getattr(node.target, "__module__", "")
-        plain = isinstance(node.target, torch._ops.OpOverload) or module in ("_operator", "math", "torch")
+        plain = compat.is_operator(node.target) or module in ("_operator", "math", "torch")
         if node.op == "call_function" and not plain:
             raise UnsupportedFeature(
                 f"the backward pass uses {node.target}, which is not a plain operator.\n"
@@ -388,7 +390,7 @@ class CompiledModel:
     def watch(self) -> None:
         """Notice gradients that no compiled backward pass averaged: torch falls back to eager code without an error."""
         parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
-        self.hook = parameter.register_hook(self._on_gradient)
+        self.hook = parameter.register_hook(self._on_gradient)  # pyright: ignore[reportUnknownMemberType]  # untyped
 
     def close(self) -> None:
         self.runtime.close()
@@ -527,7 +529,8 @@ def _shared(model: nn.Module, ignore: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _check_same_start(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    mine: list[int] = _digests(list(parameters.values())).tolist()
+    digests: Any = _digests(list(parameters.values()))
+    mine: list[int] = digests.tolist()
     everyone = ranks.gather("comparing parameters", mine)
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(parameters, everyone[0], theirs, strict=True):
@@ -566,7 +569,8 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
         for node in final.graph.find_nodes(op="placeholder")
         if (source := info(node).source) is not None and source.kind is InputKind.RESIDUAL
     ]
-    outputs: Any = final.graph.output_node().args[0][1]  # type: ignore[index]
+    returned: Any = final.graph.output_node().args[0]
+    outputs: list[Any] = list(returned[1])
     copies = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
     places = {str(info(node).parameter): outputs.index(node) for node in copies}
 
@@ -590,7 +594,8 @@ def _compare(compiled: CompiledModel, averaged: Mapping[str, Tensor]) -> None:
     everyone = mine.new_empty(compiled.cluster.world_size * mine.numel())
     compiled.transport.all_gather(mine, everyone, "world", "main").wait()
     rows = everyone.view(-1, mine.numel())
-    differs: list[bool] = (rows != rows[0]).any(0).tolist()
+    unequal: Any = (rows != rows[0]).any(0)
+    differs: list[bool] = unequal.tolist()
     whats = [f"{what} {name!r}" for what in ("averaged gradient of", "parameter") for name in averaged]
     for what, bad in zip(whats, differs, strict=True):
         if bad:

@@ -114,8 +114,8 @@ def finish(captured: Captured, gm: GraphModule, history: Mapping[str, GraphModul
 
 
 INDUCTOR_DEVICES = ("cuda",)
-"""Where Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and took minutes to compile
-(measured, 2026-11); on CUDA it is assumed to win: not measured."""
+"""Where Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and took minutes to
+compile (measured, 2026-11); on CUDA it is assumed to win: not measured."""
 
 
 class PassRunner:
