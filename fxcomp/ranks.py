@@ -115,14 +115,20 @@ class Ranks:
         """Groups for everything that is measured before there is a plan."""
         if self._agreement is None:
             return Nowhere()
-        return Groups.create(_members(cluster), ["main"])
+        return Groups.create(_members(cluster), ["main"], _direct(cluster))
 
     def extend(self, transport: Transport, plan: Plan, cluster: Cluster) -> Transport:
         """Add the groups of the pool, if the plan offloads anything."""
         offloads = any(bucket.strategy.device is Device.CPU for bucket in plan.buckets)
         if not offloads or not isinstance(transport, Groups):
             return transport
-        return transport.joined(Groups.create(_members(cluster), ["pool"]))
+        return transport.joined(Groups.create(_members(cluster), ["pool"], _direct(cluster)))
+
+
+def _direct(cluster: Cluster) -> list[str]:
+    """The levels at which ranks have a link each. All ranks at once would share their hosts' links."""
+    alone = cluster.hosts == 1 or cluster.ranks_per_host == 1
+    return [level.value for level in Level if level is not Level.WORLD or alone]
 
 
 def _members(cluster: Cluster) -> Mapping[str, list[tuple[int, ...]]]:
