@@ -3,6 +3,7 @@
 from fxcomp.compressors.base import BadCompressor, Compressor
 from fxcomp.compressors.bf16 import BF16
 from fxcomp.compressors.catalogue import compressor_of, parse_compressor
+from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.sign import Sign
@@ -12,6 +13,7 @@ __all__ = [
     "BF16",
     "BadCompressor",
     "Compressor",
+    "Int4",
     "Int8",
     "Sign",
     "TopK",

@@ -12,12 +12,13 @@ from torch._ops import OpOverload
 
 from fxcomp.compressors.base import BadCompressor, Compressor
 from fxcomp.compressors.bf16 import BF16
+from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.topk import TopK
 
-CATALOGUE: dict[str, type[BF16] | type[Int8] | type[Sign] | type[TopK]] = {
-    kind.name: kind for kind in (BF16, Int8, Sign, TopK)
+CATALOGUE: dict[str, type[BF16] | type[Int8] | type[Int4] | type[Sign] | type[TopK]] = {
+    kind.name: kind for kind in (BF16, Int8, Int4, Sign, TopK)
 }
 
 _READ: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}  # by a parameter's annotation

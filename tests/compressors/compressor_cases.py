@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import BF16, Compressor, Int8, Sign, TopK, kernels
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK, kernels
 
-COMPRESSORS: list[Compressor] = [BF16(), Int8(), Int8(128), Int8(7), Sign(), Sign(8), TopK(0.01), TopK(0.3), TopK(1.0)]
+COMPRESSORS: list[Compressor] = [
+    *(BF16(), Int8(), Int8(128), Int8(7), Int4(), Int4(2), Int4(10), Int4(1000)),
+    *(Sign(), Sign(8), TopK(0.01), TopK(0.3), TopK(1.0)),
+]
 """One of each, and parameters at the edge of what they may be."""
 
-EACH: list[Compressor] = [BF16(), Int8(), Sign(), TopK(0.01)]
+EACH: list[Compressor] = [BF16(), Int8(), Int4(), Sign(), TopK(0.01)]
 
 WITH_KERNELS = pytest.mark.skipif(not kernels.available(), reason="no kernels are built")
 

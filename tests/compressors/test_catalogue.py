@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxcomp.compressors import BF16, BadCompressor, Compressor, Int8, Sign, TopK, compressor_of, parse_compressor
+from fxcomp.compressors import BF16, BadCompressor, Compressor, Int4, Int8, Sign, TopK, compressor_of, parse_compressor
 from fxcomp.errors import BadOption
 
 
@@ -14,6 +14,9 @@ from fxcomp.errors import BadOption
         ("int8", Int8(block=512)),
         ("int8(block=128)", Int8(block=128)),
         ("int8(128)", Int8(block=128)),
+        ("int4", Int4(block=128)),
+        ("int4(block=64)", Int4(block=64)),
+        ("int4(64)", Int4(block=64)),
         ("sign", Sign(block=512)),
         ("topk(0.01)", TopK(0.01)),
         (" topk( ratio = 1e-3 ) ", TopK(0.001)),
@@ -24,16 +27,18 @@ def test_a_text_gives_the_compressor(text: str, compressor: Compressor) -> None:
     assert parse_compressor(text) == compressor
 
 
-@pytest.mark.parametrize("compressor", [BF16(), Int8(128), Sign(), TopK(0.01)], ids=str)
+@pytest.mark.parametrize("compressor", [BF16(), Int8(128), Int4(64), Sign(), TopK(0.01)], ids=str)
 def test_an_op_and_its_parameters_give_the_compressor(compressor: Compressor) -> None:
     for op in (compressor.compress_op, compressor.decompress_op):
         assert compressor_of(op, compressor.parameters) == compressor
 
 
 def test_a_default_is_not_written() -> None:
-    assert [str(c) for c in (Int8(), Int8(64), Sign(), Sign(64), TopK(1e-5))] == [
+    assert [str(c) for c in (Int8(), Int8(64), Int4(), Int4(64), Sign(), Sign(64), TopK(1e-5))] == [
         "int8",
         "int8(block=64)",
+        "int4",
+        "int4(block=64)",
         "sign",
         "sign(block=64)",
         "topk(1e-05)",
@@ -43,9 +48,9 @@ def test_a_default_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("itn8", "there is no compressor 'itn8'; did you mean 'int8'? There are bf16, int8, sign, topk"),
-        ("TopK(0.1)", "there is no compressor 'TopK'; did you mean 'topk'? There are bf16, int8, sign, topk"),
-        ("zstd", "there is no compressor 'zstd'; there are bf16, int8, sign, topk"),
+        ("itn8", "there is no compressor 'itn8'; did you mean 'int8'? There are bf16, int8, int4, sign, topk"),
+        ("TopK(0.1)", "there is no compressor 'TopK'; did you mean 'topk'? There are bf16, int8, int4, sign, topk"),
+        ("zstd", "there is no compressor 'zstd'; there are bf16, int8, int4, sign, topk"),
         ("topk(", "cannot read the compressor 'topk('; write for example int8(block=128) or topk(0.01)"),
         (
             "topk",
@@ -62,6 +67,8 @@ def test_a_default_is_not_written() -> None:
             "it is int8(block: int = 512)",
         ),
         ("int8(0)", "int8 needs a block of at least one value, not block=0"),
+        ("int4(7)", "int4 needs a block of whole bytes, a multiple of 2, not block=7"),
+        ("int4(0)", "int4 needs a block of whole bytes, a multiple of 2, not block=0"),
         ("sign(12)", "sign needs a block of whole bytes, a multiple of 8, not block=12"),
         ("topk(0)", "topk needs a ratio above 0 and at most 1, not 0.0"),
         ("topk(nan)", "topk needs a ratio above 0 and at most 1, not nan"),

@@ -16,7 +16,7 @@ from compressor_cases import (
     plain_torch,
 )
 
-from fxcomp.compressors import BF16, Compressor, Int8, Sign, TopK, parse_compressor
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK, parse_compressor
 
 
 @WITH_KERNELS
@@ -80,6 +80,9 @@ def test_the_ops_compute_what_encode_and_decode_compute_and_change_no_input(comp
         (BF16(), (1000, 7), 2 * 1007),
         (Int8(), (1000, 7), 4 * 3 + 1007 + 1),
         (Int8(128), (1000, 8), 4 * 9 + 1008),
+        (Int4(), (1000, 7), 4 * (8 + 1) + 500 + 4),
+        (Int4(), (1000, 1, 7), 4 * (8 + 1 + 1) + 500 + 1 + 4 + 3),
+        (Int4(2), (5,), 4 * 3 + 3 + 1),
         (Sign(), (1000, 7), 4 * 3 + 125 + 1 + 2),
         (Sign(8), (1000,), 4 * 125 + 125 + 3),
         (TopK(0.01), (1000, 7, 0), 8 * (10 + 1)),

@@ -17,7 +17,7 @@ from compressor_cases import (
 )
 from torch import Tensor
 
-from fxcomp.compressors import BF16, Compressor, Int8, Sign, TopK
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK
 
 SEGMENTS = (70_000, 513, 5)  # more than 65,536, and lengths that no block divides
 TOLERANCE = 1e-6
@@ -89,6 +89,7 @@ def test_a_sum_instead_of_the_mean_would_be_seen(compressor: Compressor) -> None
 @pytest.mark.parametrize(
     ("compressor", "gauss", "double_exponential"),
     [
+        (Int4(), 0.0138, 0.0258),
         (Sign(), 0.36, 0.50),  # 1 - 2/pi and 1 - 1/2
         (TopK(0.01), 0.92, 0.84),
         (TopK(0.001), 0.99, 0.97),
@@ -103,10 +104,13 @@ def test_a_compression_loses_as_much_as_theory_says(
 
 
 @pytest.mark.parametrize("values", [gaussian(131_072), laplace(131_072)], ids=["gaussian", "laplace"])
-def test_int8_loses_a_twelfth_of_its_squared_step(values: Tensor) -> None:
-    step = values.view(-1, 512).abs().amax(dim=1) / 127
+@pytest.mark.parametrize(("compressor", "levels"), [(Int8(), 127), (Int4(), 7)], ids=str)
+def test_a_rounded_block_loses_a_twelfth_of_its_squared_step(
+    compressor: Int8 | Int4, levels: int, values: Tensor
+) -> None:
+    step = values.view(-1, compressor.block).abs().amax(dim=1) / levels
     expected = (step.square().mean() / 12 / values.square().mean()).item()
-    assert left_out(Int8(), values) == pytest.approx(expected, rel=0.05)
+    assert left_out(compressor, values) == pytest.approx(expected, rel=0.05)
 
 
 def test_bf16_loses_three_millionths() -> None:

@@ -78,7 +78,7 @@ def test_a_fit_never_gives_a_negative_latency_or_an_infinite_bandwidth():
     assert fit_alpha_beta(CollectiveKind.ALL_REDUCE, 2, curved).alpha_us == 0.0
 
 
-@pytest.mark.parametrize("text", ["bf16", "int8", "sign", "topk(0.01)"])
+@pytest.mark.parametrize("text", ["bf16", "int8", "int4", "sign", "topk(0.01)"])
 def test_a_compressor_is_measured_at_growing_sizes(text: str):
     compressor = parse_compressor(text)
     points = measure_compressors([compressor], sizes=(1024, 4096), budget_s=0.5)[f"{compressor}@gpu"]
