@@ -29,9 +29,12 @@ SLOW = Link(alpha_us=50.0, gb_per_s=0.0125)
 CLUSTER = Cluster(hosts=2, ranks_per_host=1, intra=SLOW, inter=SLOW)
 COSTS = CostTable(
     roofline=Roofline(gflops=10.0, gb_per_s=10.0, launch_us=20.0, source="made up"),
-    compressors=dict.fromkeys(
-        ("bf16@gpu", "int8@gpu"), (CompressorPoint(1, 60.0, 40.0), CompressorPoint(1_000_000, 360.0, 140.0))
-    ),
+    compressors={
+        **dict.fromkeys(
+            ("bf16@gpu", "int8@gpu"), (CompressorPoint(1, 60.0, 40.0), CompressorPoint(1_000_000, 360.0, 140.0))
+        ),
+        "int4@gpu": (CompressorPoint(1, 1e6, 1e6),),  # too slow here to be chosen
+    },
     has_spare_host=False,
     error=0.05,
 )

@@ -13,13 +13,14 @@ from fxcomp.strategy import Plan, Strategy
 _ERROR = {
     "bf16": 3e-6,
     "int8": 4.8e-5,
+    "int4": 0.0138,
     "sign": 0.36,
 }
 
 # What a mode may lose an element.
 _LIMIT = {
     Mode.LOSSLESS: 0.0,
-    Mode.BALANCED: 0.010,  # 4 bits a number in blocks of 128, everywhere: follows the dense loss
+    Mode.BALANCED: _ERROR["int4"],  # 4 bits a number in blocks of 128, everywhere: follows the dense loss
     Mode.AGGRESSIVE: 0.92,  # the largest 1 % with error feedback, everywhere
 }
 

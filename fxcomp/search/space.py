@@ -32,8 +32,8 @@ class Mode(Enum):
 # The small error first: it wins a tie.
 _COMPRESSORS = {
     Mode.LOSSLESS: ("",),
-    Mode.BALANCED: ("bf16", "int8"),
-    Mode.AGGRESSIVE: ("bf16", "int8", "sign", "topk(0.01)"),
+    Mode.BALANCED: ("bf16", "int8", "int4"),
+    Mode.AGGRESSIVE: ("bf16", "int8", "int4", "sign", "topk(0.01)"),
 }
 _VECTOR_COMPRESSORS = {
     Mode.LOSSLESS: ("",),

@@ -57,12 +57,12 @@ def test_a_choice_with_levels_is_within_two_percent_of_brute_force():
     assert choose(workload, COSTS, where, Mode.BALANCED).fastest_us <= 1.02 * best
 
 
-def test_a_fast_network_stays_dense_and_a_slow_one_takes_int8():
+def test_a_fast_network_stays_dense_and_a_slow_one_takes_int4():
     workload = layers(20)
     assert choose_plan(workload, COSTS, cluster(2, 1, "400gbit"), Mode.BALANCED).is_dense
     slow = choose_plan(workload, COSTS, cluster(2, 1, "100mbit"), Mode.BALANCED)
     sizes = {bucket.strategy.compressor.name: bucket.elements for bucket in slow.buckets if bucket.strategy.compressor}
-    assert sizes["int8"] > 1_000_000
+    assert sizes["int4"] > 1_000_000
 
 
 def test_lossless_is_always_dense():
@@ -132,7 +132,7 @@ def test_a_choice_tells_what_the_others_cost():
     assert "bf16 everywhere" in str(choice)
 
 
-@pytest.mark.parametrize("name", ["dense", "bf16", "int8", "sign", "topk(0.01)"])
+@pytest.mark.parametrize("name", ["dense", "bf16", "int8", "int4", "sign", "topk(0.01)"])
 def test_a_uniform_plan_has_one_compressor_and_leaves_vectors_alone_where_it_loses(name: str):
     workload = layers(10)
     vectors = {gradient.name for gradient in workload.gradients if gradient.is_vector}

@@ -54,10 +54,11 @@ def test_a_mode_is_read_by_its_name():
 
 
 def test_errors_follow_the_table_and_the_gaussian():
-    errors = [compressor_error(parse_compressor(t)) for t in ("bf16", "int8", "sign", "topk(0.01)", "topk(0.001)")]
+    texts = ("bf16", "int8", "int4", "sign", "topk(0.01)", "topk(0.001)")
+    errors = [compressor_error(parse_compressor(text)) for text in texts]
     assert errors == sorted(errors)
-    assert errors[3] == pytest.approx(0.9155, abs=1e-3)  # the measured 0.92 and 0.99
-    assert errors[4] == pytest.approx(0.987, abs=2e-3)
+    assert errors[4] == pytest.approx(0.9155, abs=1e-3)  # the measured 0.92 and 0.99
+    assert errors[5] == pytest.approx(0.987, abs=2e-3)
     assert compressor_error(parse_compressor("topk(1.0)")) == 0.0
 
 

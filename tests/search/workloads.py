@@ -16,6 +16,7 @@ COSTS = CostTable(
     compressors={
         f"{parse_compressor('bf16')}@gpu": _points(0.35, 0.3),
         f"{parse_compressor('int8')}@gpu": _points(0.5, 0.3),
+        f"{parse_compressor('int4')}@gpu": _points(0.5, 0.3),
         f"{parse_compressor('sign')}@gpu": _points(0.5, 0.3),
         f"{parse_compressor('topk(0.01)')}@gpu": _points(1.5, 0.05),
     }
