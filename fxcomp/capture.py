@@ -48,11 +48,20 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of the auxiliary result that is no tensor: it is what it was when the step was captured."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     """The captured step and what must be known to feed it."""
 
     graph: GraphModule
     aux_spec: pytree.TreeSpec | None
+    aux: tuple[Constant | None, ...]
+    """The leaves of the auxiliary result: None for a tensor, which the graph returns."""
     has_aux: bool
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
@@ -193,7 +202,7 @@ class _Layout:
 
     has_aux: bool
     aux_spec: pytree.TreeSpec | None
-    aux_count: int
+    aux: tuple[Constant | None, ...]
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
 
@@ -206,30 +215,36 @@ def _trace_forward_backward(
     def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
         with _swapped(model, fakes, parameters, buffers):
             loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
+            value = loss.detach().clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
-            gradients: Any = torch.autograd.grad(loss, [by_name[o.name] for o in owned], allow_unused=True)
+            # A backward pass is run outside autocast, whatever the forward pass was run in.
+            with compat.without_autocast():
+                gradients: Any = torch.autograd.grad(loss, [by_name[o.name] for o in owned], allow_unused=True)
         aux_leaves, aux_spec = pytree.tree_flatten(aux)
         named = [(o.name, g) for o, g in zip(owned, gradients, strict=True)]
+        _check_gradients(named)
         layout.append(
             _Layout(
                 has_aux=has_aux,
                 aux_spec=aux_spec if has_aux else None,
-                aux_count=len(aux_leaves),
+                aux=tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in aux_leaves),
                 gradient_names=tuple(name for name, g in named if g is not None),
                 without_gradient=tuple(name for name, g in named if g is None),
             )
         )
-        aux_tensors = [leaf.detach() if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in aux_leaves]
-        return [loss.detach(), *aux_tensors, *(g for g in gradients if g is not None)]
+        aux_tensors = [leaf.detach() for leaf in aux_leaves if isinstance(leaf, Tensor)]
+        return [value, *aux_tensors, *(g for g in gradients if g is not None)]
 
     inputs = ([f for _, _, f in fakes.parameters], [f for _, _, f in fakes.buffers], fakes.batch)
     # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
     # operators. Other operators choose oneDNN when they run.
     with fakes.mode, _as_capture_failure(), warnings.catch_warnings(), compat.without_onednn():
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
-        traced = compat.trace(forward_backward, inputs)
+        with torch.enable_grad():
+            traced = compat.trace(forward_backward, inputs)
         flat = [value for part in inputs for value in part]
-        functional = compat.trace_functional(traced, flat)
+        with compat.without_autocast():  # what autocast does is in the trace by now
+            functional = compat.trace_functional(traced, flat)
     _restore_random_order(functional)
     return functional, layout[0]
 
@@ -289,13 +304,55 @@ def _swapped(model: nn.Module, fakes: _Fakes, parameters: list[Tensor], buffers:
                     if tensor is not None:
                         table[name] = stand_in[id(tensor)]
             _refresh_flat_weights(module)
+        attributes = [(module, dict(vars(module))) for module in model.modules()]
+        held = [(table, dict(table)) for table, _ in saved]
         yield
+        _write_back(held)
+        _check_attributes(model, attributes)
     finally:
         for table, original in saved:
             table.clear()
             table.update(original)
         for module in model.modules():
             _refresh_flat_weights(module)
+
+
+def _write_back(held: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """A forward pass may put a new tensor in place of a buffer; the graph writes it into the buffer that is there."""
+    with torch.no_grad():
+        for table, original in held:
+            for name, tensor in original.items():
+                new = table.get(name)
+                if new is not tensor and isinstance(new, Tensor) and isinstance(tensor, Tensor):
+                    tensor.copy_(new)
+
+
+def _check_attributes(model: nn.Module, before: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Refuse a forward pass that keeps tensors in plain attributes: the graph would go on with those of today."""
+    names = {id(module): name for name, module in model.named_modules()}
+    kept: list[str] = []
+    for module, attributes in before:
+        for key, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and attributes.get(key) is not value:
+                kept.append(f"{names[id(module)]}.{key}".lstrip("."))
+                vars(module).pop(key)
+                if key in attributes:
+                    vars(module)[key] = attributes[key]
+    if kept:
+        raise errors.CaptureFailed(
+            f"the forward pass stores a tensor in the attribute {kept[0]!r}, which a compiled step would not do"
+            " again.\n  Register it as a buffer. If the model only sets itself up at its first call, call it once before"
+            " compile_step."
+        )
+
+
+def _check_gradients(named: Sequence[tuple[str, Tensor | None]]) -> None:
+    for name, gradient in named:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise errors.UnsupportedParameter(
+                f"the gradient of {name!r} is sparse ({gradient.layout}), which cannot be put into a bucket.\n"
+                "  Build the layer with sparse=False."
+            )
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
@@ -334,9 +391,7 @@ def _check_body(body: GraphModule, model: nn.Module) -> None:
     """Refuse what traces, but would train wrongly."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
-    loss = outputs[0]
-    while loss.target in _ALIASES:  # the loss is detached behind the backward pass
-        loss = loss.args[0]
+    loss = outputs[0]  # its last operator ends the forward pass
     seen_loss = False
     for node in body.graph.nodes:
         if node.op == "get_attr":
@@ -394,32 +449,44 @@ def fresh_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and options over one parameter."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+    options = {key: _number(value) for key, value in group.items() if key in accepted and key != "params"}
     make: Any = type(optimizer)
     return make([parameter], **options)
 
 
-def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> frozenset[str]:
-    """Create the optimizer's state where its first step would, all zero; returns the names that were fresh.
+def _number(value: Any) -> Any:
+    """A tensor that holds a learning rate as the number that it is now; it stays live as an input of the graph."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
-    Runs the optimizer's own class once on a zero parameter with a zero gradient: no knowledge of its state is needed.
+
+def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, object]:
+    """Create the optimizer's state where its first step would, all zero; returns what is fresh, by parameter name.
+
+    Runs the optimizer's own class once on a zero parameter with a zero gradient, so no knowledge of its state is
+    needed.
     """
-    fresh: set[str] = set()
+    fresh: dict[str, object] = {}
     for owner in owned:
-        # SGD stores momentum_buffer=None where there is no momentum.
-        if any(isinstance(value, Tensor) for value in optimizer.state.get(owner.parameter, {}).values()):
+        if has_state(optimizer, owner.parameter):
             continue
-        stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
-        stand_in.grad = torch.zeros_like(stand_in)
-        shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
-        shadow.step()
-        state = shadow.state[stand_in]
+        with torch.inference_mode(False), torch.enable_grad():
+            stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
+            stand_in.grad = torch.zeros_like(stand_in)
+            shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
+            shadow.step()
+        state: dict[str, Any] = dict(shadow.state[stand_in])
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
-        optimizer.state[owner.parameter] = dict(state)
-        fresh.add(owner.name)
-    return frozenset(fresh)
+        optimizer.state[owner.parameter] = state
+        fresh[owner.name] = state
+    return fresh
+
+
+def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    return any(isinstance(value, Tensor) for value in state.values())
 
 
 def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], fakes: _Fakes) -> GraphModule:
@@ -503,8 +570,9 @@ def _assemble(
     }
     batch = [builder.input(f"batch_{i}", fake, Source(InputKind.BATCH, index=i)) for i, fake in enumerate(fakes.batch)]
 
+    tensors = 1 + layout.aux.count(None)  # the loss and the auxiliary results
     outputs = builder.splice(body, [*parameters.values(), *buffers, *batch], Role.COMPUTE)
-    loss_and_aux, gradients = outputs[: 1 + layout.aux_count], outputs[1 + layout.aux_count :]
+    loss_and_aux, gradients = outputs[:tensors], outputs[tensors:]
     gradients = [builder.mark_gradient(node, name) for node, name in zip(gradients, layout.gradient_names, strict=True)]
 
     if max_grad_norm is not None and gradients:
@@ -527,6 +595,7 @@ def _assemble(
     return Captured(
         graph=builder.finish(),
         aux_spec=layout.aux_spec,
+        aux=layout.aux,
         has_aux=layout.has_aux,
         gradient_names=layout.gradient_names,
         without_gradient=layout.without_gradient,

@@ -73,6 +73,13 @@ def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
 
 
+@contextmanager
+def without_autocast() -> Generator[None]:
+    """Run as if the caller had not switched autocast on."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
     """Trace a function of fake inputs into ATen operators."""
     return make_fx(function, tracing_mode="real")(*inputs)

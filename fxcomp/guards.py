@@ -50,7 +50,8 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
 
 def _leaf_type(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, str(leaf.device))
+        strides = None if leaf.is_contiguous() else leaf.stride()
+        return (tuple(leaf.shape), leaf.dtype, str(leaf.device), strides)
     if isinstance(leaf, _PLAIN):
         return leaf
     raise StepChanged(
@@ -67,6 +68,8 @@ class StepGuard:
         self._owned = tuple(owned)
         self._modules = tuple(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
         self._places = self._parameter_places()
+        self._children = self._child_places()
+        self._grouped = self._groups()
 
     def check_identity(self) -> None:
         """Raise StepChanged if a parameter was replaced, frozen, thawed or moved."""
@@ -81,11 +84,16 @@ class StepGuard:
                     f"requires_grad of {name!r} changed from {trainable} to {parameter.requires_grad}.\n"
                     "  Call compile_step again: other gradients need another plan."
                 )
-        groups = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
-        if len(groups) != self._grouped:
+        for table, key, name, child in self._children:
+            if table.get(key) is not child:
+                raise StepChanged(
+                    f"the module {name!r} is another object than when the step was compiled.\n"
+                    "  Call compile_step again after changing the model's structure."
+                )
+        if self._grouped != self._groups():
             raise StepChanged(
-                "the optimizer has other parameters than when the step was compiled.\n"
-                "  Call compile_step again after add_param_group."
+                "the optimizer's groups hold other parameters than when the step was compiled.\n"
+                "  Call compile_step again after add_param_group, or after moving a parameter."
             )
 
     def key(self) -> Key:
@@ -112,7 +120,6 @@ class StepGuard:
         return "autocast was switched" if old[2] != new[2] else "nothing changed"
 
     def _parameter_places(self) -> list[tuple[dict[str, Any], str, str, nn.Parameter, bool]]:
-        self._grouped = sum(len(group["params"]) for group in self._optimizer.param_groups)
         return [
             (table, key, f"{prefix}.{key}" if prefix else key, parameter, parameter.requires_grad)
             for prefix, module in self._modules
@@ -120,6 +127,18 @@ class StepGuard:
             for key, parameter in table.items()
             if parameter is not None
         ]
+
+    def _child_places(self) -> list[tuple[dict[str, Any], str, str, nn.Module]]:
+        return [
+            (table, key, f"{prefix}.{key}" if prefix else key, child)
+            for prefix, module in self._modules
+            for table in [module._modules]  # pyright: ignore[reportPrivateUsage]  # a copy would not show changes
+            for key, child in table.items()
+            if child is not None
+        ]
+
+    def _groups(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
 
 
 def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
@@ -138,9 +157,33 @@ def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
     return traced
 
 
+_MODULE_ITS_OWN = frozenset(vars(nn.Module())) - {"training"}
+
+_SMALL = 64
+"""Collections of up to so many plain values are compared; larger ones are taken for data."""
+
+
 def _plain_attributes(named: tuple[str, nn.Module]) -> tuple[tuple[str, Any], ...]:
-    """A module's own numbers, strings and flags, `training` among them."""
-    return tuple((key, value) for key, value in vars(named[1]).items() if isinstance(value, _PLAIN))
+    """A module's own numbers, strings, flags and small collections of them, and which tensors it holds."""
+    found: list[tuple[str, Any]] = []
+    for key, value in vars(named[1]).items():
+        if key in _MODULE_ITS_OWN:
+            continue
+        if isinstance(value, _PLAIN):
+            found.append((key, value))
+        elif isinstance(value, Tensor):
+            found.append((key, f"tensor {id(value):x}"))
+        elif isinstance(value, list | tuple | dict | set) and (text := _plain_text(cast("Any", value))):
+            found.append((key, text))
+    return tuple(found)
+
+
+def _plain_text(collection: Any) -> str | None:
+    """A small collection of plain values as text; None for any other."""
+    values = list(collection.values()) if isinstance(collection, dict) else list(collection)
+    if len(values) > _SMALL or not all(isinstance(value, _PLAIN) for value in values):
+        return None
+    return str(collection)
 
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:

@@ -46,16 +46,14 @@ class Ranks:
                 )
             return cls(0, 1, None, False)
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        if cluster is not None and cluster.world_size != world_size:
-            raise BadCluster(
-                f"the cluster {cluster.hosts}x{cluster.ranks_per_host} has {cluster.world_size} ranks,"
-                f" the process group has {world_size}"
-            )
         if world_size == 1:
+            _check_size(cluster, 1)
             return cls(0, 1, None, False)
         name = f"{what}_{next(_calls[what])}"
         agreement = Agreement(compat.default_store(), name, rank, world_size, compat.group_timeout())
-        return cls(rank, world_size, agreement, cluster is None)
+        ranks = cls(rank, world_size, agreement, cluster is None)
+        ranks.attempt("checking the cluster", lambda: _check_size(cluster, world_size))
+        return ranks
 
     # Agreeing
 
@@ -123,6 +121,14 @@ class Ranks:
         if not offloads or not isinstance(transport, Groups):
             return transport
         return transport.joined(Groups.create(_members(cluster), ["pool"], _direct(cluster)))
+
+
+def _check_size(cluster: Cluster | None, world_size: int) -> None:
+    if cluster is not None and cluster.world_size != world_size:
+        raise BadCluster(
+            f"the cluster {cluster.hosts}x{cluster.ranks_per_host} has {cluster.world_size} ranks,"
+            f" the process group has {world_size}"
+        )
 
 
 def _direct(cluster: Cluster) -> list[str]:

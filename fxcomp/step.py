@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture import Captured, LossFn, Owned, live_numbers, materialize_state
+from fxcomp.capture import Captured, LossFn, Owned, has_state, live_numbers, materialize_state
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
 from fxcomp.graph.info import InputKind, Source, info
@@ -55,8 +55,8 @@ class Training:
     optimizer: torch.optim.Optimizer
     owned: tuple[Owned, ...]
     max_grad_norm: float | None
-    fresh_state: frozenset[str] = frozenset()
-    """Parameters whose optimizer state was made for the capture: their first step is still to come."""
+    fresh_state: Mapping[str, object] = field(default_factory=dict[str, object])
+    """The optimizer's state of each parameter that was made for the capture: its first step is still to come."""
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +143,7 @@ class CompiledStep:
         """The predicted step if communication took no time, in ms; None if nothing was measured."""
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """What this rank put into collectives in the last step, by kind and level."""
-        self._fresh_state: frozenset[str] = training.fresh_state
+        self._fresh_state = dict(training.fresh_state)
         self._stateful = True
         self._group_of = {owner.name: owner.group for owner in training.owned}
         self._parameters = dict(training.model.named_parameters())
@@ -158,17 +158,22 @@ class CompiledStep:
         variant = self._variant_for(batch, kind, leaves)
         verify = self._verify_every > 0 and self.steps % self._verify_every == 0
         start = time.perf_counter()
-        with torch.no_grad(), self._verified(batch, variant) if verify else _nothing():
+        # What autocast does is in the graph; what inference mode makes could not be trained any more.
+        plain = torch.inference_mode(False), torch.no_grad(), compat.without_autocast()
+        with plain[0], self._verified(batch, variant) if verify else _nothing(), plain[1], plain[2]:
             result = self._run(variant, leaves)
         self._count(time.perf_counter() - start, kind, verify)
         return result
 
     def _run(self, variant: Variant, leaves: Sequence[Any]) -> Any:
         loss, aux = variant.module.step(self.runtime, *self.feed(variant, leaves))
-        self._fresh_state = frozenset()
-        if variant.captured.has_aux:
-            assert variant.captured.aux_spec is not None, "a step with aux knows its structure"
-            return loss, pytree.tree_unflatten(list(aux), variant.captured.aux_spec)
+        self._fresh_state.clear()
+        captured = variant.captured
+        if captured.has_aux:
+            assert captured.aux_spec is not None, "a step with aux knows its structure"
+            tensors = iter(aux)
+            filled = [next(tensors) if constant is None else constant.value for constant in captured.aux]
+            return loss, pytree.tree_unflatten(filled, captured.aux_spec)
         return loss
 
     def feed(self, variant: Variant, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -212,17 +217,21 @@ class CompiledStep:
 
     def _ensure_state(self) -> None:
         """Make the optimizer's state if it is not there, as its own first step would."""
-        state = self.training.optimizer.state
-        if self._stateful and any(not state.get(owner.parameter) for owner in self.training.owned):
-            self._fresh_state |= materialize_state(self.training.optimizer, self.training.owned)
-            self._stateful = any(state[owner.parameter] for owner in self.training.owned)
+        optimizer, owned = self.training.optimizer, self.training.owned
+        if self._stateful and not all(has_state(optimizer, owner.parameter) for owner in owned):
+            self._fresh_state |= materialize_state(optimizer, owned)
+            self._stateful = any(has_state(optimizer, owner.parameter) for owner in owned)
+
+    def _is_fresh(self, owner: Owned) -> bool:
+        """Whether a parameter's first step is still to come: nobody has loaded another state since."""
+        return self._fresh_state.get(owner.name) is self.training.optimizer.state[owner.parameter]
 
     def _live_numbers(self) -> list[dict[str, float]]:
         numbers = [live_numbers(group) for group in self.training.optimizer.param_groups]
         for index, group in enumerate(numbers):
             if "dampening" not in group or not self._fresh_state:
                 continue
-            fresh = {owner.name in self._fresh_state for owner in self.training.owned if owner.group == index}
+            fresh = {self._is_fresh(owner) for owner in self.training.owned if owner.group == index}
             if fresh == {True, False}:
                 raise StepChanged(
                     f"parameter group {index} has momentum for some parameters and none yet for others, which with"
@@ -261,8 +270,10 @@ class CompiledStep:
         return self._remember(key, variant)
 
     def _build_variant(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Variant:
+        self._stateful = True  # an option that changed may ask for state that was not needed before
         self._ensure_state()
-        return self._build(batch, self.plan, varying)
+        with torch.inference_mode(False):
+            return self._build(batch, self.plan, varying)
 
     def _remember(self, key: tuple[Any, ...], variant: Variant) -> Variant:
         self._variants[key] = variant
@@ -309,17 +320,22 @@ class CompiledStep:
     def _eager(self, batch: Any, variant: Variant) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and local gradients as eager PyTorch computes them; buffers and random numbers as if it had not."""
         model = self.training.model
-        saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        saved = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
+        values = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         names = variant.captured.gradient_names
         devices: set[int | None] = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
         cuda = sorted(d for d in devices if d is not None)
         with torch.random.fork_rng(cuda), torch.enable_grad():  # pyright: ignore[reportUnknownMemberType]  # untyped
             result = self.training.loss_fn(model, batch)
             loss = result[0] if variant.captured.has_aux else result
-            gradients: Any = torch.autograd.grad(loss, [self._parameters[name] for name in names], allow_unused=True)
+            with compat.without_autocast():
+                wanted = [self._parameters[name] for name in names]
+                gradients: Any = torch.autograd.grad(loss, wanted, allow_unused=True)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(saved[name])
+            for table, original in saved:
+                table.update(original)  # the forward pass may have put new ones in their places
+            for buffer in model.buffers():
+                buffer.copy_(values[id(buffer)])
         zero = {
             name: torch.zeros_like(self._parameters[name])
             for name, g in zip(names, gradients, strict=True)
@@ -329,19 +345,15 @@ class CompiledStep:
 
     def _agree_verified(self, wrong: Sequence[str]) -> None:
         """Raise on every rank if any found a difference: one that went on alone would wait for the others for ever."""
-        bad = bool(wrong)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            flag = torch.tensor([float(bad)])
-            if self.training.device.type == "cuda":
-                flag = flag.cuda()
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # pyright: ignore[reportUnknownMemberType]  # untyped
-            bad = bool(flag.item())
+        flag = torch.tensor([float(bool(wrong))], device=self.training.device)
+        self.runtime.transport.all_reduce(flag, "world", "main").wait()
+        bad = bool(flag.item())
         if bad:
             what = wrong[0] if wrong else "another rank found a difference"
             raise VerificationFailed(
                 f"step {self.steps}: {what}.\n"
-                "  Nothing has been updated. The capture is wrong for this model: please report it with the model's"
-                " code, and train with eager PyTorch meanwhile."
+                "  No parameter has been updated; buffers and residuals may have. The capture is wrong for this model:"
+                " please report it with the model's code, and train with eager PyTorch meanwhile."
             )
 
     # Watching
@@ -379,10 +391,10 @@ class CompiledStep:
             known.clear()
 
     def _gather(self, value: float) -> list[float]:
-        device = self.training.device
-        everyone = torch.zeros(dist.get_world_size(), device=device)
-        compat.all_gather(everyone, torch.tensor([value], device=device))
-        return everyone.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # untyped
+        mine = torch.tensor([value], device=self.training.device)
+        everyone = torch.zeros(dist.get_world_size(), device=self.training.device)
+        self.runtime.transport.all_gather(mine, everyone, "world", "main").wait()
+        return [float(each) for each in everyone]
 
     @property
     def step_ms(self) -> float:

@@ -1,6 +1,6 @@
 """The graph's own operators: what the collectives need around them, functional and visible as nodes.
 
-    fxcomp::pack(Tensor[] gradients, float scale) -> Tensor      one flat fp32 bucket, scaled
+    fxcomp::pack(Tensor[] gradients, float scale) -> Tensor      one flat bucket, scaled
     fxcomp::shard(Tensor bucket, int ranks) -> Tensor            pads a bucket so that it splits evenly
     fxcomp::d2h(Tensor value) -> Tensor                          to the host, for a compressor that runs there
     fxcomp::h2d(Tensor value) -> Tensor                          back
@@ -27,11 +27,18 @@ def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[.
 
 
 def _pack(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    return torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in gradients]) * scale
+    flat = torch.cat([gradient.reshape(-1).to(_packed_dtype(gradients[0])) for gradient in gradients])
+    return flat if scale == 1.0 else flat * scale
 
 
 def _pack_fake(gradients: Sequence[Tensor], scale: float) -> Tensor:  # noqa: ARG001
-    return gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=torch.float32)
+    elements = sum(gradient.numel() for gradient in gradients)
+    return gradients[0].new_empty(elements, dtype=_packed_dtype(gradients[0]))
+
+
+def _packed_dtype(tensor: Tensor) -> torch.dtype:
+    """Flags travel as bytes, everything else as it is."""
+    return torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
 
 
 def _shard(bucket: Tensor, ranks: int) -> Tensor:

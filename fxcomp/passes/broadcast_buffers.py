@@ -29,15 +29,22 @@ _COPY_BACK = NodeInfo(Role.UNPACK)
 
 def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
     writes = _last_writes(gm) if world_size > 1 else {}
-    if not writes:
-        return gm
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
-    last = max(writes.values(), key=order.__getitem__)
-    graph, buffers = gm.graph, list(writes)
+    for dtype in dict.fromkeys(buffer.meta["val"].dtype for buffer in writes):
+        own = {buffer: node for buffer, node in writes.items() if buffer.meta["val"].dtype is dtype}
+        suffix = "" if dtype is torch.float32 else f"_{str(dtype).removeprefix('torch.')}"
+        _broadcast(gm, list(own), max(own.values(), key=order.__getitem__), suffix)
+    return gm
+
+
+def _broadcast(gm: GraphModule, buffers: list[Node], last: Node, suffix: str) -> None:
+    """Share buffers of one dtype, behind the last node that changes one of them."""
+    graph = gm.graph
     with graph.inserting_after(last):
-        packed = call(graph, PACK, (buffers, 1.0), NodeInfo(Role.PACK), name="pack_buffers")
+        packed = call(graph, PACK, (buffers, 1.0), NodeInfo(Role.PACK), name=f"pack_buffers{suffix}")
     with graph.inserting_after(packed):
-        broadcast = call(graph, BROADCAST, (packed, 0, "world"), NodeInfo(Role.COLLECTIVE), name="broadcast_buffers")
+        label = NodeInfo(Role.COLLECTIVE)
+        broadcast = call(graph, BROADCAST, (packed, 0, "world"), label, name=f"broadcast_buffers{suffix}")
     with graph.inserting_before(graph.output_node()):
         wait = call(graph, WAIT, (broadcast,), NodeInfo(Role.WAIT))
         sizes = [buffer.meta["val"].numel() for buffer in buffers]
@@ -46,21 +53,25 @@ def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
             piece = call(graph, operator.getitem, (pieces, index), _COPY_BACK)
             shaped = call(graph, torch.ops.aten.view.default, (piece, list(buffer.meta["val"].shape)), _COPY_BACK)
             call(graph, torch.ops.aten.copy_.default, (buffer, shaped), _COPY_BACK)
-    return gm
 
 
 def _last_writes(gm: GraphModule) -> dict[Node, Node]:
-    """The fp32 buffers that the step changes, with the last node that does.
-
-    Integer buffers count steps and agree on all ranks by themselves.
-    """
+    """The buffers that the step changes, with the last node that does. Counters agree on all ranks by themselves."""
     writes: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         for buffer in _written(node):
             source = info(buffer).source
-            if source is not None and source.kind is InputKind.BUFFER and buffer.meta["val"].dtype is torch.float32:
+            if source is not None and source.kind is InputKind.BUFFER and not _counts(node):
                 writes[buffer] = node
     return writes
+
+
+def _counts(write: Node) -> bool:
+    """Whether a buffer only grows by a constant, as batch norm's number of batches does."""
+    value = write.args[1] if write.target is torch.ops.aten.copy_.default else None
+    if not isinstance(value, Node) or value.target is not torch.ops.aten.add.Tensor:
+        return False
+    return value.args[0] is write.args[0] and not isinstance(value.args[1], Node)
 
 
 def _written(node: Node) -> list[Node]:

@@ -7,6 +7,7 @@ there, in order, until `h2d` takes it back. Nothing here knows a plan; the emitt
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,8 +70,8 @@ class Runtime:
         self.counters = Counters()
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
-        self._buffers: dict[str, Tensor] = {}
-        self._slots: dict[str, list[Tensor]] = {}
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._slots: dict[tuple[str, tuple[torch.Size, ...]], list[Tensor]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     # Lines of an emitted step
@@ -79,11 +80,15 @@ class Runtime:
         """Copy gradients into one flat bucket, scaled."""
         self.see(parameters, gradients)
         sizes = [gradient.numel() for gradient in gradients]
-        flat = self._buffer(name, sum(sizes), torch.float32, gradients[0].device)
-        slots = self._slots.get(name)
+        first = gradients[0]
+        dtype = torch.uint8 if first.dtype is torch.bool else first.dtype
+        flat = self._buffer(name, sum(sizes), dtype, first.device)
+        shapes = tuple(gradient.shape for gradient in gradients)
+        slots = self._slots.get((name, shapes))
         if slots is None:
-            pieces = zip(torch.split(flat, sizes), gradients, strict=True)
-            slots = self._slots[name] = [piece.view(gradient.shape) for piece, gradient in pieces]
+            ends = itertools.accumulate(sizes)
+            parts = zip(ends, sizes, shapes, strict=True)
+            slots = self._slots[name, shapes] = [flat[end - size : end].view(shape) for end, size, shape in parts]
         for slot, gradient in zip(slots, gradients, strict=True):
             if scale == 1.0:
                 slot.copy_(gradient)
@@ -212,10 +217,11 @@ class Runtime:
     def _buffer(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
     ) -> Tensor:
-        buffer = self._buffers.get(name)
+        key = (name, elements, dtype)  # another capture may use the name for another size
+        buffer = self._buffers.get(key)
         if buffer is None:
             buffer = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
-            self._buffers[name] = buffer
+            self._buffers[key] = buffer
         return buffer
 
 

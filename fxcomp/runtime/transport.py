@@ -75,7 +75,7 @@ class Groups:
             for level, lists in members.items():
                 for ranks in lists:
                     backend = "gloo" if lane == "pool" else None
-                    handle: Any = dist.new_group(list(ranks), backend=backend)  # pyright: ignore[reportUnknownMemberType]  # untyped
+                    handle: Any = dist.new_group(list(ranks), timeout=compat.group_timeout(), backend=backend)  # pyright: ignore[reportUnknownMemberType]  # untyped
                     if dist.get_rank() in ranks:
                         is_direct = level in direct and dist.get_backend(handle) == "gloo"
                         mine[level, lane] = _Group(handle, tuple(ranks), is_direct)

@@ -18,7 +18,7 @@ def read_workload(gm: GraphModule) -> Workload:
         if info(node).role in (Role.COMPUTE, Role.GRADIENT):
             clock += info(node).cost_us or 0.0
         ready[node] = clock
-    broadcast = next((node for node in gm.graph.nodes if node.target is BROADCAST), None)
+    broadcasts = [node for node in gm.graph.nodes if node.target is BROADCAST]
     clip_us = _total(gm, Role.CLIP)
     return Workload(
         gradients=tuple(
@@ -34,8 +34,8 @@ def read_workload(gm: GraphModule) -> Workload:
         backward_us=clock,
         finish_us=clip_us,
         clips=any(info(node).role is Role.CLIP for node in gm.graph.nodes),
-        broadcast_bytes=4 * broadcast.meta["val"].numel() if broadcast is not None else 0,
-        broadcast_ready_us=ready[broadcast] if broadcast is not None else 0.0,
+        broadcast_bytes=sum(node.meta["val"].nbytes for node in broadcasts),
+        broadcast_ready_us=max((ready[node] for node in broadcasts), default=0.0),
         buffers_us=_total(gm, Role.UNPACK),
     )
 

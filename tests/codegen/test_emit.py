@@ -24,7 +24,7 @@ ON_CPU = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > d
 
 def emitted(plan: Plan, cluster: Cluster, *, buffer: bool = False, clip: bool = False) -> str:
     graph = linear_step(buffer=buffer, clip=clip)
-    captured = Captured(graph, None, False, ("fc.bias", "fc.weight"), (), lambda _: True)
+    captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
     return pipeline.rewrite(captured, plan, COSTS, cluster, 0).source
 
 
