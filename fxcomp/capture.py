@@ -17,9 +17,9 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -329,7 +329,7 @@ def _write_back(held: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 def _check_attributes(model: nn.Module, before: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
     """Refuse a forward pass that keeps tensors in plain attributes: the graph would go on with those of today."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     kept: list[str] = []
     for module, attributes in before:
         for key, value in list(vars(module).items()):
@@ -341,8 +341,8 @@ def _check_attributes(model: nn.Module, before: Sequence[tuple[nn.Module, dict[s
     if kept:
         raise errors.CaptureFailed(
             f"the forward pass stores a tensor in the attribute {kept[0]!r}, which a compiled step would not do"
-            " again.\n  Register it as a buffer. If the model only sets itself up at its first call, call it once before"
-            " compile_step."
+            " again.\n  Register it as a buffer. If the model only sets itself up at its first call, call it once"
+            " before compile_step."
         )
 
 

@@ -173,14 +173,14 @@ def _plain_attributes(named: tuple[str, nn.Module]) -> tuple[tuple[str, Any], ..
             found.append((key, value))
         elif isinstance(value, Tensor):
             found.append((key, f"tensor {id(value):x}"))
-        elif isinstance(value, list | tuple | dict | set) and (text := _plain_text(cast("Any", value))):
+        elif isinstance(value, list | tuple | dict | set) and (text := _plain_text(value)):
             found.append((key, text))
     return tuple(found)
 
 
 def _plain_text(collection: Any) -> str | None:
     """A small collection of plain values as text; None for any other."""
-    values = list(collection.values()) if isinstance(collection, dict) else list(collection)
+    values: list[object] = list(collection.values() if hasattr(collection, "values") else collection)
     if len(values) > _SMALL or not all(isinstance(value, _PLAIN) for value in values):
         return None
     return str(collection)

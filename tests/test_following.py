@@ -119,7 +119,7 @@ def test_a_tensor_kept_in_an_attribute_is_refused_and_nothing_is_left_behind():
 
     model = Keeps()
     before = model.last
-    with pytest.raises(CaptureFailed, match="'last'.*\n.*buffer"):
+    with pytest.raises(CaptureFailed, match=r"'last'.*\n.*buffer"):
         fxcomp.compile_step(model, square, torch.optim.SGD(model.parameters()), rows(0))
     assert model.last is before
 
