@@ -27,7 +27,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.hooks import RemovableHandle
 
 from fxcomp import compat
-from fxcomp.calibrate import live_links, machine_costs
+from fxcomp.calibrate import machine_costs, with_live_links
 from fxcomp.cluster import Cluster
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
@@ -550,8 +550,9 @@ def _decide(
     costs = chosen.costs
     if costs is None:
         costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+        costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
         if ranks.fits_links:
-            costs = replace(costs, collectives=live_links(transport, cluster, device))
+            costs = with_live_links(costs, transport, cluster, device)
     return decide_best(chosen.mode, analyze(labelled, costs, cluster), costs, cluster, ranks)
 
 

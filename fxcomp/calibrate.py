@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.cluster import Cluster
+from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.load import replace_regions
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, kernels_available
+from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
-from fxcomp.cost.table import AlphaBeta, CostTable, Measured
+from fxcomp.cost.table import CostTable, Measured
 from fxcomp.graph.info import info
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.runtime.runtime import Runtime
@@ -81,24 +82,37 @@ def versions() -> str:
 # The links
 
 
-def live_links(transport: Transport, cluster: Cluster, device: torch.device) -> dict[Any, AlphaBeta]:
-    """Fit α and bandwidth to collectives on the running process groups, in under 3 s. Every rank takes part."""
+def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, device: torch.device) -> CostTable:
+    """Add what collectives take on the running process groups, in under 3 s. Every rank takes part.
 
-    def seconds(kind: CollectiveKind, level: Any, size: int) -> float:
+    Where compute leaves no processor free, the transport's threads take theirs from it. How much for each MB is this
+    rank's processor time during the largest all_reduce over all ranks, while the main thread only waits.
+    """
+    largest = (0, 0.0)
+
+    def seconds(kind: CollectiveKind, level: Level, size: int) -> float:
+        nonlocal largest
         ranks = cluster.ranks_at(level)
         elements = max(1, size // 4)
         value = torch.zeros(elements, device=device)
         out = torch.empty(ranks * elements, device=device) if kind is CollectiveKind.ALL_GATHER else value
         _barrier(transport, device)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         if kind is CollectiveKind.ALL_GATHER:
             transport.all_gather(value, out, level.value, "main").wait()
         else:
             transport.all_reduce(value, level.value, "main").wait()
         compat.synchronize(device)
-        return _slowest(transport, time.perf_counter() - start, device)
+        passed, worked = time.perf_counter() - start, time.process_time() - cpu
+        if kind is CollectiveKind.ALL_REDUCE and level is Level.WORLD and size >= largest[0]:
+            largest = (size, worked)
+        return _slowest(transport, passed, device)
 
-    return measure_collectives(seconds, cluster)
+    fits = measure_collectives(seconds, cluster)
+    size, worked = largest
+    sent_mb = wire_bytes(CollectiveKind.ALL_REDUCE, cluster.world_size, size) / 1e6
+    taken = 1e6 * worked / sent_mb if sent_mb and not costs.has_spare_host else 0.0
+    return replace(costs, collectives=fits, interference_us_per_mb=taken)
 
 
 def _barrier(transport: Transport, device: torch.device) -> None:
@@ -164,12 +178,6 @@ class _Run:
             spread=(max(warm) - min(warm)) / statistics.median(warm),
             region_us={name: statistics.median(found[1:]) for name, found in self.regions.items()},
         )
-
-
-def interference_us_per_mb(alone: StepMeasurement, together: StepMeasurement, wire_mb: float) -> float:
-    """How much longer the same regions take while the network is busy, for each MB that a rank sends."""
-    slower = sum(together.region_us.values()) - sum(alone.region_us.values())
-    return max(0.0, slower) / wire_mb if wire_mb else 0.0
 
 
 def _copy(value: Any) -> Any:

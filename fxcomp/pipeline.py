@@ -23,17 +23,15 @@ from fxcomp import compat
 from fxcomp.calibrate import (
     StepMeasurement,
     apportion,
-    interference_us_per_mb,
-    live_links,
     machine_costs,
     measure_step,
+    with_live_links,
 )
 from fxcomp.capture import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
@@ -317,7 +315,7 @@ def _decide(
         costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
         costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
         if ranks.fits_links:
-            costs = replace(costs, collectives=live_links(transport, cluster, device))
+            costs = with_live_links(costs, transport, cluster, device)
         costs, dense = _measured_on_job(captured, training, batch, costs, cluster, ranks, transport)
     return replace(decide_best(mode, analyze(captured.graph, costs, cluster), costs, cluster, ranks), dense=dense)
 
@@ -394,9 +392,7 @@ def _measured_on_job(
     # All ranks judge by the same number: one that switched back to dense alone would wait for the others for ever.
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
     compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
-    sent_mb = wire_bytes(CollectiveKind.ALL_REDUCE, cluster.world_size, workload.dense_bytes) / 1e6
-    interference = interference_us_per_mb(alone, dense, sent_mb)
-    costs = replace(costs, compute={**costs.compute, **compute}, interference_us_per_mb=interference)
+    costs = replace(costs, compute={**costs.compute, **compute})
     predicted = simulate(graph_tasks(rewrite(captured, plan, costs, cluster, ranks.rank).graph)).step_time_us
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
