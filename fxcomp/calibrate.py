@@ -85,13 +85,16 @@ def versions() -> str:
 def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, device: torch.device) -> CostTable:
     """Add what collectives take on the running process groups, in under 3 s. Every rank takes part.
 
-    Where compute leaves no processor free, the transport's threads take theirs from it. How much for each MB is this
-    rank's processor time during the largest all_reduce over all ranks, while the main thread only waits.
+    Where compute leaves no processor free, the transport's threads take theirs from it: for each MB this rank's
+    processor time during the largest all_reduce over all ranks, while the main thread only waits, and for each
+    collective that of the smallest ones.
     """
     largest = (0, 0.0)
+    started: list[float] = []
 
     def seconds(kind: CollectiveKind, level: Level, size: int) -> float:
         nonlocal largest
+        is_flat = kind is CollectiveKind.ALL_REDUCE and level is Level.WORLD
         ranks = cluster.ranks_at(level)
         elements = max(1, size // 4)
         value = torch.zeros(elements, device=device)
@@ -104,15 +107,23 @@ def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, de
             transport.all_reduce(value, level.value, "main").wait()
         compat.synchronize(device)
         passed, worked = time.perf_counter() - start, time.process_time() - cpu
-        if kind is CollectiveKind.ALL_REDUCE and level is Level.WORLD and size >= largest[0]:
+        if is_flat and size >= largest[0]:
             largest = (size, worked)
+        if is_flat and size <= SMALL_BYTES:
+            started.append(1e6 * worked)
         return _slowest(transport, passed, device)
 
     fits = measure_collectives(seconds, cluster)
     size, worked = largest
     sent_mb = wire_bytes(CollectiveKind.ALL_REDUCE, cluster.world_size, size) / 1e6
-    taken = 1e6 * worked / sent_mb if sent_mb and not costs.has_spare_host else 0.0
-    return replace(costs, collectives=fits, interference_us_per_mb=taken)
+    if costs.has_spare_host or not sent_mb:
+        return replace(costs, collectives=fits)
+    launch_us = max(costs.launch_us, statistics.median(started) if started else 0.0)
+    return replace(costs, collectives=fits, interference_us_per_mb=1e6 * worked / sent_mb, launch_us=launch_us)
+
+
+SMALL_BYTES = 4096
+"""A collective of so few bytes costs the processor what starting one costs."""
 
 
 def _barrier(transport: Transport, device: torch.device) -> None:
