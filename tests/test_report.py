@@ -61,7 +61,7 @@ def explanation(where: Cluster, **changes: object) -> Explanation:
         knows_flip=True,
         notes=("A note, with [brackets].",),
     )
-    return replace(explained, **changes)  # type: ignore[arg-type]
+    return replace(explained, **changes)
 
 
 def by_hand(**changes: object) -> Explanation:
@@ -125,7 +125,7 @@ def by_hand(**changes: object) -> Explanation:
         knows_flip=True,
         notes=("With [brackets].",),
     )
-    return replace(explained, **changes)  # type: ignore[arg-type]
+    return replace(explained, **changes)
 
 
 def test_a_compressed_plan_is_explained(golden: Callable[[str, str], None]):

@@ -34,8 +34,8 @@ class Ledger:
         self.means: dict[str, Tensor] = {}
         runtime = step.runtime
         self._compress, self._decompress = runtime.compress, runtime.decompress
-        runtime.compress = self.compress  # type: ignore[method-assign]
-        runtime.decompress = self.decompress  # type: ignore[method-assign]
+        runtime.compress = self.compress
+        runtime.decompress = self.decompress
 
     def compress(self, name: str, compressor: Compressor, bucket: Any, residual: Any, segments: Sequence[int]) -> Any:
         runtime_value = _now(bucket)
@@ -134,7 +134,7 @@ def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
     ledger = Ledger(step)
     if sum_instead_of_mean:
         decompress = step.runtime.decompress
-        step.runtime.decompress = lambda *args: decompress(*args).mul_(2)  # type: ignore[method-assign]
+        step.runtime.decompress = lambda *args: decompress(*args).mul_(2)
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     step(job.batch(0, rank))
     moved = before - nn.utils.parameters_to_vector(model.parameters()).detach()

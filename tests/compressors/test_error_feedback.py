@@ -48,7 +48,7 @@ def _drop_residual(value: Tensor, residual: Tensor | None, payload: Tensor) -> N
 @pytest.mark.parametrize("bug", [_flip_residual, _keep_all_as_residual, _drop_residual])
 @pytest.mark.parametrize("compressor", EACH, ids=str)
 def test_telescoping_notices_a_wrong_residual(compressor: Compressor, bug: object) -> None:
-    assert telescoping_error(Broken(compressor, bug), SEGMENTS) > 100 * TOLERANCE  # type: ignore[arg-type]
+    assert telescoping_error(Broken(compressor, bug), SEGMENTS) > 100 * TOLERANCE
 
 
 def test_telescoping_notices_places_cut_to_16_bits() -> None:

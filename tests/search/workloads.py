@@ -32,7 +32,7 @@ def matrices(*elements: int, backward_us: float = 10_000.0, **options: object) -
     gradients = tuple(
         Gradient(f"w{k}", n, backward_us * (k + 1) / len(elements), n / 1e3, False) for k, n in enumerate(elements)
     )
-    return Workload(gradients, backward_us, **options)  # type: ignore[arg-type]
+    return Workload(gradients, backward_us, **options)
 
 
 def layers(count: int, seed: int = 0, elements: int = 14_000_000, backward_us: float = 80_000.0) -> Workload:
