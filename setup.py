@@ -21,6 +21,7 @@ FLAGS = (
         "-fno-math-errno",
         "-fno-trapping-math",
         "-fvisibility=hidden",
+        "-pthread",
     ]
 )
 

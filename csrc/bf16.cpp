@@ -2,6 +2,7 @@
 //
 // One pass. Written out with integers, which every compiler vectorises, because C++17 has no bf16.
 #include "common.h"
+#include "threads.h"
 
 FXCOMP_INLINE uint16_t round_to_bf16(float value) {
     const uint32_t bits = bits_of(value);
@@ -11,13 +12,13 @@ FXCOMP_INLINE uint16_t round_to_bf16(float value) {
 
 FXCOMP_INLINE float widen(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
 
-FXCOMP_KERNEL void fxcomp_bf16_encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
-                                      uint16_t* FXCOMP_RESTRICT payload, int64_t elements) {
+FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
+                        uint16_t* FXCOMP_RESTRICT payload, int64_t begin, int64_t end) {
     if (residual == nullptr) {
-        for (int64_t i = 0; i < elements; ++i) payload[i] = round_to_bf16(bucket[i]);
+        for (int64_t i = begin; i < end; ++i) payload[i] = round_to_bf16(bucket[i]);
         return;
     }
-    for (int64_t i = 0; i < elements; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
         const float value = bucket[i] + residual[i];
         const uint16_t half = round_to_bf16(value);
         const float left_out = value - widen(half);
@@ -26,11 +27,11 @@ FXCOMP_KERNEL void fxcomp_bf16_encode(const float* FXCOMP_RESTRICT bucket, float
     }
 }
 
-FXCOMP_KERNEL void fxcomp_bf16_decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
-                                      float* FXCOMP_RESTRICT out) {
+FXCOMP_BODY void decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
+                        float* FXCOMP_RESTRICT out, int64_t begin, int64_t end) {
     const float factor = mean_factor(ranks);
-    for (int64_t start = 0; start < elements; start += kTile) {
-        const int64_t size = std::min(kTile, elements - start);
+    for (int64_t start = begin; start < end; start += kTile) {
+        const int64_t size = std::min(kTile, end - start);
         float* FXCOMP_RESTRICT tile = out + start;
         for (int64_t rank = 0; rank < ranks; ++rank) {
             const uint16_t* FXCOMP_RESTRICT half = payloads + rank * elements + start;
@@ -46,7 +47,20 @@ FXCOMP_KERNEL void fxcomp_bf16_decode(const uint16_t* FXCOMP_RESTRICT payloads, 
     }
 }
 
-FXCOMP_KERNEL void fxcomp_bf16_scale_copy(const float* FXCOMP_RESTRICT source, float scale,
-                                          uint16_t* FXCOMP_RESTRICT out, int64_t elements) {
-    for (int64_t i = 0; i < elements; ++i) out[i] = round_to_bf16(source[i] * scale);
+FXCOMP_BODY void scale_copy(const float* FXCOMP_RESTRICT source, float scale, uint16_t* FXCOMP_RESTRICT out,
+                            int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = round_to_bf16(source[i] * scale);
+}
+
+FXCOMP_EXPORT void fxcomp_bf16_encode(const float* bucket, float* residual, uint16_t* payload, int64_t elements) {
+    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) { encode(bucket, residual, payload, begin, end); });
+}
+
+FXCOMP_EXPORT void fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out) {
+    in_parallel(elements, kGrain / ranks,
+                [=](int64_t begin, int64_t end) { decode(payloads, ranks, elements, out, begin, end); });
+}
+
+FXCOMP_EXPORT void fxcomp_bf16_scale_copy(const float* source, float scale, uint16_t* out, int64_t elements) {
+    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) { scale_copy(source, scale, out, begin, end); });
 }

@@ -14,10 +14,15 @@
 #define FXCOMP_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// One body is compiled for AVX-512, AVX2 and the baseline; the loader picks when the library is opened.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && defined(__GLIBC__)
+// A body is compiled for AVX-512, AVX2 and the baseline; the loader picks when the library is opened. A kernel is an
+// exported function that checks nothing, cuts its work with in_parallel (threads.h), and calls a body for each range: the
+// lambda between them is compiled for the baseline only, so it must do nothing else.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && \
+    defined(__GLIBC__) && !defined(FXCOMP_ONE_INSTRUCTION_SET)
+#define FXCOMP_BODY static __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define FXCOMP_KERNEL FXCOMP_EXPORT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
+#define FXCOMP_BODY static
 #define FXCOMP_KERNEL FXCOMP_EXPORT
 #endif
 
@@ -97,6 +102,9 @@ FXCOMP_INLINE int64_t count_trailing_zeros(uint64_t bits) {
     return zeros;
 #endif
 }
+
+// About 20 us of work at memory speed: what in_parallel gives a thread at least.
+constexpr int64_t kGrain = 65536;
 
 // Elements decoded for all ranks before going on: the running sum stays in the first-level cache.
 constexpr int64_t kTile = 1024;

@@ -1,23 +1,33 @@
 """Gradient compressors: one file each, found by name with `parse_compressor`."""
 
-from fxcomp.compressors.base import BadCompressor, Compressor
+from fxcomp.compressors.base import BadCompressor, Compressed, Compressor
 from fxcomp.compressors.bf16 import BF16
 from fxcomp.compressors.catalogue import compressor_of, parse_compressor
+from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
+from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.topk import TopK
 
 __all__ = [
     "BF16",
+    "CATALOGUE",
+    "Agreement",
     "BadCompressor",
+    "Bias",
+    "Compressed",
     "Compressor",
+    "Facts",
+    "Feedback",
     "Int4",
     "Int8",
+    "Parameter",
     "Sign",
     "TopK",
     "compressor_of",
     "kernels_available",
     "parse_compressor",
+    "register",
 ]

@@ -1,14 +1,29 @@
-"""What every compressor is: declared facts, a functional op pair for the graph, and a fused pair for emitted code."""
+"""What every compressor is: declared facts, a reference in plain torch, functional ops, and a fused pair in place.
+
+A compressor is a frozen dataclass under `@register`. It declares `facts`, says how large its payload is, and gives the
+references, which are the specification; C++ and Triton kernels only make them faster. `register` defines its ops:
+
+    fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?) -> (payload, residual, state)
+    fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?) -> mean
+    fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
+
+A bucket is a flat fp32 tensor; `segments` are the sizes of its parameters, in order, and nothing mixes two of them. A
+payload is one flat tensor whose size depends on `segments` alone, so it travels in one collective without a header.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from dataclasses import MISSING, Field, fields
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fxcomp.compressors import kernels
+from fxcomp.compressors.facts import Bias, Facts, Feedback
 from fxcomp.errors import BadOption
 
 
@@ -16,56 +31,221 @@ class BadCompressor(BadOption, ValueError):
     """A compressor that does not exist, or a parameter that it cannot have."""
 
 
-class Compressor(Protocol):
+class Compressed(NamedTuple):
+    """What `compress_reference` returns. `residual` and `state` are empty where none came in."""
+
+    payload: Tensor
+    residual: Tensor
+    state: Tensor
+
+
+class Compressor(ABC):
     """A lossy map with parameters; a frozen dataclass whose `str` parses back with `parse_compressor`.
 
-    A bucket is a flat fp32 tensor; `segments` are the sizes of its parameters, in order. A payload is one flat tensor
-    of `payload_dtype` whose size depends on `segments` alone, so that it travels in one collective without a header.
+    A field is a parameter if `facts.parameters` names it; other fields are what `bound_to` filled in.
     """
 
-    name: ClassVar[str]
-    is_linear: ClassVar[bool]
-    """Payloads can be summed on the wire (all_reduce); otherwise they are gathered and decoded together."""
-    needs_error_feedback: ClassVar[bool]
-    """What compression leaves out must be carried to the next step."""
-    payload_dtype: ClassVar[torch.dtype]
+    __slots__ = ()
+
+    facts: ClassVar[Facts]
     compress_op: ClassVar[OpOverload]
-    """`fxcomp::<name>_compress(bucket, residual?, segments, *parameters) -> (payload, new_residual)`.
-
-    Functional: compresses v = bucket + residual (v = bucket without a residual) and returns what is left out,
-    v - decompress(payload); without a residual the second result is an empty tensor.
-    """
     decompress_op: ClassVar[OpOverload]
-    """`fxcomp::<name>_decompress(payloads, ranks, segments, *parameters) -> mean`.
+    propose_op: ClassVar[OpOverload | None]
 
-    `payloads` are `ranks` payloads one behind the other; the result is the mean of what they stand for, flat fp32,
-    summed in rank order and multiplied by fp32(1/ranks), so that every rank computes the same bits. A linear
-    compressor's summed payload comes with ranks=1.
-    """
+    # What a compressor is
 
-    @property
-    def parameters(self) -> tuple[int | float, ...]:
-        """The values behind `segments` in the op's schema."""
-        ...
-
+    @abstractmethod
     def payload_elements(self, segments: Sequence[int]) -> int:
         """Size of the payload in elements of `payload_dtype`."""
-        ...
+
+    @abstractmethod
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        """Compress v = bucket + residual; the new residual is what is left out, v - decompress(payload).
+
+        Where v is not finite the payload decodes to something not finite, at least once in that segment, so that every
+        rank sees it; and the residual stays as it was there. Changes none of its arguments.
+        """
+
+    @abstractmethod
+    def decompress_reference(
+        self, payloads: Tensor, ranks: int, segments: Sequence[int], agreed: Tensor | None
+    ) -> Tensor:
+        """The mean of what `ranks` payloads, one behind the other, stand for: flat fp32.
+
+        Summed in rank order and multiplied by fp32(1/ranks), so that every rank computes the same bits. A linear
+        compressor's summed payload comes with ranks=1: its bucket was scaled before.
+        """
+
+    def propose_reference(
+        self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None
+    ) -> Tensor:
+        """What ranks reduce before they compress, `proposal_elements` of `facts.proposal_dtype`."""
+        raise NotImplementedError(f"{self.name} compresses without an agreement")
+
+    def proposal_elements(self, segments: Sequence[int]) -> int:
+        return 0
+
+    def state_elements(self, size: int) -> int:
+        """State of one segment of `size` values, in elements of `facts.state_dtype`; segments' states lie in order."""
+        return 0
+
+    def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
+        """The first step's state of one segment. `key` is the same on all ranks and differs between parameters."""
+        return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
+
+    def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
+        """The compressor for a bucket of parameters of these shapes, averaged over so many ranks."""
+        return self
+
+    @property
+    def feedback(self) -> Feedback:
+        """With these parameters."""
+        return self.facts.feedback
+
+    @property
+    def bias(self) -> Bias:
+        """With these parameters."""
+        return self.facts.bias
+
+    # Kernels: they return whether they did it
+
+    def encode_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
+        return False
+
+    def decode_on_cpu(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+    ) -> bool:
+        return False
+
+    def propose_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        out: Tensor,
+    ) -> bool:
+        return False
+
+    # What follows from it
+
+    def __post_init__(self) -> None:
+        for parameter in self.facts.parameters:
+            value: float = getattr(self, parameter.name)
+            if not parameter.low <= value <= parameter.high:
+                raise BadCompressor(
+                    f"{self.name} needs {parameter.name} from {parameter.low:g} to {parameter.high:g}, not {value}"
+                )
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def is_linear(self) -> bool:
+        return self.facts.is_linear
+
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        return self.facts.payload_dtype
+
+    @property
+    def needs_error_feedback(self) -> bool:
+        return self.feedback is Feedback.REQUIRED
+
+    @property
+    def has_state(self) -> bool:
+        return self.facts.state != "none"
+
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """The values behind `segments` in the ops' schemas: all fields, in order."""
+        return tuple(getattr(self, field.name) for field in _fields(self))
 
     def payload_bytes(self, segments: Sequence[int]) -> int:
         """Size of the payload in bytes, exactly."""
-        ...
+        return self.payload_elements(segments) * self.payload_dtype.itemsize
 
-    def encode(self, bucket: Tensor, residual: Tensor | None, payload: Tensor, segments: Sequence[int]) -> None:
-        """`compress_op` fused and in place: fills `payload`, replaces `residual`, allocates nothing of bucket size.
+    def state_bytes(self, segments: Sequence[int]) -> int:
+        """Bytes kept from step to step besides the residual."""
+        return sum(map(self.state_elements, segments)) * self.facts.state_dtype.itemsize
 
-        Where v is not finite the payload decodes to something not finite, and the residual stays as it was.
-        """
-        ...
+    def proposal_bytes(self, segments: Sequence[int]) -> int:
+        return self.proposal_elements(segments) * self.facts.proposal_dtype.itemsize
 
-    def decode(self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:
-        """`decompress_op` in place: fills `out`, flat fp32."""
-        ...
+    def encode(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None = None,
+        agreed: Tensor | None = None,
+    ) -> None:
+        """Compress in place: fill `payload`, replace `residual` and `state`; kernels allocate nothing of their size."""
+        check_encode(self, bucket, residual, payload, segments, state)
+        if kernels.can_run_on(bucket) and self.encode_on_cpu(bucket, residual, payload, segments, state, agreed):
+            return
+        new = self.compress_reference(bucket, residual, segments, state, agreed)
+        payload.copy_(new.payload)
+        if residual is not None:
+            residual.copy_(new.residual)
+        if state is not None and not self.facts.state_from_payload:
+            state.copy_(new.state)
+
+    def decode(
+        self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor, agreed: Tensor | None = None
+    ) -> None:
+        """Decompress in place: fill `out`, flat fp32."""
+        check_decode(self, payloads, ranks, segments, out)
+        if not (kernels.can_run_on(out) and self.decode_on_cpu(payloads, ranks, segments, out, agreed)):
+            out.copy_(self.decompress_reference(payloads, ranks, segments, agreed))
+
+    def propose(
+        self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
+    ) -> None:
+        """Fill `out` with what the ranks are to reduce before they compress."""
+        if not (kernels.can_run_on(bucket) and self.propose_on_cpu(bucket, residual, segments, state, out)):
+            out.copy_(self.propose_reference(bucket, residual, segments, state))
+
+    def __str__(self) -> str:
+        public = {parameter.name for parameter in self.facts.parameters}
+        parts = [
+            _text(getattr(self, field.name))
+            if field.default is MISSING
+            else f"{field.name}={_text(getattr(self, field.name))}"
+            for field in _fields(self)
+            if field.name in public and getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}({', '.join(parts)})" if parts else self.name
+
+
+def _fields(compressor: Any) -> tuple[Field[Any], ...]:
+    return fields(compressor)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def mean_over_ranks(decoded: Sequence[Tensor]) -> Tensor:
@@ -76,14 +256,29 @@ def mean_over_ranks(decoded: Sequence[Tensor]) -> Tensor:
     return total * (1.0 / len(decoded))
 
 
+def empty_like_none(bucket: Tensor, value: Tensor | None) -> Tensor:
+    """`value`, or the empty tensor that stands for none in an op's results."""
+    return bucket.new_empty(0) if value is None else value
+
+
 def check_encode(
-    compressor: Compressor, bucket: Tensor, residual: Tensor | None, payload: Tensor, segments: Sequence[int]
+    compressor: Compressor,
+    bucket: Tensor,
+    residual: Tensor | None,
+    payload: Tensor,
+    segments: Sequence[int],
+    state: Tensor | None,
 ) -> None:
     """Assert what a kernel takes for granted, before it gets raw pointers."""
     _check_flat(bucket, torch.float32, sum(segments), "bucket")
     if residual is not None:
         _check_flat(residual, torch.float32, sum(segments), "residual")
     _check_flat(payload, compressor.payload_dtype, compressor.payload_elements(segments), "payload")
+    assert (state is not None) == compressor.has_state, (
+        f"{compressor} has {'a' if compressor.has_state else 'no'} state"
+    )
+    if state is not None:
+        _check_flat(state, compressor.facts.state_dtype, sum(map(compressor.state_elements, segments)), "state")
 
 
 def check_decode(compressor: Compressor, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:

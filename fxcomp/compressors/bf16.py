@@ -16,14 +16,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fxcomp.compressors import kernels
-from fxcomp.compressors.base import check_decode, check_encode, mean_over_ranks
-from fxcomp.compressors.registration import register_compress, register_decompress
+from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.facts import Bias, Facts, Feedback
+from fxcomp.compressors.registration import register
 
 
-def compress_reference(bucket: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compress(bucket: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     value = bucket if residual is None else bucket + residual
     payload = value.to(torch.bfloat16)
     if residual is None:
@@ -31,51 +31,70 @@ def compress_reference(bucket: Tensor, residual: Tensor | None) -> tuple[Tensor,
     return payload, torch.where(payload.isfinite(), value - payload.float(), residual)
 
 
-def decompress_reference(payloads: Tensor, ranks: int) -> Tensor:
+def _decompress(payloads: Tensor, ranks: int) -> Tensor:
     return mean_over_ranks([payload.float() for payload in payloads.view(ranks, -1)])
 
 
-def _make() -> BF16:
-    return BF16()
-
-
+@register
 @dataclass(frozen=True, slots=True)
-class BF16:
+class BF16(Compressor):
     """Two bytes a value, and the plain all_reduce."""
 
-    name: ClassVar[str] = "bf16"
-    is_linear: ClassVar[bool] = True
-    needs_error_feedback: ClassVar[bool] = False
-    payload_dtype: ClassVar[torch.dtype] = torch.bfloat16
-    compress_op: ClassVar[OpOverload] = register_compress("bf16", "", _make)
-    decompress_op: ClassVar[OpOverload] = register_decompress("bf16", "", _make)
-
-    @property
-    def parameters(self) -> tuple[int | float, ...]:
-        return ()
+    facts: ClassVar[Facts] = Facts(
+        name="bf16",
+        summary="the upper half of each fp32",
+        payload="2n",
+        payload_dtype=torch.bfloat16,
+        is_linear=True,
+        bias=Bias.ROUNDING,
+        feedback=Feedback.OPTIONAL,
+        use="Always worth a try: half the bytes, no state, the plain all_reduce.",
+        avoid="Where compute hides the dense collective anyway.",
+        source="IEEE fp32 cut to bfloat16, round to nearest even",
+    )
 
     def payload_elements(self, segments: Sequence[int]) -> int:
         return sum(segments)
 
-    def payload_bytes(self, segments: Sequence[int]) -> int:
-        return 2 * sum(segments)
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        payload, left_out = _compress(bucket, residual)
+        return Compressed(payload, left_out, empty_like_none(bucket, state))
 
-    def encode(self, bucket: Tensor, residual: Tensor | None, payload: Tensor, segments: Sequence[int]) -> None:
-        check_encode(self, bucket, residual, payload, segments)
-        if kernels.can_run_on(bucket):
-            kernels.run("fxcomp_bf16_encode", bucket, residual, payload, len(payload))
-            return
-        new_payload, new_residual = compress_reference(bucket, residual)
-        payload.copy_(new_payload)
-        if residual is not None:
-            residual.copy_(new_residual)
+    def decompress_reference(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        agreed: Tensor | None,
+    ) -> Tensor:
+        return _decompress(payloads, ranks)
 
-    def decode(self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:
-        check_decode(self, payloads, ranks, segments, out)
-        if kernels.can_run_on(out):
-            kernels.run("fxcomp_bf16_decode", payloads, ranks, len(out), out)
-        else:
-            out.copy_(decompress_reference(payloads, ranks))
+    def encode_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
+        kernels.run("fxcomp_bf16_encode", bucket, residual, payload, len(payload))
+        return True
 
-    def __str__(self) -> str:
-        return "bf16"
+    def decode_on_cpu(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+    ) -> bool:
+        kernels.run("fxcomp_bf16_decode", payloads, ranks, len(out), out)
+        return True

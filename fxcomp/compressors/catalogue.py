@@ -6,22 +6,21 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import cast
+from typing import Any, cast
 
 from torch._ops import OpOverload
 
 from fxcomp.compressors.base import BadCompressor, Compressor
-from fxcomp.compressors.bf16 import BF16
-from fxcomp.compressors.int4 import Int4
-from fxcomp.compressors.int8 import Int8
-from fxcomp.compressors.sign import Sign
-from fxcomp.compressors.topk import TopK
+from fxcomp.compressors.registration import CATALOGUE
 
-CATALOGUE: dict[str, type[BF16] | type[Int8] | type[Int4] | type[Sign] | type[TopK]] = {
-    kind.name: kind for kind in (BF16, Int8, Int4, Sign, TopK)
-}
 
-_READ: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}  # by a parameter's annotation
+def _read_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"write true or false, not {text!r}")
+    return text == "true"
+
+
+_READ: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _read_bool}  # by a field's annotation
 
 
 def parse_compressor(text: str) -> Compressor:
@@ -46,13 +45,13 @@ def parse_compressor(text: str) -> Compressor:
 
 def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compressor:
     """The compressor that an op of a graph belongs to, with the parameters that the node carries."""
-    kind = next(kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op))
+    kind = next(kind for kind in CATALOGUE.values() if op in (kind.compress_op, kind.decompress_op, kind.propose_op))
     return cast(Callable[..., Compressor], kind)(*parameters)
 
 
 def _suggest(name: str) -> str:
-    close = get_close_matches(name.lower(), CATALOGUE, n=1)
-    known = ", ".join(CATALOGUE)
+    close = get_close_matches(name.lower(), sorted(CATALOGUE), n=1)
+    known = ", ".join(sorted(CATALOGUE))
     return f"did you mean {close[0]!r}? There are {known}" if close else f"there are {known}"
 
 

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-ABI_VERSION = 1  # the same number as in csrc/module.cpp
+ABI_VERSION = 2  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
@@ -42,9 +43,13 @@ def describe() -> str:
 
 
 def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
-    """Call a kernel. Tensors go as pointers, tuples as arrays of int64; the caller has checked sizes and dtypes."""
+    """Call a kernel, on as many threads as torch may use.
+
+    Tensors go as pointers, tuples as arrays of int64; the caller has checked sizes and dtypes.
+    """
     library = _library()
     assert library is not None, f"{name} was called, but no kernels are built"
+    library.fxcomp_set_threads(ctypes.c_int64(torch.get_num_threads()))
     return library[name](*map(_to_c, arguments))
 
 

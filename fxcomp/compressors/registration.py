@@ -1,55 +1,133 @@
-"""Define the functional ops of a compressor under `torch.ops.fxcomp`.
+"""Register a compressor: define its functional ops under `torch.ops.fxcomp`, and put it into the catalogue.
 
-They run the compressor's own `encode` and `decode` on fresh tensors, so a graph and the emitted code compute the same.
+The ops run the compressor's own `encode`, `decode` and `propose` on fresh tensors, so a graph and the emitted code
+compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.base import BadCompressor, Compressor
+
+CATALOGUE: dict[str, type[Compressor]] = {}
+"""Every registered compressor by its name."""
 
 # Library.define and impl cost 5 us a call; the custom_op decorator costs 45.  # measured, torch 2.13, 2026-11
 _library: Any = Library("fxcomp", "FRAGMENT")
 
+_SCHEMA = {"int": "int", "float": "float", "bool": "bool", "tuple[int, ...]": "int[]"}  # by a field's annotation
 
-def register_compress(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:
-    """Define `fxcomp::<name>_compress`; `make` builds the compressor from the op's last arguments."""
+Kind = TypeVar("Kind", bound=type[Compressor])
 
-    def run(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], *values: Any) -> tuple[Tensor, Tensor]:
-        payload, _ = fake(bucket, None, segments, *values)
-        new_residual = None if residual is None else residual.clone(memory_format=torch.contiguous_format)
-        make(*values).encode(bucket.contiguous(), new_residual, payload, segments)
-        return payload, bucket.new_empty(0) if new_residual is None else new_residual
 
-    def fake(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], *values: Any) -> tuple[Tensor, Tensor]:
+def register(kind: Kind) -> Kind:
+    """Make a compressor known by its name, with its ops. Raises BadCompressor if another one has the name."""
+    name = kind.facts.name
+    if name in CATALOGUE:
+        taken = CATALOGUE[name]
+        raise BadCompressor(
+            f"there are two compressors named {name!r}: {taken.__module__}.{taken.__qualname__} and "
+            f"{kind.__module__}.{kind.__qualname__}.\n  Rename one of them."
+        )
+    make: Callable[..., Compressor] = kind
+    parameters = ", ".join(f"{_SCHEMA[str(field.type)]} {field.name}" for field in fields(kind))  # pyright: ignore[reportArgumentType]
+    kind.compress_op = _register_compress(name, parameters, make)
+    kind.decompress_op = _register_decompress(name, parameters, make)
+    kind.propose_op = _register_propose(name, parameters, make) if kind.facts.agreement is not None else None
+    CATALOGUE[name] = kind
+    return kind
+
+
+def _register_compress(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:
+    def run(
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        *values: Any,
+        state: Tensor | None = None,
+        agreed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        payload = fake(bucket, None, segments, *values)[0]
+        new_residual, new_state = _copy(residual), _copy(state)
+        make(*values).encode(bucket.contiguous(), new_residual, payload, segments, new_state, agreed)
+        empty = bucket.new_empty(0)
+        return (
+            payload,
+            empty if new_residual is None else new_residual,
+            bucket.new_empty(0) if new_state is None else new_state,
+        )
+
+    def fake(
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        *values: Any,
+        state: Tensor | None = None,
+        agreed: Tensor | None = None,  # noqa: ARG001
+    ) -> tuple[Tensor, Tensor, Tensor]:
         compressor = make(*values)
         payload = bucket.new_empty(compressor.payload_elements(segments), dtype=compressor.payload_dtype)
-        return payload, bucket.new_empty(0 if residual is None else sum(segments))
+        new_residual = bucket.new_empty(0 if residual is None else sum(segments))
+        return payload, new_residual, bucket.new_empty(0) if state is None else torch.empty_like(state)
 
-    arguments = ", ".join(filter(None, ["Tensor bucket, Tensor? residual, int[] segments", parameters]))
-    return _register(f"{name}_compress", f"({arguments}) -> (Tensor, Tensor)", run, fake)
+    head = ", ".join(filter(None, ["Tensor bucket, Tensor? residual, int[] segments", parameters]))
+    schema = f"({head}, *, Tensor? state=None, Tensor? agreed=None) -> (Tensor, Tensor, Tensor)"
+    return _register(f"{name}_compress", schema, run, fake)
 
 
-def register_decompress(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:
-    """Define `fxcomp::<name>_decompress`; `make` builds the compressor from the op's last arguments."""
-
-    def run(payloads: Tensor, ranks: int, segments: Sequence[int], *values: Any) -> Tensor:
+def _register_decompress(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:
+    def run(
+        payloads: Tensor, ranks: int, segments: Sequence[int], *values: Any, agreed: Tensor | None = None
+    ) -> Tensor:
         out = fake(payloads, ranks, segments, *values)
-        make(*values).decode(payloads.contiguous(), ranks, segments, out)
+        make(*values).decode(payloads.contiguous(), ranks, segments, out, agreed)
         return out
 
-    def fake(payloads: Tensor, ranks: int, segments: Sequence[int], *values: Any) -> Tensor:  # noqa: ARG001
+    def fake(
+        payloads: Tensor,
+        ranks: int,  # noqa: ARG001
+        segments: Sequence[int],
+        *values: Any,  # noqa: ARG001
+        agreed: Tensor | None = None,  # noqa: ARG001
+    ) -> Tensor:
         return payloads.new_empty(sum(segments), dtype=torch.float32)
 
-    arguments = ", ".join(filter(None, ["Tensor payloads, int ranks, int[] segments", parameters]))
-    return _register(f"{name}_decompress", f"({arguments}) -> Tensor", run, fake)
+    head = ", ".join(filter(None, ["Tensor payloads, int ranks, int[] segments", parameters]))
+    return _register(f"{name}_decompress", f"({head}, *, Tensor? agreed=None) -> Tensor", run, fake)
+
+
+def _register_propose(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:
+    def run(
+        bucket: Tensor, residual: Tensor | None, segments: Sequence[int], *values: Any, state: Tensor | None = None
+    ) -> Tensor:
+        out = fake(bucket, residual, segments, *values)
+        make(*values).propose(bucket.contiguous(), residual, segments, state, out)
+        return out
+
+    def fake(
+        bucket: Tensor,
+        residual: Tensor | None,  # noqa: ARG001
+        segments: Sequence[int],
+        *values: Any,
+        state: Tensor | None = None,  # noqa: ARG001
+    ) -> Tensor:
+        compressor = make(*values)
+        return bucket.new_empty(compressor.proposal_elements(segments), dtype=compressor.facts.proposal_dtype)
+
+    head = ", ".join(filter(None, ["Tensor bucket, Tensor? residual, int[] segments", parameters]))
+    return _register(f"{name}_propose", f"({head}, *, Tensor? state=None) -> Tensor", run, fake)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:

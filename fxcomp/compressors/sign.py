@@ -24,21 +24,19 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from fxcomp.compressors import kernels
-from fxcomp.compressors.base import BadCompressor, check_decode, check_encode, mean_over_ranks
+from fxcomp.compressors.base import BadCompressor, Compressed, Compressor, empty_like_none, mean_over_ranks
 from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, split, to_blocks
-from fxcomp.compressors.registration import register_compress, register_decompress
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 512
 _LANES = 64  # the same number as in csrc/sign.cpp
 
 
-def compress_reference(
-    bucket: Tensor, residual: Tensor | None, segments: Sequence[int], block: int
-) -> tuple[Tensor, Tensor]:
+def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
     value = bucket if residual is None else bucket + residual
     rows = to_blocks(value, segments, block)
     mean = _sum_magnitudes(rows) / block_sizes(segments, block, device=rows.device)
@@ -57,7 +55,7 @@ def compress_reference(
     return payload, from_blocks(left_out, segments, block)
 
 
-def decompress_reference(payloads: Tensor, ranks: int, segments: Sequence[int], block: int) -> Tensor:
+def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], block: int) -> Tensor:
     return mean_over_ranks([_decompress_one(payload, segments, block) for payload in payloads.view(ranks, -1)])
 
 
@@ -104,53 +102,72 @@ def _sections(segments: Sequence[int], block: int) -> list[int]:
     return [4 * count_blocks(segments, block), bit_bytes, -bit_bytes % 4]
 
 
-def _make(block: int) -> Sign:
-    return Sign(block)
-
-
+@register
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(Compressor):
     """A thirtieth of the bytes; only with error feedback."""
 
     block: int = DEFAULT_BLOCK
 
-    name: ClassVar[str] = "sign"
-    is_linear: ClassVar[bool] = False
-    needs_error_feedback: ClassVar[bool] = True
-    payload_dtype: ClassVar[torch.dtype] = torch.uint8
-    compress_op: ClassVar[OpOverload] = register_compress("sign", "int block", _make)
-    decompress_op: ClassVar[OpOverload] = register_decompress("sign", "int block", _make)
+    facts: ClassVar[Facts] = Facts(
+        name="sign",
+        summary="the sign of each value, a scale a block",
+        payload="⌈n/8⌉ + 4⌈n/B⌉, up to a multiple of 4",
+        bias=Bias.BIASED,
+        feedback=Feedback.REQUIRED,
+        parameters=(Parameter("block", "values that share a scale", 8, 65536),),
+        use="Very slow links, with error feedback and stochastic gradient descent.",
+        avoid="Adam, and learning rates near the edge of stability.",
+        source="Karimireddy et al. 2019, error feedback fixes SignSGD; a scale a block",
+    )
 
     def __post_init__(self) -> None:
-        if self.block < 1 or self.block % 8 != 0:
-            raise BadCompressor(f"sign needs a block of whole bytes, a multiple of 8, not block={self.block}")
-
-    @property
-    def parameters(self) -> tuple[int | float, ...]:
-        return (self.block,)
+        Compressor.__post_init__(self)
+        if self.block % 8:
+            raise BadCompressor(f"{self.name} needs a block of whole bytes, a multiple of 8, not block={self.block}")
 
     def payload_elements(self, segments: Sequence[int]) -> int:
         return sum(_sections(segments, self.block))
 
-    def payload_bytes(self, segments: Sequence[int]) -> int:
-        return self.payload_elements(segments)
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        payload, left_out = _compress(bucket, residual, segments, self.block)
+        return Compressed(payload, left_out, empty_like_none(bucket, state))
 
-    def encode(self, bucket: Tensor, residual: Tensor | None, payload: Tensor, segments: Sequence[int]) -> None:
-        check_encode(self, bucket, residual, payload, segments)
-        if kernels.can_run_on(bucket):
-            kernels.run("fxcomp_sign_encode", bucket, residual, payload, tuple(segments), len(segments), self.block)
-            return
-        new_payload, new_residual = compress_reference(bucket, residual, segments, self.block)
-        payload.copy_(new_payload)
-        if residual is not None:
-            residual.copy_(new_residual)
+    def decompress_reference(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        agreed: Tensor | None,
+    ) -> Tensor:
+        return _decompress(payloads, ranks, segments, self.block)
 
-    def decode(self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:
-        check_decode(self, payloads, ranks, segments, out)
-        if kernels.can_run_on(out):
-            kernels.run("fxcomp_sign_decode", payloads, ranks, tuple(segments), len(segments), self.block, out)
-        else:
-            out.copy_(decompress_reference(payloads, ranks, segments, self.block))
+    def encode_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
+        kernels.run("fxcomp_sign_encode", bucket, residual, payload, tuple(segments), len(segments), self.block)
+        return True
 
-    def __str__(self) -> str:
-        return "sign" if self.block == DEFAULT_BLOCK else f"sign(block={self.block})"
+    def decode_on_cpu(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+    ) -> bool:
+        kernels.run("fxcomp_sign_decode", payloads, ranks, tuple(segments), len(segments), self.block, out)
+        return True

@@ -25,17 +25,15 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fxcomp.compressors import kernels
-from fxcomp.compressors.base import BadCompressor, check_decode, check_encode, mean_over_ranks
+from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
 from fxcomp.compressors.blocks import split
-from fxcomp.compressors.registration import register_compress, register_decompress
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.registration import register
 
 
-def compress_reference(
-    bucket: Tensor, residual: Tensor | None, segments: Sequence[int], ratio: float
-) -> tuple[Tensor, Tensor]:
+def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], ratio: float) -> tuple[Tensor, Tensor]:
     value = bucket if residual is None else bucket + residual
     places = [_largest(piece, k) for piece, k in zip(split(value, segments), counts(segments, ratio), strict=True)]
     sections = [
@@ -52,7 +50,7 @@ def compress_reference(
     return payload, torch.where(value.isfinite(), left_out, residual)
 
 
-def decompress_reference(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: float) -> Tensor:
+def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: float) -> Tensor:
     return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in payloads.view(ranks, -1)])
 
 
@@ -85,57 +83,72 @@ def _as_fraction(ratio: float) -> tuple[int, int]:
     return Fraction(repr(float(ratio))).as_integer_ratio()
 
 
-def _make(ratio: float) -> TopK:
-    return TopK(ratio)
-
-
+@register
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(Compressor):
     """Any part of the bytes; only with error feedback."""
 
     ratio: float
 
-    name: ClassVar[str] = "topk"
-    is_linear: ClassVar[bool] = False
-    needs_error_feedback: ClassVar[bool] = True
-    payload_dtype: ClassVar[torch.dtype] = torch.uint8
-    compress_op: ClassVar[OpOverload] = register_compress("topk", "float ratio", _make)
-    decompress_op: ClassVar[OpOverload] = register_decompress("topk", "float ratio", _make)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise BadCompressor(f"topk needs a ratio above 0 and at most 1, not {self.ratio}")
-
-    @property
-    def parameters(self) -> tuple[int | float, ...]:
-        return (self.ratio,)
+    facts: ClassVar[Facts] = Facts(
+        name="topk",
+        summary="the k values of largest magnitude, exactly",
+        payload="8⌈ratio·n⌉",
+        bias=Bias.BIASED,
+        feedback=Feedback.REQUIRED,
+        passes=2,
+        parameters=(Parameter("ratio", "share of values sent", 1e-6, 1.0),),
+        use="Slow links and few ranks.",
+        avoid="Where ratio is above one over the number of ranks.",
+        source="Aji and Heafield 2017; radix selection",
+    )
 
     def payload_elements(self, segments: Sequence[int]) -> int:
         return 8 * sum(counts(segments, self.ratio))
 
-    def payload_bytes(self, segments: Sequence[int]) -> int:
-        return self.payload_elements(segments)
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        payload, left_out = _compress(bucket, residual, segments, self.ratio)
+        return Compressed(payload, left_out, empty_like_none(bucket, state))
 
-    def encode(self, bucket: Tensor, residual: Tensor | None, payload: Tensor, segments: Sequence[int]) -> None:
-        check_encode(self, bucket, residual, payload, segments)
+    def decompress_reference(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        agreed: Tensor | None,
+    ) -> Tensor:
+        return _decompress(payloads, ranks, segments, self.ratio)
+
+    def encode_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
         assert max(segments, default=0) < 2**31, "places are sent as int32"
-        if kernels.can_run_on(bucket):
-            ks = counts(segments, self.ratio)
-            kernels.run("fxcomp_topk_encode", bucket, residual, payload, tuple(segments), ks, len(ks))
-            return
-        new_payload, new_residual = compress_reference(bucket, residual, segments, self.ratio)
-        payload.copy_(new_payload)
-        if residual is not None:
-            residual.copy_(new_residual)
+        ks = counts(segments, self.ratio)
+        kernels.run("fxcomp_topk_encode", bucket, residual, payload, tuple(segments), ks, len(ks))
+        return True
 
-    def decode(self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:
-        check_decode(self, payloads, ranks, segments, out)
-        if kernels.can_run_on(out):
-            ks = counts(segments, self.ratio)
-            is_ours = kernels.run("fxcomp_topk_decode", payloads, ranks, tuple(segments), ks, len(ks), out)
-            assert is_ours, "a payload names places outside its segment"
-        else:
-            out.copy_(decompress_reference(payloads, ranks, segments, self.ratio))
-
-    def __str__(self) -> str:
-        return f"topk({self.ratio})"
+    def decode_on_cpu(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+    ) -> bool:
+        ks = counts(segments, self.ratio)
+        is_ours = kernels.run("fxcomp_topk_decode", payloads, ranks, tuple(segments), ks, len(ks), out)
+        assert is_ours, "a payload names places outside its segment"
+        return True

@@ -48,9 +48,9 @@ def test_a_default_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("itn8", "there is no compressor 'itn8'; did you mean 'int8'? There are bf16, int8, int4, sign, topk"),
-        ("TopK(0.1)", "there is no compressor 'TopK'; did you mean 'topk'? There are bf16, int8, int4, sign, topk"),
-        ("zstd", "there is no compressor 'zstd'; there are bf16, int8, int4, sign, topk"),
+        ("itn8", "there is no compressor 'itn8'; did you mean 'int8'? There are bf16, int4, int8, sign, topk"),
+        ("TopK(0.1)", "there is no compressor 'TopK'; did you mean 'topk'? There are bf16, int4, int8, sign, topk"),
+        ("zstd", "there is no compressor 'zstd'; there are bf16, int4, int8, sign, topk"),
         ("topk(", "cannot read the compressor 'topk('; write for example int8(block=128) or topk(0.01)"),
         (
             "topk",
@@ -66,12 +66,12 @@ def test_a_default_is_not_written() -> None:
             "cannot read the compressor 'int8(1.5)': invalid literal for int() with base 10: '1.5'; "
             "it is int8(block: int = 512)",
         ),
-        ("int8(0)", "int8 needs a block of at least one value, not block=0"),
+        ("int8(0)", "int8 needs block from 1 to 65536, not 0"),
         ("int4(7)", "int4 needs a block of whole bytes, a multiple of 2, not block=7"),
-        ("int4(0)", "int4 needs a block of whole bytes, a multiple of 2, not block=0"),
+        ("int4(0)", "int4 needs block from 2 to 65536, not 0"),
         ("sign(12)", "sign needs a block of whole bytes, a multiple of 8, not block=12"),
-        ("topk(0)", "topk needs a ratio above 0 and at most 1, not 0.0"),
-        ("topk(nan)", "topk needs a ratio above 0 and at most 1, not nan"),
+        ("topk(0)", "topk needs ratio from 1e-06 to 1, not 0.0"),
+        ("topk(nan)", "topk needs ratio from 1e-06 to 1, not nan"),
     ],
 )
 def test_a_wrong_text_is_explained(text: str, complaint: str) -> None:

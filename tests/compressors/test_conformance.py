@@ -55,7 +55,7 @@ def test_the_ops_pass_opcheck(compressor: Compressor, with_residual: bool) -> No
     segments = (600, 0, 41)
     bucket, residual = gaussian(641), gaussian(641, seed=1) if with_residual else None
     torch.library.opcheck(compressor.compress_op, (bucket, residual, segments, *compressor.parameters))
-    payload, _ = compressor.compress_op(bucket, residual, segments, *compressor.parameters)
+    payload, *_ = compressor.compress_op(bucket, residual, segments, *compressor.parameters)
     payloads = torch.cat([payload, payload])
     torch.library.opcheck(compressor.decompress_op, (payloads, 2, segments, *compressor.parameters))
 
@@ -64,7 +64,7 @@ def test_the_ops_pass_opcheck(compressor: Compressor, with_residual: bool) -> No
 def test_the_ops_compute_what_encode_and_decode_compute_and_change_no_input(compressor: Compressor) -> None:
     segments = (600, 41)
     bucket, residual = gaussian(641), gaussian(641, seed=1)
-    payload, new_residual = compressor.compress_op(bucket, residual, segments, *compressor.parameters)
+    payload, new_residual, _ = compressor.compress_op(bucket, residual, segments, *compressor.parameters)
     assert torch.equal(bucket, gaussian(641))
     assert torch.equal(residual, gaussian(641, seed=1))
     assert_same_bits(payload, encode(compressor, bucket, residual, segments))
@@ -96,7 +96,7 @@ def test_the_size_of_a_payload_is_the_formula(
     compressor: Compressor, segments: tuple[int, ...], payload_bytes: int
 ) -> None:
     assert compressor.payload_bytes(segments) == payload_bytes
-    payload, _ = compressor.compress_op(gaussian(sum(segments)), None, segments, *compressor.parameters)
+    payload, *_ = compressor.compress_op(gaussian(sum(segments)), None, segments, *compressor.parameters)
     assert payload.dtype == compressor.payload_dtype
     assert payload.numel() * payload.element_size() == payload_bytes
 

@@ -1,0 +1,66 @@
+"""Random bits from counters: the same on every machine, in any order, for as many threads as there are.
+
+    counter i of stream (key, step)  -->  32 bits
+
+A three-multiply hash of the counter (the 32-bit finalizers of Murmur3 and "lowbias32" have two), keyed between the
+rounds. Reference, C++ and Triton compute the same bits; `uniform` uses the upper 24 of them, so it is exact in fp32.
+
+The state of a random compressor is two int64 a segment: the stream's key, and the step, which each encoding raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+STATE_ELEMENTS = 2
+_LOW = 0xFFFFFFFF
+
+
+def key_of(*parts: object) -> int:
+    """A key of 62 bits from whatever names a stream: a seed and a parameter's name, or a key and a rank."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 2
+
+
+def fresh_state(key: int) -> Tensor:
+    return torch.tensor([key, 0], dtype=torch.int64)
+
+
+def next_state(state: Tensor) -> Tensor:
+    """All segments' streams one step on."""
+    return state + torch.tensor([0, 1], device=state.device).repeat(state.numel() // STATE_ELEMENTS)
+
+
+def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
+    """The two 32-bit keys of a segment's stream at this step, as int64 scalars."""
+    key, step = state[2 * segment], state[2 * segment + 1]
+    low = mix((key ^ step) & _LOW)
+    return low, mix(((key >> 32) ^ (step >> 32) ^ low) & _LOW)
+
+
+def bits(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
+    """The random bits at counters start, start + 1, ...: int64 in 0..2^32-1."""
+    counter = torch.arange(start, start + count, device=keys[0].device)
+    return bits_at(keys, counter)
+
+
+def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
+    """The random bits at any counters, int64 below 2^32."""
+    x = (counter + keys[0]) & _LOW
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
+    x = (x + keys[1]) & _LOW
+    return mix(x)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32 bits under which close numbers come to lie far apart."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
+    x = ((x ^ (x >> 15)) * 0xD35A2D97) & _LOW
+    return x ^ (x >> 15)
+
+
+def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
+    """fp32 in [0, 1), multiples of 2^-24."""
+    return (bits(keys, start, count) >> 8).float() * 2.0**-24
