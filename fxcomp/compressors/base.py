@@ -4,7 +4,7 @@ A compressor is a frozen dataclass under `@register`. It declares `facts`, says 
 references, which are the specification; C++ and Triton kernels only make them faster. `register` defines its ops:
 
     fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?) -> (payload, residual, state)
-    fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?) -> mean
+    fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?) -> mean
     fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
 
 A bucket is a flat fp32 tensor; `segments` are the sizes of its parameters, in order, and nothing mixes two of them. A
@@ -75,12 +75,14 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress_reference(
-        self, payloads: Tensor, ranks: int, segments: Sequence[int], agreed: Tensor | None
+        self, payloads: Tensor, ranks: int, segments: Sequence[int], agreed: Tensor | None, state: Tensor | None
     ) -> Tensor:
         """The mean of what `ranks` payloads, one behind the other, stand for: flat fp32.
 
         Summed in rank order and multiplied by fp32(1/ranks), so that every rank computes the same bits. A linear
         compressor's summed payload comes with ranks=1: its bucket was scaled before.
+
+        `state` comes where `facts.decode_needs_state`: what this step's compression returned, one step raised already.
         """
 
     def propose_reference(
@@ -134,6 +136,7 @@ class Compressor(ABC):
         segments: Sequence[int],
         out: Tensor,
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> bool:
         return False
 
@@ -214,12 +217,18 @@ class Compressor(ABC):
             state.copy_(new.state)
 
     def decode(
-        self, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor, agreed: Tensor | None = None
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None = None,
+        state: Tensor | None = None,
     ) -> None:
-        """Decompress in place: fill `out`, flat fp32."""
-        check_decode(self, payloads, ranks, segments, out)
-        if not (kernels.can_run_on(out) and self.decode_on_cpu(payloads, ranks, segments, out, agreed)):
-            out.copy_(self.decompress_reference(payloads, ranks, segments, agreed))
+        """Decompress in place: fill `out`, flat fp32. `state` is what this step's encoding left."""
+        check_decode(self, payloads, ranks, segments, out, state)
+        if not (kernels.can_run_on(out) and self.decode_on_cpu(payloads, ranks, segments, out, agreed, state)):
+            out.copy_(self.decompress_reference(payloads, ranks, segments, agreed, state))
 
     def propose(
         self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
@@ -277,15 +286,28 @@ def check_encode(
     assert (state is not None) == compressor.has_state, (
         f"{compressor} has {'a' if compressor.has_state else 'no'} state"
     )
-    if state is not None:
-        _check_flat(state, compressor.facts.state_dtype, sum(map(compressor.state_elements, segments)), "state")
+    _check_state(compressor, segments, state)
 
 
-def check_decode(compressor: Compressor, payloads: Tensor, ranks: int, segments: Sequence[int], out: Tensor) -> None:
+def check_decode(
+    compressor: Compressor,
+    payloads: Tensor,
+    ranks: int,
+    segments: Sequence[int],
+    out: Tensor,
+    state: Tensor | None,
+) -> None:
     """Assert what a kernel takes for granted, before it gets raw pointers."""
     assert ranks >= 1, f"there is no mean over {ranks} ranks"
     _check_flat(payloads, compressor.payload_dtype, ranks * compressor.payload_elements(segments), "payloads")
     _check_flat(out, torch.float32, sum(segments), "out")
+    assert state is not None or not compressor.facts.decode_needs_state, f"{compressor} decodes with its state"
+    _check_state(compressor, segments, state)
+
+
+def _check_state(compressor: Compressor, segments: Sequence[int], state: Tensor | None) -> None:
+    if state is not None:
+        _check_flat(state, compressor.facts.state_dtype, sum(map(compressor.state_elements, segments)), "state")
 
 
 def _check_flat(tensor: Tensor, dtype: torch.dtype, elements: int, what: str) -> None:

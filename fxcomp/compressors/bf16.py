@@ -73,6 +73,7 @@ class BF16(Compressor):
         ranks: int,
         segments: Sequence[int],
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> Tensor:
         return _decompress(payloads, ranks)
 
@@ -95,6 +96,7 @@ class BF16(Compressor):
         segments: Sequence[int],
         out: Tensor,
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> bool:
         kernels.run("fxcomp_bf16_decode", payloads, ranks, len(out), out)
         return True

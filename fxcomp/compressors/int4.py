@@ -134,6 +134,7 @@ class Int4(Compressor):
         ranks: int,
         segments: Sequence[int],
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> Tensor:
         return _decompress(payloads, ranks, segments, self.block)
 
@@ -156,6 +157,7 @@ class Int4(Compressor):
         segments: Sequence[int],
         out: Tensor,
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> bool:
         kernels.run("fxcomp_int4_decode", payloads, ranks, tuple(segments), len(segments), self.block, out)
         return True

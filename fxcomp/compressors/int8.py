@@ -108,6 +108,7 @@ class Int8(Compressor):
         ranks: int,
         segments: Sequence[int],
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> Tensor:
         return _decompress(payloads, ranks, segments, self.block)
 
@@ -130,6 +131,7 @@ class Int8(Compressor):
         segments: Sequence[int],
         out: Tensor,
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> bool:
         kernels.run("fxcomp_int8_decode", payloads, ranks, tuple(segments), len(segments), self.block, out)
         return True

@@ -85,10 +85,15 @@ def _register_compress(name: str, parameters: str, make: Callable[..., Compresso
 
 def _register_decompress(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:
     def run(
-        payloads: Tensor, ranks: int, segments: Sequence[int], *values: Any, agreed: Tensor | None = None
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        *values: Any,
+        agreed: Tensor | None = None,
+        state: Tensor | None = None,
     ) -> Tensor:
         out = fake(payloads, ranks, segments, *values)
-        make(*values).decode(payloads.contiguous(), ranks, segments, out, agreed)
+        make(*values).decode(payloads.contiguous(), ranks, segments, out, agreed, state)
         return out
 
     def fake(
@@ -97,11 +102,12 @@ def _register_decompress(name: str, parameters: str, make: Callable[..., Compres
         segments: Sequence[int],
         *values: Any,  # noqa: ARG001
         agreed: Tensor | None = None,  # noqa: ARG001
+        state: Tensor | None = None,  # noqa: ARG001
     ) -> Tensor:
         return payloads.new_empty(sum(segments), dtype=torch.float32)
 
     head = ", ".join(filter(None, ["Tensor payloads, int ranks, int[] segments", parameters]))
-    return _register(f"{name}_decompress", f"({head}, *, Tensor? agreed=None) -> Tensor", run, fake)
+    return _register(f"{name}_decompress", f"({head}, *, Tensor? agreed=None, Tensor? state=None) -> Tensor", run, fake)
 
 
 def _register_propose(name: str, parameters: str, make: Callable[..., Compressor]) -> OpOverload:

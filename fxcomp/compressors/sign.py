@@ -146,6 +146,7 @@ class Sign(Compressor):
         ranks: int,
         segments: Sequence[int],
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> Tensor:
         return _decompress(payloads, ranks, segments, self.block)
 
@@ -168,6 +169,7 @@ class Sign(Compressor):
         segments: Sequence[int],
         out: Tensor,
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> bool:
         kernels.run("fxcomp_sign_decode", payloads, ranks, tuple(segments), len(segments), self.block, out)
         return True

@@ -123,6 +123,7 @@ class TopK(Compressor):
         ranks: int,
         segments: Sequence[int],
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> Tensor:
         return _decompress(payloads, ranks, segments, self.ratio)
 
@@ -147,6 +148,7 @@ class TopK(Compressor):
         segments: Sequence[int],
         out: Tensor,
         agreed: Tensor | None,
+        state: Tensor | None,
     ) -> bool:
         ks = counts(segments, self.ratio)
         is_ours = kernels.run("fxcomp_topk_decode", payloads, ranks, tuple(segments), ks, len(ks), out)
