@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fxcomp"
 FLOORS = [
     ["errors", "compat"],
     ["cluster", "compressors", "text"],
-    ["strategy", "runtime", "job", "hosts"],
+    ["strategy", "runtime", "job", "hosts", "testing"],
     ["cost", "gpt"],
     ["graph"],
     ["capture", "passes", "search", "codegen"],

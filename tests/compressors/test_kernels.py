@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS, assert_same_bits, gaussian, plain_torch
+from compressor_cases import WITH_KERNELS
 
 from fxcomp.compressors import TopK, kernels
 from fxcomp.compressors.pack import scale_copy
+from fxcomp.testing.checks import assert_same_bits, plain_torch
+from fxcomp.testing.samples import gaussian
 
 
 @WITH_KERNELS

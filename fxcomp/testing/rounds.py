@@ -1,0 +1,111 @@
+"""Several ranks in one process: what a round of compression gives, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors import Agreement, Compressor
+from fxcomp.compressors.randomness import key_of
+
+
+@dataclass(slots=True)
+class Replica:
+    """What one rank keeps from step to step."""
+
+    residual: Tensor | None
+    state: Tensor | None
+
+
+def replicas_of(
+    compressor: Compressor, segments: Sequence[int], ranks: int = 1, *, feedback: bool, seed: int = 0
+) -> list[Replica]:
+    """So many ranks before their first step."""
+    return [
+        Replica(
+            torch.zeros(sum(segments)) if feedback else None, fresh_state(compressor, segments, rank=rank, seed=seed)
+        )
+        for rank in range(ranks)
+    ]
+
+
+def fresh_state(compressor: Compressor, segments: Sequence[int], *, rank: int = 0, seed: int = 0) -> Tensor | None:
+    """The state of a bucket of parameters named by their places."""
+    if not compressor.has_state:
+        return None
+    parts = [
+        compressor.fresh_state(size, key_of(seed, str(place)), rank)
+        for place, size in enumerate(segments)
+        if compressor.state_elements(size)
+    ]
+    return torch.cat([torch.empty(0, dtype=compressor.facts.state_dtype), *parts])
+
+
+def average(
+    compressor: Compressor,
+    buckets: Sequence[Tensor],
+    replicas: Sequence[Replica],
+    segments: Sequence[int],
+    shapes: Sequence[Sequence[int]] = (),
+) -> Tensor:
+    """The mean of all ranks' buckets as this compressor gives it; replicas change as a step changes them."""
+    ranks = len(buckets)
+    bound = compressor.bound_to(shapes, ranks)
+    if bound.is_linear:
+        buckets = [bucket * (1.0 / ranks) for bucket in buckets]
+    agreed = agree(bound, buckets, replicas, segments)
+    payloads = [
+        encode(bound, bucket, replica, segments, agreed) for bucket, replica in zip(buckets, replicas, strict=True)
+    ]
+    payload = _sum(payloads) if bound.is_linear else torch.cat(payloads)
+    if bound.facts.state_from_payload:
+        for replica in replicas:
+            replica.state = payload.clone()
+    return decode(bound, payload, 1 if bound.is_linear else ranks, segments, agreed, replicas[0].state)
+
+
+def agree(
+    compressor: Compressor, buckets: Sequence[Tensor], replicas: Sequence[Replica], segments: Sequence[int]
+) -> Tensor | None:
+    """What ranks know of each other before they compress; None where they need not."""
+    if compressor.facts.agreement is None:
+        return None
+    proposals: list[Tensor] = []
+    for bucket, replica in zip(buckets, replicas, strict=True):
+        out = torch.full((compressor.proposal_elements(segments),), 77, dtype=compressor.facts.proposal_dtype)
+        compressor.propose(bucket, replica.residual, segments, replica.state, out)
+        proposals.append(out)
+    return _sum(proposals) if compressor.facts.agreement is Agreement.SUM else torch.stack(proposals).amax(dim=0)
+
+
+def encode(
+    compressor: Compressor, bucket: Tensor, replica: Replica, segments: Sequence[int], agreed: Tensor | None
+) -> Tensor:
+    """`compressor.encode` into a payload that holds rubbish before."""
+    payload = torch.full((compressor.payload_elements(segments),), 77, dtype=compressor.payload_dtype)
+    compressor.encode(bucket, replica.residual, payload, segments, replica.state, agreed)
+    return payload
+
+
+def decode(
+    compressor: Compressor,
+    payloads: Tensor,
+    ranks: int,
+    segments: Sequence[int],
+    agreed: Tensor | None,
+    state: Tensor | None,  # noqa: ARG001
+) -> Tensor:
+    """`compressor.decode` into a tensor that holds rubbish before."""
+    out = torch.full((sum(segments),), 77.0)
+    compressor.decode(payloads, ranks, segments, out, agreed)
+    return out
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for other in tensors[1:]:
+        total += other
+    return total

@@ -1,0 +1,76 @@
+"""Buckets to compress: distributions that gradients follow, and values that break careless code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(elements: int, seed: int = 0) -> Tensor:
+    return torch.randn(elements, generator=generator(seed))
+
+
+def laplace(elements: int, seed: int = 0) -> Tensor:
+    uniform = torch.rand(elements, generator=generator(seed)) - 0.5
+    return -uniform.sign() * (1 - 2 * uniform.abs()).clamp_min(1e-9).log()
+
+
+def heavy(elements: int, seed: int = 0) -> Tensor:
+    """Gaussian values whose scale is log-normal: most are small, a few are huge."""
+    return gaussian(elements, seed) * (2 * gaussian(elements, seed + 1_000_003)).exp()
+
+
+def _with_one(value: float) -> Callable[[int], Tensor]:
+    def bucket(elements: int) -> Tensor:
+        values = gaussian(elements)
+        values[elements // 2 : elements // 2 + 1] = value
+        return values
+
+    return bucket
+
+
+def _mostly(value: float, share: float) -> Callable[[int], Tensor]:
+    def bucket(elements: int) -> Tensor:
+        values = gaussian(elements)
+        values[torch.rand(elements, generator=generator(1)) < share] = value
+        return values
+
+    return bucket
+
+
+def _large_where_a_sample_looks(elements: int) -> Tensor:
+    values = gaussian(elements)
+    values[::33] *= 1000  # the stride of the sample in csrc/topk.cpp
+    return values
+
+
+SAMPLES: dict[str, Callable[[int], Tensor]] = {
+    "gaussian": gaussian,
+    "laplace": laplace,
+    "heavy": heavy,
+    "constant": lambda elements: torch.full((elements,), -1.5),
+    "zero": torch.zeros,
+    "negative zero": lambda elements: -torch.zeros(elements),
+    "mostly zero": _mostly(0.0, 0.999),
+    "ties": lambda elements: gaussian(elements).round(),
+    "ties between codes": lambda elements: (torch.arange(elements) % 255 - 127) / 2,
+    "large where a sample looks": _large_where_a_sample_looks,
+    "ascending": lambda elements: torch.linspace(0, 1, elements),
+    "denormal": lambda elements: gaussian(elements) * 1e-44,
+    "huge": lambda elements: gaussian(elements).clamp(-1, 1) * 3.4e38,
+    "one nan": _with_one(torch.nan),
+    "one inf": _with_one(-torch.inf),
+    "many nan": _mostly(torch.nan, 0.2),
+}
+"""By name; each makes a bucket of so many values, the same every time."""
+
+NOT_FINITE = ("one nan", "one inf", "many nan")
+
+IN_RANGE = tuple(name for name in SAMPLES if name not in (*NOT_FINITE, "huge"))
+"""Samples that a sum or a scale cannot push over fp32's largest value."""
