@@ -96,11 +96,11 @@ def decode(
     ranks: int,
     segments: Sequence[int],
     agreed: Tensor | None,
-    state: Tensor | None,  # noqa: ARG001
+    state: Tensor | None,
 ) -> Tensor:
     """`compressor.decode` into a tensor that holds rubbish before."""
     out = torch.full((sum(segments),), 77.0)
-    compressor.decode(payloads, ranks, segments, out, agreed)
+    compressor.decode(payloads, ranks, segments, out, agreed, state if compressor.facts.decode_needs_state else None)
     return out
 
 
