@@ -3,9 +3,21 @@
 from fxcomp.cluster import Cluster, Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import FxcompError
+from fxcomp.feedback import ErrorFeedback
 from fxcomp.job import Job
 from fxcomp.pipeline import compile_step
 from fxcomp.step import CompiledStep
 from fxcomp.strategy import Plan, Strategy
 
-__all__ = ["Cluster", "CompiledStep", "CostTable", "FxcompError", "Job", "Link", "Plan", "Strategy", "compile_step"]
+__all__ = [
+    "Cluster",
+    "CompiledStep",
+    "CostTable",
+    "ErrorFeedback",
+    "FxcompError",
+    "Job",
+    "Link",
+    "Plan",
+    "Strategy",
+    "compile_step",
+]

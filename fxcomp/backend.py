@@ -7,10 +7,10 @@ The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. W
 happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
-Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `model`, to start all ranks
-from rank 0's parameters and buffers and to be told of trainable parameters that the graph does not reach; `ignore`,
-names of those that need no reduction. Without `model`, parameters must start equal, and the first backward passes are
-compared between ranks.
+Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `error_feedback`, of which
+only what needs no optimizer; `model`, to start all ranks from rank 0's parameters and buffers and to be told of
+trainable parameters that the graph does not reach; `ignore`, names of those that need no reduction. Without `model`,
+parameters must start equal, and the first backward passes are compared between ranks.
 
 - Every trainable parameter must be reached through one graph. Compile with `fullgraph=True`: a graph break, or more
   recompilations than torch allows, is an error then, and not eager code that reduces nothing.
@@ -53,14 +53,16 @@ from fxcomp.errors import (
     UnsupportedParameter,
     UnsynchronizedGradient,
 )
+from fxcomp.feedback import ErrorFeedback, check_experiment, check_plan
 from fxcomp.graph.edit import call, clone, gradients, is_collective
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
-from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout
+from fxcomp.pipeline import CLASSIC, Decided, analyze, decide_as_told, decide_best, follow, residual_layout
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Residuals
 from fxcomp.runtime.transport import Transport
+from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.strategy import Plan
 
@@ -149,6 +151,7 @@ class Options:
     costs: CostTable | None = None
     model: nn.Module | None = None
     ignore: tuple[str, ...] = ()
+    error_feedback: ErrorFeedback = CLASSIC
 
 
 def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
@@ -170,7 +173,22 @@ def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: 
     if "mode" in given:
         given["mode"] = Mode.parse(given["mode"])
     given["ignore"] = tuple(ignore)
+    if "error_feedback" in given:
+        _check_feedback(given["error_feedback"], planned=given.get("plan") is not None)
     return Options(**given)
+
+
+def _check_feedback(feedback: object, *, planned: bool) -> None:
+    """Only what needs neither the optimizer nor a count of its steps."""
+    if not isinstance(feedback, ErrorFeedback):
+        raise BadOption(f"options['error_feedback'] must be an ErrorFeedback; it is a {type(feedback).__name__}")
+    for name in ("scale_with_lr", "momentum", "dense_steps", "density_steps"):
+        if getattr(feedback, name):
+            raise BadOption(
+                f"ErrorFeedback.{name} needs the optimizer, which torch.compile leaves yours.\n"
+                "  Use fxcomp.compile_step, which compiles the whole step."
+            )
+    check_experiment(feedback, planned=planned)
 
 
 def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
@@ -373,6 +391,7 @@ class CompiledModel:
     model: weakref.ref[nn.Module] | None
     given: Mapping[str, Any] | None
     """The options as they were given: without a model, they tell one call of torch.compile from another."""
+    feedback: ErrorFeedback = CLASSIC
     source: str = ""
     """The backward pass that was emitted last."""
     passes: int = 0
@@ -506,6 +525,7 @@ def _start(
     cluster = ranks.cluster_of(chosen.cluster)
     transport = ranks.transport(cluster)
     decided = _decide(labelled, chosen, cluster, ranks, transport, device)
+    check_plan(chosen.error_feedback, decided.plan, None)
     log.info("%s\n%s", cluster, decided.plan)
     transport = ranks.extend(transport, decided.plan, cluster)
     return CompiledModel(
@@ -519,6 +539,7 @@ def _start(
         found.break_,
         weakref.ref(chosen.model) if chosen.model is not None else None,
         given,
+        chosen.error_feedback,
     )
 
 
@@ -553,7 +574,8 @@ def _decide(
         costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
         if ranks.fits_links:
             costs = with_live_links(costs, transport, cluster, device)
-    return decide_best(chosen.mode, analyze(labelled, costs, cluster), costs, cluster, ranks)
+    # The optimizer is not known and may be Adam, which a plan of the user's own choice must fit too.
+    return decide_best(chosen.mode, analyze(labelled, costs, cluster), costs, cluster, ranks, POLLUTING_SHARE)
 
 
 # Running
@@ -561,7 +583,8 @@ def _decide(
 
 def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[Any]], Sequence[Any]]:
     """Rewrite a graph for the model's plan and make it a function. Local: no communication."""
-    *_, final = follow(compiled.plan, labelled, compiled.decided.costs, compiled.cluster, compiled.rank).values()
+    costs, feedback = compiled.decided.costs, compiled.feedback
+    *_, final = follow(compiled.plan, labelled, costs, compiled.cluster, compiled.rank, feedback).values()
     compiled.source = emit(final, title="One backward pass, gradients averaged")
     log.debug("%s", compiled.source)
     module = load(compiled.source, final, compat.cache_directory() / "steps")

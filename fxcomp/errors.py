@@ -27,6 +27,10 @@ class BadOption(FxcompError):
     """An option that does not exist or has a value that it cannot have."""
 
 
+class DivergingCombination(BadOption):
+    """Compressor, error feedback and optimizer together diverge by design, or train badly."""
+
+
 # Capture
 
 

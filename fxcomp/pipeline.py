@@ -35,6 +35,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
+from fxcomp.feedback import ErrorFeedback, check_options, check_plan, is_adaptive
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -55,6 +56,7 @@ from fxcomp.report import explain_step
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, Residuals
 from fxcomp.runtime.transport import Nowhere, Transport
+from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
@@ -63,6 +65,8 @@ from fxcomp.step import CompiledStep, Training, Variant
 from fxcomp.strategy import CollectiveKind, Device, Plan
 
 P = ParamSpec("P")
+
+CLASSIC = ErrorFeedback()
 
 
 # The compiler
@@ -78,13 +82,22 @@ def analyze(graph: GraphModule, costs: CostTable, cluster: Cluster) -> Workload:
     return read_workload(gm)
 
 
-def rewrite(captured: Captured, plan: Plan, costs: CostTable, cluster: Cluster, rank: int) -> Variant:
+def rewrite(
+    captured: Captured,
+    plan: Plan,
+    costs: CostTable,
+    cluster: Cluster,
+    rank: int,
+    feedback: ErrorFeedback = CLASSIC,
+) -> Variant:
     """Turn a captured step into the source of one that follows the plan."""
-    history = follow(plan, captured.graph, costs, cluster, rank)
+    history = follow(plan, captured.graph, costs, cluster, rank, feedback)
     return finish(captured, list(history.values())[-1], history)
 
 
-def follow(plan: Plan, graph: GraphModule, costs: CostTable, cluster: Cluster, rank: int) -> dict[str, GraphModule]:
+def follow(
+    plan: Plan, graph: GraphModule, costs: CostTable, cluster: Cluster, rank: int, feedback: ErrorFeedback = CLASSIC
+) -> dict[str, GraphModule]:
     """Rewrite a graph of gradients until it follows the plan; the graph after each pass, the final one last."""
     run = PassRunner()
     gm = run(canonicalize_sync, graph, cluster.world_size)
@@ -94,7 +107,7 @@ def follow(plan: Plan, graph: GraphModule, costs: CostTable, cluster: Cluster, r
         gm = run(bucket_gradients, gm, plan)
     gm = run(split_by_level, gm, plan, cluster)
     gm = run(insert_compression, gm, plan, cluster, cluster.local_rank(rank))
-    gm = run(thread_residuals, gm, plan)
+    gm = run(thread_residuals, gm, plan, feedback.surrounds)
     gm = run(remove_dead_nodes, gm)
     gm = run(annotate_costs, gm, costs, cluster)
     gm = run(assign_streams, gm, cluster)
@@ -150,6 +163,7 @@ def compile_step(
     costs: CostTable | None = None,
     plan: Plan | str | Path | None = None,
     mode: str = "balanced",
+    error_feedback: ErrorFeedback = CLASSIC,
     max_grad_norm: float | None = None,
     verify_every: int = 0,
 ) -> CompiledStep:
@@ -162,17 +176,28 @@ def compile_step(
     `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
     `costs` replaces all measuring. `plan` replaces the choice: a Plan, the path of a saved one, or one compressor for
     all matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
-    may be lost: `lossless`, `balanced`, `aggressive`. `max_grad_norm` clips the averaged gradients by their global
+    may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the variants of error feedback, and warm-up.
+    `max_grad_norm` clips the averaged gradients by their global
     norm. `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything is updated.
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
     ranks = Ranks.join(cluster, "compile_step")
-    chosen_mode = ranks.attempt("checking options", lambda: _checked_mode(mode, max_grad_norm, verify_every))
+
+    def checked() -> Mode:
+        check_options(error_feedback, optimizer, max_grad_norm, ranks=ranks.world_size, planned=plan is not None)
+        return _checked_mode(mode, max_grad_norm, verify_every)
+
+    chosen_mode = ranks.attempt("checking options", checked)
     training, captured = ranks.attempt(
         "capturing the step", lambda: _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
     )
-    asked = {"mode": mode, "verify_every": verify_every, "cluster": str(cluster)}
+    asked: dict[str, Any] = {
+        "mode": mode,
+        "verify_every": verify_every,
+        "cluster": str(cluster),
+        "error_feedback": str(error_feedback),
+    }
     asked |= {"whether a plan is given": plan is not None, "whether costs are given": costs is not None}
     ranks.check_same("comparing models", _facts(training, captured) | asked)
     ranks.share(itertools.chain(model.parameters(), model.buffers()))
@@ -183,18 +208,23 @@ def compile_step(
     def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
-        return rewrite(again, plan, decided.costs, cluster, ranks.rank)
+        return rewrite(again, plan, decided.costs, cluster, ranks.rank, error_feedback)
 
     decided = _decide(
         captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan
     )
+    check_plan(error_feedback, decided.plan, optimizer)
     groups = ranks.extend(transport, decided.plan, cluster)
-    variant = rewrite(captured, decided.plan, decided.costs, cluster, ranks.rank)
+    variant = rewrite(captured, decided.plan, decided.costs, cluster, ranks.rank, error_feedback)
 
     @cache  # a second or so, when somebody asks for the report
     def flips() -> float | None:
         asked = decided.choice is not None and cluster.hosts > 1
-        return flip_gbit(decided.workload, decided.costs, cluster, chosen_mode) if asked else None
+        return (
+            flip_gbit(decided.workload, decided.costs, cluster, chosen_mode, bursts=bursts_of(optimizer))
+            if asked
+            else None
+        )
 
     step = CompiledStep(
         training,
@@ -317,7 +347,13 @@ def _decide(
         if ranks.fits_links:
             costs = with_live_links(costs, transport, cluster, device)
         costs, dense = _measured_on_job(captured, training, batch, costs, cluster, ranks, transport)
-    return replace(decide_best(mode, analyze(captured.graph, costs, cluster), costs, cluster, ranks), dense=dense)
+    workload, bursts = analyze(captured.graph, costs, cluster), bursts_of(training.optimizer)
+    return replace(decide_best(mode, workload, costs, cluster, ranks, bursts), dense=dense)
+
+
+def bursts_of(optimizer: torch.optim.Optimizer) -> float:
+    """What part of all elements may come in bursts."""
+    return POLLUTING_SHARE if is_adaptive(optimizer) else 1.0
 
 
 def decide_as_told(
@@ -328,12 +364,14 @@ def decide_as_told(
     return Decided(Plan.from_json(data), costs, workload, notes=("the plan was given, not chosen",))
 
 
-def decide_best(mode: Mode, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks) -> Decided:
+def decide_best(
+    mode: Mode, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks, bursts: float = 1.0
+) -> Decided:
     """Choose on rank 0, by its workload and costs, and follow on all."""
     choices: list[Choice] = []
 
     def decide() -> dict[str, Any]:
-        choices.append(choose(workload, costs, cluster, mode))
+        choices.append(choose(workload, costs, cluster, mode, bursts=bursts))
         return {
             "plan": choices[0].plan.to_json(),
             "dense": choices[0].dense.to_json(),
@@ -343,7 +381,7 @@ def decide_best(mode: Mode, workload: Workload, costs: CostTable, cluster: Clust
 
     data = ranks.from_rank_0("the plan", decide)
     costs, workload = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
-    choice = choices[0] if choices else choose(workload, costs, cluster, mode)
+    choice = choices[0] if choices else choose(workload, costs, cluster, mode, bursts=bursts)
     choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
     return Decided(choice.plan, costs, workload, choice)
 

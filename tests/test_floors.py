@@ -15,7 +15,7 @@ FLOORS = [
     ["cost", "gpt"],
     ["graph"],
     ["capture", "passes", "search", "codegen"],
-    ["guards", "report"],
+    ["feedback", "guards", "report"],
     ["step"],
     ["calibrate", "ranks"],
     ["pipeline"],

@@ -14,22 +14,29 @@ In the graph the residual comes in and goes out; emitted code lets a fused kerne
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from fxcomp.compressors import Compressor
 from fxcomp.graph.edit import call, placeholder, refresh_value
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 from fxcomp.strategy import Plan
 
 
-def thread_residuals(gm: GraphModule, plan: Plan) -> GraphModule:
+def _is_needed(compressor: Compressor) -> bool:
+    return compressor.needs_error_feedback
+
+
+def thread_residuals(gm: GraphModule, plan: Plan, surrounds: Callable[[Compressor], bool] = _is_needed) -> GraphModule:
+    """`surrounds` says which compressors get a residual."""
     left_out: list[Node] = []
     for node in list(gm.graph.nodes):
         compressor = (
             plan.buckets[number].strategy.compressor if (number := _compressed_bucket(node)) is not None else None
         )
-        if compressor is not None and compressor.needs_error_feedback:
+        if compressor is not None and surrounds(compressor):
             left_out.append(_thread(gm, node, number or 0))
     output = gm.graph.output_node()
     returned: Any = output.args[0]

@@ -16,7 +16,7 @@ from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Stream, Task, simulate, step_time_us
-from fxcomp.search.budget import error_limit, strategy_error
+from fxcomp.search.budget import POLLUTING_ERROR, error_limit, strategy_error
 from fxcomp.search.space import Mode, strategies
 from fxcomp.search.tasks import BucketTasks, assemble, broadcast_task, plan_tasks, price_bucket
 from fxcomp.search.workload import Workload
@@ -91,9 +91,9 @@ def choose_plan(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mo
     return choose(workload, costs, cluster, mode).plan
 
 
-def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode) -> Choice:
-    """`choose_plan` with its reasons."""
-    search = _Search(workload, costs, cluster, mode)
+def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> Choice:
+    """`choose_plan` with its reasons. At most the part `bursts` of all elements may come in bursts (budget.py)."""
+    search = _Search(workload, costs, cluster, mode, bursts=bursts)
     dense, dense_us = search.best_dense()
     fastest, fastest_us = search.best(dense)
     leaves_dense = _leaves_dense(dense_us, fastest_us, costs)
@@ -134,7 +134,9 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     return search.plan(min((search.start(cap, 0) for cap in CAPS), key=search.step_us))
 
 
-def flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode) -> float | None:
+def flip_gbit(
+    workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0
+) -> float | None:
     """The bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
 
     None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Asks the cluster's links, not what was measured live.
@@ -143,7 +145,7 @@ def flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode
 
     def is_dense(gbit: float) -> bool:
         inter = Link(cluster.inter.alpha_us, gbit / 8)
-        search = _Search(workload, costs, replace(cluster, inter=inter), mode)
+        search = _Search(workload, costs, replace(cluster, inter=inter), mode, bursts=bursts)
         dense, dense_us = search.best_dense()
         return not _leaves_dense(dense_us, search.best(dense)[1], costs)
 
@@ -178,6 +180,8 @@ class _Search:
         cluster: Cluster,
         mode: Mode,
         choices: dict[bool, tuple[Strategy, ...]] | None = None,
+        *,
+        bursts: float = 1.0,
     ) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self.choices = choices or {
@@ -190,6 +194,7 @@ class _Search:
         }
         elements = sum(gradient.elements for gradient in workload.gradients)
         self.lossable = math.inf if choices else elements * error_limit(mode) * (1 + _SAME)
+        self.bursty = math.inf if choices or bursts >= 1 else elements * bursts
         self.broadcast = broadcast_task(workload, costs, cluster)
         self.known: dict[_Parts, float] = {}
         self.priced: dict[_Part, BucketTasks] = {}
@@ -203,8 +208,19 @@ class _Search:
         """The simulated step; infinite for a plan that loses too much."""
         us = self.known.get(parts)
         if us is None:
-            us = self.known[parts] = self._simulate(parts) if self.loss(parts) <= self.lossable else math.inf
+            us = self.known[parts] = self._simulate(parts) if self._is_allowed(parts) else math.inf
         return us
+
+    def _is_allowed(self, parts: _Parts) -> bool:
+        if self.loss(parts) > self.lossable:
+            return False
+        return math.isinf(self.bursty) or sum(map(self._bursting, parts)) <= self.bursty
+
+    def _bursting(self, part: _Part) -> int:
+        """The elements of a bucket that come in bursts."""
+        if self.errors[part.is_vector][part.strategy] <= POLLUTING_ERROR:
+            return 0
+        return sum(self.workload.gradients[k].elements for k in self._positions(part))
 
     def loss(self, parts: _Parts) -> float:
         """The squared error of a plan, in elements lost."""

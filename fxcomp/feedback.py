@@ -1,0 +1,235 @@
+"""Error feedback: what compression leaves out of a gradient is added to the next one. Its options, and what is refused.
+
+    p = g + e            what a rank compresses: its gradient and its residual
+    e <- p - C(p)        what the payload C(p) does not stand for
+
+A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs behind the mean of the
+payloads. Over all steps, payloads and the last residual add up to the gradients (Stich et al. 2018, Karimireddy et al.
+2019). `ErrorFeedback` holds the variants; `check_options` and `check_plan` refuse what diverges or trains badly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fxcomp.compressors import Compressor
+from fxcomp.compressors.facts import Feedback
+from fxcomp.errors import BadOption, DivergingCombination
+from fxcomp.search.budget import POLLUTING_ERROR, POLLUTING_SHARE, compressor_error, polluting_share
+from fxcomp.strategy import Bucket, Compress, Plan, Step, Strategy
+
+FIRST_DENSITY = 0.25
+"""The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFeedback:
+    """How what compression leaves out is fed back. The defaults are classic error feedback where it is needed.
+
+    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that a residual weighs in the update what it would have
+    weighed when it was left out (Zheng et al. 2019). It matters where the learning rate drops in steps: without it,
+    what a large rate left out is applied at the small one. A rate of zero is passed over. A step whose rate did not
+    change does nothing more; otherwise residuals are read and written once.
+
+    `momentum`: momentum correction with factor masking (Lin et al. 2018), for compressors that select values:
+
+        u <- m u + g;   p = u + e;   e <- p - C(p);   u <- 0 where C(p) sent something
+
+    so that a value that waits in the residual waits with its momentum. Other buckets, dense ones too, apply the
+    momentum to the mean, which comes to the same as momentum in the optimizer. The optimizer's own momentum must be 0.
+    Costs another fp32 value an element and passes over it.
+
+    `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
+
+    `density_steps`: over so many steps, behind the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
+    on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
+
+    `everywhere`: also around compressors that can do without (bf16): nothing is lost at all, for one more pass.
+
+    `off`: no feedback. `allow_diverging`: run what is refused otherwise. Both are for experiments, with `plan=`.
+    """
+
+    scale_with_lr: bool = False
+    momentum: float = 0.0
+    dense_steps: int = 0
+    density_steps: int = 0
+    everywhere: bool = False
+    off: bool = False
+    allow_diverging: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise BadOption(f"ErrorFeedback.momentum must be from 0 to below 1; it is {self.momentum}")
+        for name in ("dense_steps", "density_steps"):
+            if getattr(self, name) < 0:
+                raise BadOption(f"ErrorFeedback.{name} is a number of steps; it is {getattr(self, name)}")
+        if self.off and (self.everywhere or self.scale_with_lr or self.momentum):
+            raise BadOption(
+                "ErrorFeedback(off=True) has nothing to scale, to correct or to put everywhere.\n"
+                "  Leave off=True out, or the other options."
+            )
+
+    def surrounds(self, compressor: Compressor) -> bool:
+        """Whether a compressor gets a residual."""
+        match compressor.feedback:
+            case Feedback.REQUIRED:
+                return not self.off
+            case Feedback.OPTIONAL:
+                return self.everywhere
+            case Feedback.FORBIDDEN:
+                return self.everywhere and self.allow_diverging
+
+    def stages(self, plan: Plan) -> tuple[Stage, ...]:
+        """The plans to follow one after the other; the last one is the plan itself."""
+        densities = _densities(plan) if self.density_steps else ()
+        ends = [self.density_steps * (k + 1) // len(densities) for k in range(len(densities))]
+        plans = [(_dense(plan), self.dense_steps)] if not plan.is_dense else []
+        for density, steps in zip(densities, _differences(ends), strict=True):
+            plans.append((_with_density(plan, density), steps))
+        first, stages = 0, list[Stage]()
+        for other, steps in plans:
+            if steps:
+                stages.append(Stage(first, other))
+            first += steps
+        return (*stages, Stage(first, plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A plan, and the number of the first step that follows it."""
+
+    first_step: int
+    plan: Plan
+
+
+def _differences(ends: Sequence[int]) -> list[int]:
+    return [end - (ends[k - 1] if k else 0) for k, end in enumerate(ends)]
+
+
+def _dense(plan: Plan) -> Plan:
+    """The same buckets over the same levels, uncompressed."""
+    strategies: list[Strategy] = []
+    for bucket in plan.buckets:
+        levels = [collective.level for collective in bucket.strategy.collectives]
+        strategies.append(Strategy.hierarchical(None) if len(levels) > 1 else Strategy.flat(None, level=levels[0]))
+    return plan.with_strategies(strategies)
+
+
+def _densities(plan: Plan) -> tuple[float, ...]:
+    """The densities above the smallest ratio of the plan, falling."""
+    ratios = [ratio for bucket in plan.buckets if (ratio := _ratio(bucket.strategy.compressor)) is not None]
+    stages = math.ceil(math.log(min(ratios), FIRST_DENSITY) - 1e-9) if ratios else 0
+    return tuple(FIRST_DENSITY**k for k in range(1, stages + 1) if FIRST_DENSITY**k > min(ratios))
+
+
+def _ratio(compressor: Compressor | None) -> float | None:
+    """The share of values that a compressor sends; None if that is no parameter of it."""
+    named = compressor is not None and any(p.name == "ratio" for p in compressor.facts.parameters)
+    return float(getattr(compressor, "ratio")) if named else None  # noqa: B009  # of some compressors only
+
+
+def _with_density(plan: Plan, density: float) -> Plan:
+    """The plan with every smaller ratio raised to a density."""
+    return plan.with_strategies([_strategy_with_density(bucket, density) for bucket in plan.buckets])
+
+
+def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
+    def raised(step: Step) -> Step:
+        if not isinstance(step, Compress) or (ratio := _ratio(step.compressor)) is None or ratio >= density:
+            return step
+        compressor: Any = step.compressor
+        return Compress(replace(compressor, ratio=density), step.device)
+
+    return Strategy(tuple(map(raised, bucket.strategy.steps)))
+
+
+# Refusals
+
+
+def check_options(
+    options: ErrorFeedback, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, *, ranks: int, planned: bool
+) -> None:
+    """Refuse options that do not go together. `planned`: the user gives the plan."""
+    if options.momentum:
+        _check_momentum(options.momentum, optimizer, max_grad_norm, ranks)
+    check_experiment(options, planned=planned)
+
+
+def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
+    """Refuse options for experiments where fxcomp chooses the plan: it chooses none that they are for."""
+    for name in ("off", "allow_diverging"):
+        if getattr(options, name) and not planned:
+            raise BadOption(
+                f"ErrorFeedback({name}=True) is for experiments with a given plan: fxcomp chooses none that needs it.\n"
+                f"  Pass plan=, or leave {name}=True out."
+            )
+
+
+def _check_momentum(momentum: float, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, ranks: int) -> None:
+    if is_adaptive(optimizer):
+        raise DivergingCombination(
+            f"ErrorFeedback(momentum={momentum}) with {type(optimizer).__name__}, which has a momentum of its own: it"
+            " would be applied twice.\n"
+            "  Use torch.optim.SGD(momentum=0), or leave momentum= out of ErrorFeedback."
+        )
+    own = next((group["momentum"] for group in optimizer.param_groups if group.get("momentum")), 0.0)
+    if own:
+        raise DivergingCombination(
+            f"ErrorFeedback(momentum={momentum}) with an optimizer of momentum {own}: it would be applied twice, and"
+            f" steps would become up to {1 / (1 - own):.3g} times as long.\n"
+            f"  Build the optimizer with momentum=0, or leave momentum= out of ErrorFeedback."
+        )
+    if max_grad_norm is not None:
+        raise BadOption(
+            "max_grad_norm clips the mean gradient, but with ErrorFeedback(momentum=...) what arrives has its momentum"
+            " in it.\n  Leave one of them out."
+        )
+    if ranks == 1:
+        raise BadOption(
+            "ErrorFeedback(momentum=...) is applied where gradients are exchanged, and one rank exchanges none.\n"
+            "  Give the momentum to the optimizer for runs on one rank."
+        )
+
+
+def check_plan(options: ErrorFeedback, plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a plan that diverges by design or trains badly. `optimizer` is None where it is not known."""
+    if options.allow_diverging:
+        return
+    for compressor in _compressors(plan):
+        if compressor.feedback is Feedback.FORBIDDEN and options.everywhere:
+            raise DivergingCombination(
+                f"error feedback around {compressor} diverges: it is unbiased, and its error can be larger than what"
+                " it is given, so that the residual grows without bound.\n"
+                "  Leave everywhere=True out: it needs no feedback. To see it diverge, add allow_diverging=True."
+            )
+        if compressor.feedback is Feedback.REQUIRED and options.off:
+            raise DivergingCombination(
+                f"{compressor} without error feedback stays away from the optimum, or diverges: its error has a"
+                " direction, which steps add up.\n"
+                "  Leave off=True out, or use bf16, which can do without. To see it fail, add allow_diverging=True."
+            )
+    share = polluting_share(plan)
+    if optimizer is not None and is_adaptive(optimizer) and share > POLLUTING_SHARE and not options.off:
+        worst = max(_compressors(plan), key=compressor_error)
+        raise DivergingCombination(
+            f"{share:.0%} of all elements come through compressors such as {worst}, which leave out more than"
+            f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. {type(optimizer).__name__}"
+            f" divides by the root of the mean square, which bursts inflate: at most {POLLUTING_SHARE:.0%} are"
+            " allowed.\n"
+            "  Use int8, int4 or sign, or torch.optim.SGD, or let fxcomp choose. To do it all the same, pass"
+            " error_feedback=ErrorFeedback(allow_diverging=True)."
+        )
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides by the root of the gradient's mean square, as Adam does."""
+    return any("betas" in group for group in optimizer.param_groups)
+
+
+def _compressors(plan: Plan) -> Iterator[Compressor]:
+    yield from (compressor for bucket in plan.buckets if (compressor := bucket.strategy.compressor) is not None)
