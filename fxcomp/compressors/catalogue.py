@@ -6,12 +6,16 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Any, cast
 
 from torch._ops import OpOverload
 
 from fxcomp.compressors.base import BadCompressor, Compressor
 from fxcomp.compressors.registration import CATALOGUE
+
+ENTRY_POINTS = "fxcomp.compressors"
+"""The group in which a package announces a compressor; docs/plugins.md shows how."""
 
 
 def _read_bool(text: str) -> bool:
@@ -29,9 +33,7 @@ def parse_compressor(text: str) -> Compressor:
     if match is None:
         raise BadCompressor(f"cannot read the compressor {text!r}; write for example int8(block=128) or topk(0.01)")
     name, arguments = match.groups()
-    if name not in CATALOGUE:
-        raise BadCompressor(f"there is no compressor {name!r}; {_suggest(name)}")
-    make = cast(Callable[..., Compressor], CATALOGUE[name])
+    make = cast(Callable[..., Compressor], _kind(name))
     signature = inspect.signature(make)
     parts = [part for part in map(str.strip, (arguments or "").split(",")) if part]
     pairs = [(key.strip(), value.strip()) for key, _, value in (part.rpartition("=") for part in parts)]
@@ -49,9 +51,31 @@ def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compress
     return cast(Callable[..., Compressor], kind)(*parameters)
 
 
-def _suggest(name: str) -> str:
-    close = get_close_matches(name.lower(), sorted(CATALOGUE), n=1)
-    known = ", ".join(sorted(CATALOGUE))
+def _kind(name: str) -> type[Compressor]:
+    """The compressor of this name: ours, or the one that an installed package announces."""
+    if name not in CATALOGUE:
+        announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        if name not in announced:
+            raise BadCompressor(f"there is no compressor {name!r}; {_suggest(name, [*CATALOGUE, *announced])}")
+        where = announced[name].value
+        try:
+            announced[name].load()
+        except Exception as error:
+            raise BadCompressor(
+                f"the compressor {name!r} is announced as {where}, which cannot be loaded: "
+                f"{type(error).__name__}: {error}.\n  Mend or uninstall that package."
+            ) from error
+        if name not in CATALOGUE:
+            raise BadCompressor(
+                f"the compressor {name!r} is announced as {where}, which registers no compressor of that name.\n"
+                "  Put @register on the class, and the same name into its facts and the entry point."
+            )
+    return CATALOGUE[name]
+
+
+def _suggest(name: str, names: Sequence[str]) -> str:
+    close = get_close_matches(name.lower(), sorted(names), n=1)
+    known = ", ".join(sorted(names))
     return f"did you mean {close[0]!r}? There are {known}" if close else f"there are {known}"
 
 

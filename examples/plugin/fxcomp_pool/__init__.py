@@ -1,0 +1,5 @@
+"""A compressor for fxcomp."""
+
+from fxcomp_pool.pool import Pool
+
+__all__ = ["Pool"]

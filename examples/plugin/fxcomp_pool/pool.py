@@ -1,0 +1,75 @@
+"""Send the mean of each run of `width` values.
+
+    payload = mean of v over each run        decoded = that mean, at every place of the run
+
+Payload: one fp32 a run, 4⌈n/width⌉ bytes. A run starts anew with each segment; its last one may be short. Linear: means
+can be summed on the wire.
+
+The mean is the projection of a run on a constant, so decoding is nearer to v than 0 is: error feedback is stable. For
+independent values almost everything is left out, 1 - 1/width; it pays where neighbours are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors import Bias, Compressed, Compressor, Facts, Feedback, Parameter, register
+from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, to_blocks
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Pool(Compressor):
+    """A width-th of the bytes, for gradients whose neighbours are alike."""
+
+    width: int = 8
+
+    facts: ClassVar[Facts] = Facts(
+        name="pool",
+        summary="the mean of each run of values",
+        payload="4⌈n/width⌉",
+        payload_dtype=torch.float32,
+        is_linear=True,
+        bias=Bias.BIASED,
+        feedback=Feedback.REQUIRED,
+        parameters=(Parameter("width", "values that share a mean", 1, 65536),),
+        use="Smooth gradients: wide embeddings, convolutions over large images.",
+        avoid="Anything whose neighbouring values have nothing to do with each other.",
+        source="average pooling",
+    )
+
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return count_blocks(segments, self.width)
+
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        value = bucket if residual is None else bucket + residual
+        runs = to_blocks(value, segments, self.width)
+        means = runs.sum(dim=1, keepdim=True) / block_sizes(segments, self.width, device=bucket.device)
+        none = bucket.new_empty(0)
+        if residual is None:
+            return Compressed(means.flatten(), none, none)
+        left_out = torch.where(means.isfinite(), runs - means, to_blocks(residual, segments, self.width))
+        return Compressed(means.flatten(), from_blocks(left_out, segments, self.width), none)
+
+    def decompress_reference(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        agreed: Tensor | None,
+        state: Tensor | None,
+    ) -> Tensor:
+        assert ranks == 1, "payloads of a linear compressor come summed"
+        return from_blocks(payloads.view(-1, 1).expand(-1, self.width), segments, self.width)
