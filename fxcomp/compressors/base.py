@@ -106,6 +106,10 @@ class Compressor(ABC):
         """The compressor for a bucket of parameters of these shapes, averaged over so many ranks."""
         return self
 
+    def of_segment(self, index: int) -> Self:
+        """The compressor for one segment of the bucket that it was bound to: ask it for that segment's state."""
+        return self
+
     @property
     def feedback(self) -> Feedback:
         """With these parameters."""
@@ -191,7 +195,11 @@ class Compressor(ABC):
 
     def state_bytes(self, segments: Sequence[int]) -> int:
         """Bytes kept from step to step besides the residual."""
-        return sum(map(self.state_elements, segments)) * self.facts.state_dtype.itemsize
+        return self.all_state_elements(segments) * self.facts.state_dtype.itemsize
+
+    def all_state_elements(self, segments: Sequence[int]) -> int:
+        """The state of a bucket: its segments' states, one behind the other."""
+        return sum(self.of_segment(index).state_elements(size) for index, size in enumerate(segments))
 
     def proposal_bytes(self, segments: Sequence[int]) -> int:
         return self.proposal_elements(segments) * self.facts.proposal_dtype.itemsize
@@ -206,7 +214,7 @@ class Compressor(ABC):
         agreed: Tensor | None = None,
     ) -> None:
         """Compress in place: fill `payload`, replace `residual` and `state`; kernels allocate nothing of their size."""
-        check_encode(self, bucket, residual, payload, segments, state)
+        check_encode(self, bucket, residual, payload, segments, state, agreed)
         if kernels.can_run_on(bucket) and self.encode_on_cpu(bucket, residual, payload, segments, state, agreed):
             return
         new = self.compress_reference(bucket, residual, segments, state, agreed)
@@ -226,7 +234,7 @@ class Compressor(ABC):
         state: Tensor | None = None,
     ) -> None:
         """Decompress in place: fill `out`, flat fp32. `state` is what this step's encoding left."""
-        check_decode(self, payloads, ranks, segments, out, state)
+        check_decode(self, payloads, ranks, segments, out, agreed, state)
         if not (kernels.can_run_on(out) and self.decode_on_cpu(payloads, ranks, segments, out, agreed, state)):
             out.copy_(self.decompress_reference(payloads, ranks, segments, agreed, state))
 
@@ -234,6 +242,7 @@ class Compressor(ABC):
         self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
     ) -> None:
         """Fill `out` with what the ranks are to reduce before they compress."""
+        check_propose(self, bucket, residual, segments, state, out)
         if not (kernels.can_run_on(bucket) and self.propose_on_cpu(bucket, residual, segments, state, out)):
             out.copy_(self.propose_reference(bucket, residual, segments, state))
 
@@ -277,16 +286,30 @@ def check_encode(
     payload: Tensor,
     segments: Sequence[int],
     state: Tensor | None,
+    agreed: Tensor | None = None,
 ) -> None:
     """Assert what a kernel takes for granted, before it gets raw pointers."""
-    _check_flat(bucket, torch.float32, sum(segments), "bucket")
-    if residual is not None:
-        _check_flat(residual, torch.float32, sum(segments), "residual")
+    _check_input(bucket, residual, segments)
     _check_flat(payload, compressor.payload_dtype, compressor.payload_elements(segments), "payload")
     assert (state is not None) == compressor.has_state, (
         f"{compressor} has {'a' if compressor.has_state else 'no'} state"
     )
     _check_state(compressor, segments, state)
+    _check_agreed(compressor, segments, agreed)
+
+
+def check_propose(
+    compressor: Compressor,
+    bucket: Tensor,
+    residual: Tensor | None,
+    segments: Sequence[int],
+    state: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Assert what a kernel takes for granted, before it gets raw pointers."""
+    _check_input(bucket, residual, segments)
+    _check_state(compressor, segments, state)
+    _check_flat(out, compressor.facts.proposal_dtype, compressor.proposal_elements(segments), "proposal")
 
 
 def check_decode(
@@ -295,6 +318,7 @@ def check_decode(
     ranks: int,
     segments: Sequence[int],
     out: Tensor,
+    agreed: Tensor | None,
     state: Tensor | None,
 ) -> None:
     """Assert what a kernel takes for granted, before it gets raw pointers."""
@@ -303,11 +327,26 @@ def check_decode(
     _check_flat(out, torch.float32, sum(segments), "out")
     assert state is not None or not compressor.facts.decode_needs_state, f"{compressor} decodes with its state"
     _check_state(compressor, segments, state)
+    _check_agreed(compressor, segments, agreed)
+
+
+def _check_input(bucket: Tensor, residual: Tensor | None, segments: Sequence[int]) -> None:
+    _check_flat(bucket, torch.float32, sum(segments), "bucket")
+    if residual is not None:
+        _check_flat(residual, torch.float32, sum(segments), "residual")
 
 
 def _check_state(compressor: Compressor, segments: Sequence[int], state: Tensor | None) -> None:
     if state is not None:
-        _check_flat(state, compressor.facts.state_dtype, sum(map(compressor.state_elements, segments)), "state")
+        _check_flat(state, compressor.facts.state_dtype, compressor.all_state_elements(segments), "state")
+
+
+def _check_agreed(compressor: Compressor, segments: Sequence[int], agreed: Tensor | None) -> None:
+    assert (agreed is not None) == (compressor.facts.agreement is not None), (
+        f"{compressor} compresses {'with' if compressor.facts.agreement else 'without'} an agreement"
+    )
+    if agreed is not None:
+        _check_flat(agreed, compressor.facts.proposal_dtype, compressor.proposal_elements(segments), "agreement")
 
 
 def _check_flat(tensor: Tensor, dtype: torch.dtype, elements: int, what: str) -> None:

@@ -33,8 +33,8 @@ def parse_compressor(text: str) -> Compressor:
     if match is None:
         raise BadCompressor(f"cannot read the compressor {text!r}; write for example int8(block=128) or topk(0.01)")
     name, arguments = match.groups()
-    make = cast(Callable[..., Compressor], _kind(name))
-    signature = inspect.signature(make)
+    kind = _kind(name)
+    make, signature = cast(Callable[..., Compressor], kind), _signature(kind)
     parts = [part for part in map(str.strip, (arguments or "").split(",")) if part]
     pairs = [(key.strip(), value.strip()) for key, _, value in (part.rpartition("=") for part in parts)]
     try:
@@ -71,6 +71,13 @@ def _kind(name: str) -> type[Compressor]:
                 "  Put @register on the class, and the same name into its facts and the entry point."
             )
     return CATALOGUE[name]
+
+
+def _signature(kind: type[Compressor]) -> inspect.Signature:
+    """What a user may write: the declared parameters, not what `bound_to` fills in."""
+    declared = {parameter.name for parameter in kind.facts.parameters}
+    signature = inspect.signature(kind)
+    return signature.replace(parameters=[value for name, value in signature.parameters.items() if name in declared])
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:

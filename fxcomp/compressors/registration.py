@@ -57,7 +57,7 @@ def _register_compress(name: str, parameters: str, make: Callable[..., Compresso
     ) -> tuple[Tensor, Tensor, Tensor]:
         payload = fake(bucket, None, segments, *values)[0]
         new_residual, new_state = _copy(residual), _copy(state)
-        make(*values).encode(bucket.contiguous(), new_residual, payload, segments, new_state, agreed)
+        make(*values).encode(bucket.contiguous(), new_residual, payload, segments, new_state, _flat(agreed))
         empty = bucket.new_empty(0)
         return (
             payload,
@@ -93,7 +93,7 @@ def _register_decompress(name: str, parameters: str, make: Callable[..., Compres
         state: Tensor | None = None,
     ) -> Tensor:
         out = fake(payloads, ranks, segments, *values)
-        make(*values).decode(payloads.contiguous(), ranks, segments, out, agreed, state)
+        make(*values).decode(payloads.contiguous(), ranks, segments, out, _flat(agreed), _flat(state))
         return out
 
     def fake(
@@ -115,7 +115,7 @@ def _register_propose(name: str, parameters: str, make: Callable[..., Compressor
         bucket: Tensor, residual: Tensor | None, segments: Sequence[int], *values: Any, state: Tensor | None = None
     ) -> Tensor:
         out = fake(bucket, residual, segments, *values)
-        make(*values).propose(bucket.contiguous(), residual, segments, state, out)
+        make(*values).propose(bucket.contiguous(), _flat(residual), segments, _flat(state), out)
         return out
 
     def fake(
@@ -130,6 +130,10 @@ def _register_propose(name: str, parameters: str, make: Callable[..., Compressor
 
     head = ", ".join(filter(None, ["Tensor bucket, Tensor? residual, int[] segments", parameters]))
     return _register(f"{name}_propose", f"({head}, *, Tensor? state=None) -> Tensor", run, fake)
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -19,6 +19,7 @@ TYPICAL = {
 EXTREMES = {
     "int8": ["int8", "int8(block=128)", "int8(block=7)"],
     "int4": ["int4", "int4(block=2)", "int4(block=10)", "int4(block=1000)"],
+    "shared_int8": ["shared_int8", "shared_int8(block=9, stochastic=false)"],
     "sign": ["sign", "sign(block=8)"],
 }
 

@@ -1,0 +1,285 @@
+"""Ranks that agree on scales, simulated in one process: codes that are summed on the wire, and no overflow."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from compressor_cases import WITH_KERNELS
+from ranks import run_ranks
+from torch import Tensor
+
+from fxcomp.compressors import BadCompressor, Bias, Feedback, SharedInt8, parse_compressor
+from fxcomp.testing.checks import assert_same_bits, plain_torch
+from fxcomp.testing.samples import SAMPLES, gaussian, laplace
+
+SEGMENTS = (1000, 0, 1, 66_000, 513)
+
+
+def _shared(ranks: int, block: int = 512, stochastic: bool = True) -> SharedInt8:
+    return SharedInt8(block, stochastic).bound_to([], ranks)
+
+
+def _states(compressor: SharedInt8, segments: Sequence[int], rank: int) -> Tensor | None:
+    if not compressor.has_state:
+        return None
+    return torch.cat([torch.empty(0, dtype=torch.int64)] + [compressor.fresh_state(n, 3, rank) for n in segments])
+
+
+def _agree(compressor: SharedInt8, values: list[Tensor], segments: Sequence[int]) -> Tensor:
+    proposals = []
+    for value in values:
+        proposals.append(torch.full((compressor.proposal_elements(segments),), 77.0))
+        compressor.propose(value, None, segments, None, proposals[-1])
+    return torch.stack(proposals).amax(dim=0)
+
+
+def _exchange(
+    compressor: SharedInt8,
+    gradients: list[Tensor],
+    residuals: list[Tensor] | None,
+    segments: Sequence[int],
+    states: list[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of all ranks: the decoded mean and the summed codes."""
+    ranks = len(gradients)
+    states = states or [_states(compressor, segments, rank) for rank in range(ranks)]
+    buckets = [gradient * (1.0 / ranks) for gradient in gradients]
+    kept = residuals or [None] * ranks
+    values = [bucket if residual is None else bucket + residual for bucket, residual in zip(buckets, kept, strict=True)]
+    agreed = _agree(compressor, values, segments)
+    total = torch.zeros(sum(segments), dtype=torch.int8)
+    for bucket, residual, state in zip(buckets, kept, states, strict=True):
+        payload = torch.full((sum(segments),), 77, dtype=torch.int8)
+        compressor.encode(bucket, residual, payload, segments, state, agreed)
+        assert (payload.int() + total.int()).abs().max() <= 127
+        total += payload
+    out = torch.full((sum(segments),), 77.0)
+    compressor.decode(total, 1, segments, out, agreed)
+    return out, total
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("ranks", [1, 4, 100])
+def test_the_kernels_give_the_bits_of_the_references(kind: str, stochastic: bool, ranks: int) -> None:
+    for compressor in (_shared(ranks, 512, stochastic), _shared(ranks, 9, stochastic)):
+        bucket, old = SAMPLES[kind](sum(SEGMENTS)), 0.1 * gaussian(sum(SEGMENTS), seed=7)
+        for residual in (None, old):
+            results = []
+            for with_kernels in (True, False):
+                with torch.no_grad():
+                    if with_kernels:
+                        results.append(_all_of(compressor, bucket, residual))
+                    else:
+                        with plain_torch():
+                            results.append(_all_of(compressor, bucket, residual))
+            for actual, expected in zip(*results, strict=True):
+                assert_same_bits(actual, expected)
+
+
+def _all_of(compressor: SharedInt8, bucket: Tensor, residual: Tensor | None) -> list[Tensor]:
+    """Proposal, payload, residual, state, and what three such payloads decode to."""
+    new_residual = None if residual is None else residual.clone()
+    state = _states(compressor, SEGMENTS, rank=1)
+    agreed = torch.full((compressor.proposal_elements(SEGMENTS),), 77.0)
+    compressor.propose(bucket, residual, SEGMENTS, state, agreed)
+    payload = torch.full((sum(SEGMENTS),), 77, dtype=torch.int8)
+    compressor.encode(bucket, new_residual, payload, SEGMENTS, state, agreed)
+    out = torch.full((sum(SEGMENTS),), 77.0)
+    compressor.decode(payload.repeat(3), 3, SEGMENTS, out, agreed)
+    return [x for x in (agreed, payload, new_residual, state, out) if x is not None]
+
+
+@WITH_KERNELS
+def test_the_number_of_threads_changes_no_bit() -> None:
+    compressor, bucket = _shared(3), gaussian(sum(SEGMENTS))
+    one = _all_of(compressor, bucket, bucket.flip(0))
+    torch.set_num_threads(3)
+    for actual, expected in zip(_all_of(compressor, bucket, bucket.flip(0)), one, strict=True):
+        assert_same_bits(actual, expected)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 63, 127])
+def test_the_sum_of_the_codes_never_overflows_and_is_the_mean(ranks: int) -> None:
+    """All ranks have the same largest value: the worst case for the sum."""
+    segments = (4096,)
+    gradients = [gaussian(4096, seed=rank).clamp(-2, 2) for rank in range(ranks)]
+    for gradient in gradients:
+        gradient[5], gradient[6] = 2.0, -2.0
+    compressor = _shared(ranks)
+    mean, codes = _exchange(compressor, gradients, None, segments)
+    assert codes[5] == ranks * compressor.levels
+    assert codes[6] == -ranks * compressor.levels
+    exact = torch.stack(gradients).mean(dim=0)
+    step = 2.0 / ranks / compressor.levels
+    assert (mean - exact).abs().max() <= ranks * step
+    assert (mean - exact).square().mean().sqrt() < 0.5 * step * ranks**0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+@pytest.mark.parametrize(("stochastic", "factor"), [(True, 1.9), (False, 0.95)])
+def test_a_rank_loses_as_much_as_the_docstring_says(ranks: int, stochastic: bool, factor: float) -> None:
+    values, segments = gaussian(131_072), (131_072,)
+    compressor = _shared(ranks, stochastic=stochastic)
+    agreed, payload, out = (
+        _agree(compressor, [values], segments),
+        torch.empty(131_072, dtype=torch.int8),
+        values.clone(),
+    )
+    compressor.encode(values, None, payload, segments, _states(compressor, segments, 0), agreed)
+    compressor.decode(payload, 1, segments, out, agreed)
+    left_out = ((values - out).square().sum() / values.square().sum()).item()
+    assert left_out == pytest.approx(factor / compressor.levels**2, rel=0.15)
+
+
+@pytest.mark.parametrize("values", [gaussian(2048), laplace(2048)], ids=["gaussian", "laplace"])
+def test_stochastic_rounding_is_right_on_average(values: Tensor) -> None:
+    """A mean of 400 draws is as far off as chance allows; each rank draws from a stream of its own."""
+    compressor, segments, draws = _shared(16), (2048,), 400
+    agreed = _agree(compressor, [values], segments)
+    states = [_states(compressor, segments, rank) for rank in range(2)]
+    sums, first = [torch.zeros(2048, dtype=torch.float64) for _ in range(2)], torch.empty(0)
+    payload, out = torch.empty(2048, dtype=torch.int8), torch.empty(2048)
+    for draw in range(draws):
+        for rank in range(2):
+            compressor.encode(values, None, payload, segments, states[rank], agreed)
+            compressor.decode(payload, 1, segments, out, agreed)
+            sums[rank] += out
+            if draw == 0:
+                first = out - values if rank == 0 else torch.stack([first, out - values])
+    error = (sums[0] / draws - values).square().sum()
+    expected = 1.9 / compressor.levels**2 / draws * values.square().sum()
+    assert error < 1.3 * max(1.0, float(first[0].square().sum() / values.square().sum()) * 49 / 1.9) * expected
+    assert abs(torch.corrcoef(first)[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_on_one_rank_is_seen_by_all(value: float) -> None:
+    compressor, segments = _shared(2), (1000, 700)
+    gradients = [gaussian(1700, seed=rank) for rank in range(2)]
+    gradients[1][600] = value
+    residuals = [0.1 * gaussian(1700, seed=7 + rank) for rank in range(2)]
+    old = [residual.clone() for residual in residuals]
+    mean, codes = _exchange(compressor, gradients, residuals, segments)
+    is_spoilt = torch.zeros(1700, dtype=torch.bool)
+    is_spoilt[512:1000] = True
+    assert torch.equal(mean.isnan(), is_spoilt)
+    assert not codes[is_spoilt].any()
+    for residual, before in zip(residuals, old, strict=True):
+        assert torch.equal(residual[is_spoilt], before[is_spoilt])
+        assert not torch.equal(residual[~is_spoilt], before[~is_spoilt])
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("ranks", [4, 40])
+def test_sent_and_left_telescope_over_all_ranks(ranks: int, stochastic: bool) -> None:
+    segments = (1000, 24)
+    compressor = _shared(ranks, 64, stochastic)
+    residuals = [torch.zeros(1024) for _ in range(ranks)]
+    states = [_states(compressor, segments, rank) for rank in range(ranks)]
+    sent, put_in = torch.zeros(1024, dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
+    for step in range(20):
+        gradients = [gaussian(1024, seed=1000 * step + rank) for rank in range(ranks)]
+        sent += _exchange(compressor, gradients, residuals, segments, states)[0]
+        put_in += torch.stack(gradients).double().mean(dim=0)
+        largest = max(residual.abs().max().item() for residual in residuals)
+        assert largest <= 5.0 / ranks / max(compressor.levels - 1, 1)
+    left = torch.stack(residuals).double().sum(dim=0)
+    assert (sent + left - put_in).norm() < 2e-6 * put_in.norm()
+
+
+def _least_squares(compressor: SharedInt8 | None, ranks: int, feedback: bool) -> float:
+    """The loss after 60 steps, relative to where it began: each rank has rows of its own."""
+    segments = (512,)
+    rows = [gaussian(128 * 512, seed=rank).view(128, 512) / 512**0.5 for rank in range(ranks)]
+    target = gaussian(512, seed=99)
+    residuals = [torch.zeros(512) for _ in range(ranks)] if feedback else None
+    states = None if compressor is None else [_states(compressor, segments, rank) for rank in range(ranks)]
+    weight = torch.zeros(512)
+    for _ in range(60):
+        gradients = [row.T @ (row @ (weight - target)) for row in rows]
+        if compressor is None:
+            weight = weight - torch.stack(gradients).mean(dim=0)
+        else:
+            weight = weight - _exchange(compressor, gradients, residuals, segments, states)[0]
+    loss = sum((row @ (weight - target)).square().sum() for row in rows)
+    return float(loss / sum((row @ target).square().sum() for row in rows))
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("ranks", [4, 24])
+def test_training_with_error_feedback_reaches_the_dense_loss(ranks: int, stochastic: bool) -> None:
+    dense = _least_squares(None, ranks, feedback=False)
+    compressed = _least_squares(_shared(ranks, stochastic=stochastic), ranks, feedback=True)
+    assert compressed < 1.02 * dense + 1e-4
+
+
+def _on_two_ranks(gradients: list[Tensor]) -> list[float]:
+    """What a rank decodes: the mean, by gloo's own maximum and sum."""
+    rank, compressor, segments = dist.get_rank(), _shared(2), (5000,)
+    bucket = gradients[rank] / 2
+    agreed, payload, out = torch.empty(10), torch.empty(5000, dtype=torch.int8), torch.empty(5000)
+    compressor.propose(bucket, None, segments, None, agreed)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    compressor.encode(bucket, None, payload, segments, _states(compressor, segments, rank), agreed)
+    dist.all_reduce(payload)
+    compressor.decode(payload, 1, segments, out, agreed)
+    return out.tolist()
+
+
+def test_real_ranks_sum_bytes_and_decode_the_same_bits() -> None:
+    gradients = [gaussian(5000, seed=rank) for rank in range(2)]
+    first, second = run_ranks(2, _on_two_ranks, gradients)
+    assert first == second
+    simulated, _ = _exchange(_shared(2), gradients, None, (5000,))
+    assert first == simulated.tolist()
+
+
+def test_more_ranks_than_levels_are_refused() -> None:
+    with pytest.raises(BadCompressor) as caught:
+        SharedInt8().bound_to([(10,)], 128)
+    assert str(caught.value) == (
+        "shared_int8 cannot sum the codes of 128 ranks in eight bits: each needs at least one level on either side, so "
+        "there may be 127 ranks.\n  Use int8, whose payloads are gathered, or bf16."
+    )
+
+
+def test_few_levels_need_error_feedback_and_one_level_must_not_have_it() -> None:
+    feedback = [_shared(ranks).feedback for ranks in (1, 18, 19, 63, 64, 127)]
+    assert feedback == [
+        *(Feedback.OPTIONAL, Feedback.OPTIONAL, Feedback.REQUIRED),
+        *(Feedback.REQUIRED, Feedback.FORBIDDEN, Feedback.FORBIDDEN),
+    ]
+    nearest = _shared(64, stochastic=False)
+    assert nearest.feedback is Feedback.REQUIRED
+    assert (nearest.bias, SharedInt8().bias) == (Bias.ROUNDING, Bias.UNBIASED)
+    assert (nearest.has_state, nearest.state_bytes((5, 6)), SharedInt8().state_bytes((5, 6))) == (False, 0, 32)
+
+
+def test_the_text_has_the_declared_parameters_and_no_others() -> None:
+    assert str(_shared(4)) == "shared_int8"
+    assert parse_compressor("shared_int8(64, stochastic=false)") == SharedInt8(64, stochastic=False)
+    assert str(SharedInt8(64, stochastic=False)) == "shared_int8(block=64, stochastic=false)"
+    with pytest.raises(BadCompressor, match="it is shared_int8\\(block: int = 512, stochastic: bool = True\\)"):
+        parse_compressor("shared_int8(levels=4)")
+
+
+def test_sizes_are_the_formulas() -> None:
+    compressor = _shared(8)
+    assert compressor.payload_bytes((1000, 7)) == 1007
+    assert compressor.proposal_bytes((1000, 7, 0)) == 4 * 3
+
+
+def test_the_ops_pass_opcheck() -> None:
+    compressor, segments = _shared(2, 64), (600, 0, 41)
+    bucket, residual, state = gaussian(641), gaussian(641, seed=1), _states(compressor, segments, 0)
+    assert compressor.propose_op is not None
+    torch.library.opcheck(compressor.propose_op, (bucket, residual, segments, *compressor.parameters), {"state": state})
+    agreed = compressor.propose_op(bucket, residual, segments, *compressor.parameters, state=state)
+    keywords = {"state": state, "agreed": agreed}
+    torch.library.opcheck(compressor.compress_op, (bucket, residual, segments, *compressor.parameters), keywords)
+    payload, *_ = compressor.compress_op(bucket, residual, segments, *compressor.parameters, **keywords)
+    torch.library.opcheck(compressor.decompress_op, (payload, 1, segments, *compressor.parameters), {"agreed": agreed})
