@@ -36,3 +36,12 @@ inline void in_parallel(int64_t units, int64_t grain, const Body& body) {
         },
         &context);
 }
+
+// Calls body(part) for part = 0..parts-1: for work in several stages that keeps something for each part.
+template <class Body>
+inline void for_parts(int64_t parts, const Body& body) {
+    struct Context {
+        const Body& body;
+    } context{body};
+    run_parts(parts, [](void* raw, int64_t part) { static_cast<Context*>(raw)->body(part); }, &context);
+}

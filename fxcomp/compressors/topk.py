@@ -3,8 +3,9 @@
     k       = max(1, ceil(ratio * n)), 0 for an empty segment
     decoded = v at the k places of largest |v|, 0 elsewhere
 
-Payload, as bytes: for each segment its k fp32 values, then their k int32 places within the segment, ascending. 8 bytes
-a value sent, the sum of 8k over the segments.
+Payload, as bytes: for each segment its k fp32 values, by ascending place, then their places as in places.py, filled up
+to a multiple of four. The shortest of three forms is taken, so P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) bits. A value
+sent takes 5.1 bytes at 10 %, 5.2 at 1 %, 5.6 at 0.1 %, and 4 + 1/8 when all are sent.
 
 Of equal magnitudes the lower place goes first. Magnitudes are compared as unsigned bit patterns, so whatever is not
 finite counts as largest and is sent. The residual is 0 where a value was sent, v elsewhere, and stays as it was where
@@ -25,11 +26,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fxcomp.compressors import kernels
 from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
 from fxcomp.compressors.blocks import split
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.places import bytes_of, read, write
 from fxcomp.compressors.registration import register
 
 
@@ -37,9 +40,9 @@ def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], 
     value = bucket if residual is None else bucket + residual
     places = [_largest(piece, k) for piece, k in zip(split(value, segments), counts(segments, ratio), strict=True)]
     sections = [
-        section.view(torch.uint8)
+        section
         for piece, index in zip(split(value, segments), places, strict=True)
-        for section in (piece[index], index.to(torch.int32))
+        for section in (piece[index].view(torch.uint8), _fill_up(write(index, len(piece))))
     ]
     payload = torch.cat([bucket.new_empty(0, dtype=torch.uint8), *sections])
     if residual is None:
@@ -57,11 +60,20 @@ def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: fl
 def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> Tensor:
     out = torch.zeros(sum(segments), dtype=torch.float32, device=payload.device)
     ks = counts(segments, ratio)
-    for piece, section, k in zip(split(out, segments), split(payload, [8 * k for k in ks]), ks, strict=True):
-        values, places = split(section.clone(), [4 * k, 4 * k])
+    sizes = [_bytes_of(n, k) for n, k in zip(segments, ks, strict=True)]
+    for piece, section, k in zip(split(out, segments), split(payload, sizes), ks, strict=True):
+        values, places = section[: 4 * k].clone().view(torch.float32), section[4 * k :]
         # Adding to zero, as the mean over ranks does, makes a sent -0 a 0.
-        piece.index_add_(0, places.view(torch.int32), values.view(torch.float32))
+        piece.index_add_(0, read(places[: bytes_of(len(piece), k)], len(piece), k), values)
     return out
+
+
+def _bytes_of(n: int, k: int) -> int:
+    return 4 * k + -(-bytes_of(n, k) // 4) * 4
+
+
+def _fill_up(section: Tensor) -> Tensor:
+    return pad(section, (0, -len(section) % 4))
 
 
 def _largest(piece: Tensor, k: int) -> Tensor:
@@ -93,7 +105,7 @@ class TopK(Compressor):
     facts: ClassVar[Facts] = Facts(
         name="topk",
         summary="the k values of largest magnitude, exactly",
-        payload="8⌈ratio·n⌉",
+        payload="4k + P(n, k), k = ⌈ratio·n⌉, P = min(n, 9k + n/2⁸, 17k + n/2¹⁶)/8",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         passes=2,
@@ -104,7 +116,7 @@ class TopK(Compressor):
     )
 
     def payload_elements(self, segments: Sequence[int]) -> int:
-        return 8 * sum(counts(segments, self.ratio))
+        return sum(map(_bytes_of, segments, counts(segments, self.ratio)))
 
     def compress_reference(
         self,
@@ -136,7 +148,7 @@ class TopK(Compressor):
         state: Tensor | None,
         agreed: Tensor | None,
     ) -> bool:
-        assert max(segments, default=0) < 2**31, "places are sent as int32"
+        assert max(segments, default=0) < 2**31, "places are int32"
         ks = counts(segments, self.ratio)
         kernels.run("fxcomp_topk_encode", bucket, residual, payload, tuple(segments), ks, len(ks))
         return True

@@ -37,7 +37,8 @@ def test_kernels_of_another_version_are_not_called(monkeypatch: pytest.MonkeyPat
 
 @WITH_KERNELS
 def test_a_payload_with_places_outside_its_segment_is_refused() -> None:
-    payload = torch.cat([torch.ones(1), torch.tensor([100], dtype=torch.int32).view(torch.float32)]).view(torch.uint8)
+    payload = torch.zeros(TopK(0.01).payload_elements((100,)), dtype=torch.uint8)
+    payload[4:6] = torch.tensor([100, 1])  # behind the value: place 100 of 0..99, in the first block
     with pytest.raises(AssertionError, match="a payload names places outside its segment"):
         TopK(0.01).decode(payload, 1, (100,), torch.zeros(100))
 

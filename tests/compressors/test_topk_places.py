@@ -1,14 +1,22 @@
 """Which values topk sends."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
-from compressor_cases import encode
+from compressor_cases import WITH_KERNELS, decode, encode
+from torch import Tensor
 
 from fxcomp.compressors import TopK
+from fxcomp.compressors.places import bytes_of, read
+from fxcomp.testing.checks import assert_same_bits, relative_error
+from fxcomp.testing.samples import SAMPLES, gaussian, laplace
 
 
 def _sent(values: list[float], k: int) -> list[tuple[int, float]]:
-    payload = encode(TopK(k / len(values)), torch.tensor(values), None, (len(values),))
-    places, sent = payload[4 * k :].view(torch.int32), payload[: 4 * k].view(torch.float32)
+    n = len(values)
+    payload = encode(TopK(k / n), torch.tensor(values), None, (n,))
+    sent, places = payload[: 4 * k].view(torch.float32), read(payload[4 * k :][: bytes_of(n, k)], n, k)
     return list(zip(places.tolist(), sent.tolist(), strict=True))
 
 
@@ -34,4 +42,30 @@ def test_a_place_above_65535_arrives() -> None:
     values = torch.zeros(70_000)
     values[69_999] = 1.0
     payload = encode(TopK(1e-5), values, None, (70_000,))
-    assert payload[4:].view(torch.int32).tolist() == [69_999]
+    assert read(payload[4:][: bytes_of(70_000, 1)], 70_000, 1).tolist() == [69_999]
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.06, 0.3])
+@pytest.mark.parametrize("kind", ["laplace", "ties", "large where a sample looks", "many nan"])
+def test_a_segment_cut_among_threads_sends_what_one_thread_sends(ratio: float, kind: str) -> None:
+    segments = (300, 400_000, 3, 150_000)
+    bucket, old = SAMPLES[kind](sum(segments)), 0.1 * gaussian(sum(segments), 7)
+    threads, seen = torch.get_num_threads(), []
+    try:
+        for count in (1, 3, 7):
+            torch.set_num_threads(count)
+            residual = old.clone()
+            payload = encode(TopK(ratio), bucket, residual, segments)
+            seen.append((payload, residual, decode(TopK(ratio), payload.repeat(2), 2, segments)))
+    finally:
+        torch.set_num_threads(threads)
+    for other in seen[1:]:
+        for one, two in zip(seen[0], other, strict=True):
+            assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.01, 0.001])
+@pytest.mark.parametrize("sample", [gaussian, laplace], ids=lambda sample: sample.__name__)
+def test_what_is_left_out_is_at_most_one_minus_the_ratio(sample: Callable[[int], Tensor], ratio: float) -> None:
+    assert relative_error(TopK(ratio), sample(131_072)) <= 1 - ratio
