@@ -21,7 +21,7 @@ from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, DivergingCombination
 from fxcomp.search.budget import POLLUTING_ERROR, POLLUTING_SHARE, compressor_error, polluting_share
-from fxcomp.strategy import Bucket, Compress, Plan, Step, Strategy
+from fxcomp.strategy import Bucket, CollectiveKind, Plan, Strategy
 
 FIRST_DENSITY = 0.25
 """The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""
@@ -115,8 +115,9 @@ def _dense(plan: Plan) -> Plan:
     """The same buckets over the same levels, uncompressed."""
     strategies: list[Strategy] = []
     for bucket in plan.buckets:
-        levels = [collective.level for collective in bucket.strategy.collectives]
-        strategies.append(Strategy.hierarchical(None) if len(levels) > 1 else Strategy.flat(None, level=levels[0]))
+        first = bucket.strategy.collectives[0]
+        by_level = first.kind is CollectiveKind.REDUCE_SCATTER
+        strategies.append(Strategy.hierarchical(None) if by_level else Strategy.flat(None, level=first.level))
     return plan.with_strategies(strategies)
 
 
@@ -139,11 +140,11 @@ def _with_density(plan: Plan, density: float) -> Plan:
 
 
 def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
-    def raised(step: Step) -> Step:
-        if not isinstance(step, Compress) or (ratio := _ratio(step.compressor)) is None or ratio >= density:
+    def raised(step: Any) -> Any:
+        ratio = _ratio(getattr(step, "compressor", None))
+        if ratio is None or ratio >= density:
             return step
-        compressor: Any = step.compressor
-        return Compress(replace(compressor, ratio=density), step.device)
+        return replace(step, compressor=replace(step.compressor, ratio=density))
 
     return Strategy(tuple(map(raised, bucket.strategy.steps)))
 

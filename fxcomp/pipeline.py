@@ -45,6 +45,7 @@ from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
+from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.order_for_overlap import order_for_overlap
@@ -89,14 +90,23 @@ def rewrite(
     cluster: Cluster,
     rank: int,
     feedback: ErrorFeedback = CLASSIC,
+    *,
+    skip_nonfinite: bool = False,
 ) -> Variant:
     """Turn a captured step into the source of one that follows the plan."""
-    history = follow(plan, captured.graph, costs, cluster, rank, feedback)
+    history = follow(plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
     return finish(captured, list(history.values())[-1], history)
 
 
 def follow(
-    plan: Plan, graph: GraphModule, costs: CostTable, cluster: Cluster, rank: int, feedback: ErrorFeedback = CLASSIC
+    plan: Plan,
+    graph: GraphModule,
+    costs: CostTable,
+    cluster: Cluster,
+    rank: int,
+    feedback: ErrorFeedback = CLASSIC,
+    *,
+    skip_nonfinite: bool = False,
 ) -> dict[str, GraphModule]:
     """Rewrite a graph of gradients until it follows the plan; the graph after each pass, the final one last."""
     run = PassRunner()
@@ -109,6 +119,8 @@ def follow(
     gm = run(insert_compression, gm, plan, cluster, cluster.local_rank(rank))
     gm = run(thread_residuals, gm, plan, feedback.surrounds)
     gm = run(remove_dead_nodes, gm)
+    if skip_nonfinite:
+        gm = run(commit_if_finite, gm)
     gm = run(annotate_costs, gm, costs, cluster)
     gm = run(assign_streams, gm, cluster)
     run(order_for_overlap, gm, plan)
@@ -165,6 +177,7 @@ def compile_step(
     mode: str = "balanced",
     error_feedback: ErrorFeedback = CLASSIC,
     max_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
     verify_every: int = 0,
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
@@ -177,8 +190,10 @@ def compile_step(
     `costs` replaces all measuring. `plan` replaces the choice: a Plan, the path of a saved one, or one compressor for
     all matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
     may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the variants of error feedback, and warm-up.
-    `max_grad_norm` clips the averaged gradients by their global
-    norm. `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything is updated.
+    `max_grad_norm` clips the averaged gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks,
+    where any rank's gradient is not finite: parameters, the optimizer's state and residuals stay as they were; all
+    updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch every N steps,
+    before anything is updated.
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
@@ -197,6 +212,7 @@ def compile_step(
         "verify_every": verify_every,
         "cluster": str(cluster),
         "error_feedback": str(error_feedback),
+        "skip_nonfinite": skip_nonfinite,
     }
     asked |= {"whether a plan is given": plan is not None, "whether costs are given": costs is not None}
     ranks.check_same("comparing models", _facts(training, captured) | asked)
@@ -205,17 +221,21 @@ def compile_step(
     transport = ranks.transport(cluster)
     device = training.device
 
+    def emitted(captured: Captured, plan: Plan) -> Variant:
+        costs = decided.costs
+        return rewrite(captured, plan, costs, cluster, ranks.rank, error_feedback, skip_nonfinite=skip_nonfinite)
+
     def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
-        return rewrite(again, plan, decided.costs, cluster, ranks.rank, error_feedback)
+        return emitted(again, plan)
 
     decided = _decide(
         captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan
     )
     check_plan(error_feedback, decided.plan, optimizer)
     groups = ranks.extend(transport, decided.plan, cluster)
-    variant = rewrite(captured, decided.plan, decided.costs, cluster, ranks.rank, error_feedback)
+    variant = emitted(captured, decided.plan)
 
     @cache  # a second or so, when somebody asks for the report
     def flips() -> float | None:
@@ -238,7 +258,7 @@ def compile_step(
         predicted_free_ms=decided.workload.free_us / 1e3,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
-            choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes),
+            choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes, *step.skip_notes),
             measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
         ),
     )  # fmt: skip

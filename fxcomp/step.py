@@ -129,6 +129,8 @@ class CompiledStep:
         self.runtime = runtime
         self.residuals = residuals
         self.steps = 0
+        self.skipped_steps = 0
+        """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes: list[str] = []
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self._build = build
@@ -167,7 +169,8 @@ class CompiledStep:
 
     def _run(self, variant: Variant, leaves: Sequence[Any]) -> Any:
         loss, aux = variant.module.step(self.runtime, *self.feed(variant, leaves))
-        self._fresh_state.clear()
+        if not self.runtime.counters.skipped:
+            self._fresh_state.clear()
         captured = variant.captured
         if captured.has_aux:
             assert captured.aux_spec is not None, "a step with aux knows its structure"
@@ -361,6 +364,7 @@ class CompiledStep:
     def _count(self, seconds: float, kind: BatchType, verified: bool) -> None:
         counters = self.runtime.take_counters()
         self.steps += 1
+        self.skipped_steps += counters.skipped
         self.payload_bytes = counters.payload_bytes
         if not verified and kind == self._first_type:
             self.times.step_ms.append(1e3 * seconds)
@@ -395,6 +399,13 @@ class CompiledStep:
         everyone = torch.zeros(dist.get_world_size(), device=self.training.device)
         self.runtime.transport.all_gather(mine, everyone, "world", "main").wait()
         return [float(each) for each in everyone]
+
+    @property
+    def skip_notes(self) -> tuple[str, ...]:
+        """What the report says about steps that were left out."""
+        if not self.skipped_steps:
+            return ()
+        return (f"{self.skipped_steps} of {self.steps} steps left out: a gradient was not finite",)
 
     @property
     def step_ms(self) -> float:

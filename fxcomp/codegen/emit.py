@@ -28,12 +28,15 @@ from fxcomp import compat
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, compressor_of
 from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, PACK, PAD, REDUCE_SCATTER
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, PACK, PAD, REDUCE_SCATTER, ROLL_BACK, SAVE
 from fxcomp.graph.work import is_sequence
 
 WIDTH = 120
 
 _KINDS = {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter", BROADCAST: "broadcast"}
+
+_NOT_COMPRESSORS = (ROLL_BACK, torch.ops.aten.copy_.default)
+"""What else a roll back does."""
 
 _ARGUMENTS = {
     InputKind.PARAMETER: "parameters",
@@ -81,7 +84,7 @@ def _compressor(node: Node) -> Compressor | None:
     """The compressor that a compress or decompress node names, with the node's own parameters."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
-    if info(node).role not in (Role.COMPRESS, Role.DECOMPRESS):
+    if info(node).role not in (Role.COMPRESS, Role.DECOMPRESS, Role.ROLL_BACK) or node.target in _NOT_COMPRESSORS:
         return None
     target: Any = node.target
     arguments: Any = node.args
@@ -233,12 +236,18 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     outputs: Any = gm.graph.output_node().args[0]
     loss: Any = outputs[0]
     announced = loss is None  # a backward pass alone: it changes no parameters
+    roll_back = [piece for piece in pieces if isinstance(piece, Node) and info(piece).role is Role.ROLL_BACK]
     for piece in pieces:
-        if isinstance(piece, Region) and piece.name.startswith("update") and not announced:
+        if _changes_parameters(piece) and not announced:
             lines += _before_update(gm, loss)
             announced = True
-        lines += [_region_call(piece)] if isinstance(piece, Region) else _line(piece, names)
-        dead = [node.name for node, user in last_use.items() if user is piece and node not in keep]
+        if isinstance(piece, Region):
+            lines.append(_region_call(piece))
+        elif info(piece).role is Role.COMMIT:
+            lines += _commit(gm, piece, roll_back, names)
+        elif piece not in roll_back:
+            lines += _line(piece, names)
+        dead = [node.name for node, user in last_use.items() if user is piece and node not in (*keep, *roll_back)]
         if dead:
             many = len(dead) > 8
             lines.append(_wrapped("    del (", dead, ")", indent="    ") if many else f"    del {', '.join(dead)}")
@@ -273,6 +282,22 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
     return [*lines, f"    rt.before_update({loss.name})"]
 
 
+def _changes_parameters(piece: Region | Node) -> bool:
+    """Whether parameters change here, or it is decided that they may."""
+    if isinstance(piece, Region):
+        return piece.name.startswith("update")
+    return info(piece).role is Role.COMMIT
+
+
+def _commit(gm: GraphModule, node: Node, roll_back: Sequence[Node], compressors: dict[Compressor, str]) -> list[str]:
+    """Where something is not finite: put back what has changed, and return."""
+    values: Any = node.args[0]
+    lines = [_wrapped("    if not rt.all_finite((", [value.name for value in values], ",)):", indent="    ")]
+    for each in roll_back:
+        lines += ["\n".join(f"    {part}" for part in line.split("\n")) for line in _line(each, compressors)]
+    return [*lines, f"        return {_returned(gm)}"]
+
+
 def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     """The line of a node between regions; none for the second result of a compressor, which changes in place."""
     quoted, arguments = f'"{node.name}"', [_text(arg) for arg in node.args]
@@ -282,6 +307,13 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
         parameters = tuple(str(info(g).parameter) for g in gradients) if info(node).bucket is not None else ()
         head = f"    {node.name} = rt.pack("
         return [_wrapped(head, [quoted, _text(parameters), _text(tuple(gradients)), arguments[1]], ")", indent="    ")]
+    if node.target is SAVE:
+        return [f"    {node.name} = rt.save({quoted}, {arguments[0]})"]
+    if node.target is ROLL_BACK:
+        residual = _replaced(node.args[0])
+        return [f"    rt.roll_back({residual}, {arguments[1]}, {arguments[2]})"]
+    if node.target is torch.ops.aten.copy_.default:
+        return [f"    rt.restore({arguments[0]}, {arguments[1]})"]
     if node.target is PAD:
         return [f"    {node.name} = rt.pad({quoted}, {arguments[0]}, {arguments[1]})"]
     if role is Role.COLLECTIVE:
@@ -302,6 +334,11 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
         payload = next(user for user in node.users if user.args[1] == 0).name
         return [f'    {payload} = rt.compress("{payload}", {name}, {arguments[0]}, {arguments[1]}, {segments})']
     return [f"    {node.name} = rt.decompress({quoted}, {name}, {arguments[0]}, {arguments[1]}, {segments})"]
+
+
+def _replaced(left_out: Any) -> str:
+    """The residual that a compressor replaced in place by what it left out."""
+    return left_out.args[0].args[1].name
 
 
 def _ranks(node: Node) -> int:

@@ -26,6 +26,8 @@ class Role(Enum):
     DECOMPRESS = "decompress"
     COPY = "copy"  # between the device and the host
     UNPACK = "unpack"  # a bucket back into gradients
+    COMMIT = "commit"  # whether what arrived is finite, so that parameters may change
+    ROLL_BACK = "roll back"  # what is done instead where it is not
     CLIP = "clip"  # needs every gradient
     UPDATE = "update"  # the optimizer, for one parameter
     OUTPUT = "output"

@@ -4,6 +4,9 @@
     fxcomp::shard(Tensor bucket, int ranks) -> Tensor            pads a bucket so that it splits evenly
     fxcomp::d2h(Tensor value) -> Tensor                          to the host, for a compressor that runs there
     fxcomp::h2d(Tensor value) -> Tensor                          back
+    fxcomp::save(Tensor value) -> Tensor                         a copy of what will be overwritten
+    fxcomp::all_finite(Tensor[] values) -> Tensor                whether parameters may change
+    fxcomp::roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor    the residual before it was replaced
 
 They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
 """
@@ -57,15 +60,38 @@ def _same_fake(value: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
+def _all_finite(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack([value.isfinite().all() for value in values]).all()
+
+
+def _all_finite_fake(values: Sequence[Tensor]) -> Tensor:
+    return values[0].new_empty((), dtype=torch.bool)
+
+
+def _roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> Tensor:
+    before = residual + own - bucket
+    return torch.where(before.isfinite(), before, residual)
+
+
+def _roll_back_fake(residual: Tensor, own: Tensor, bucket: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(residual)
+
+
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
 _define("pad(Tensor bucket, int ranks) -> Tensor", _shard, _shard_fake)
 _define("d2h(Tensor value) -> Tensor", _same, _same_fake)
 _define("h2d(Tensor value) -> Tensor", _same, _same_fake)
+_define("save(Tensor value) -> Tensor", _same, _same_fake)
+_define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
+_define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _roll_back_fake)
 
 PACK = torch.ops.fxcomp.pack.default
 PAD = torch.ops.fxcomp.pad.default
 D2H = torch.ops.fxcomp.d2h.default
 H2D = torch.ops.fxcomp.h2d.default
+SAVE = torch.ops.fxcomp.save.default
+ALL_FINITE = torch.ops.fxcomp.all_finite.default
+ROLL_BACK = torch.ops.fxcomp.roll_back.default
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -20,7 +20,7 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import compressor_of
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.info import Role, info, update_info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, H2D, PACK, PAD, REDUCE_SCATTER
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, H2D, PACK, PAD, REDUCE_SCATTER, SAVE
 from fxcomp.graph.work import flops, is_free, touched_bytes, work_key
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -53,7 +53,11 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     if node.target in _KIND:
         level = Level(str(node.args[-1]))
         return costs.collective_us(_KIND[target], level, _bytes(node.args[0]), cluster)
-    if node.target in (PACK, PAD):
+    if role is Role.ROLL_BACK:
+        return 0.0  # hardly ever done
+    if role is Role.COMMIT:
+        return sum(costs.pack_us(_bytes(value)) for value in node.all_input_nodes) / 2  # reads, and writes nothing
+    if node.target in (PACK, PAD, SAVE):
         return costs.pack_us(_bytes(node))
     if role is Role.COPY:
         return costs.copy_us(_bytes(node))

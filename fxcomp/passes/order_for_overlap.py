@@ -7,6 +7,7 @@
     …
     rest of the compute
     bucket 0: wait, decompress, update;  bucket 1: …        (with clipping: all waits, the norm, all updates)
+    (with a commit: all waits, other ranks' buffers, the commit, the norm, all updates)
 
 The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch.
 Updates write parameters in place and come behind all compute that reads them.
@@ -31,7 +32,8 @@ def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
     inputs = [n for n in nodes if n.op in ("placeholder", "get_attr")]
     body = [n for n in nodes if _is_body(n)]
     order = [*inputs, *_launch_during(body, nodes, plan)]
-    placed = set(order)
+    commits = [n for n in nodes if info(n).role in (Role.COMMIT, Role.ROLL_BACK)]
+    placed = {*order, *commits}
 
     finals: list[Node] = []
     for number in range(len(plan.buckets)):
@@ -42,7 +44,12 @@ def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
     placed.update(clips, *updates.values())
     rest = [n for n in nodes if n not in placed]
 
-    if clips:
+    if commits:
+        arriving = [n for n in finals if info(n).role is not Role.UNPACK]
+        finals = [n for n in finals if info(n).role is Role.UNPACK]
+        order += [*arriving, *(n for n in rest if n.op != "output"), *commits]
+        rest = [n for n in rest if n.op == "output"]
+    if clips or commits:
         order += [*finals, *clips, *(n for group in updates.values() for n in group), *rest]
     else:
         for number in range(len(plan.buckets)):

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import Compressor, kernels
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport, Work
 
@@ -58,6 +58,8 @@ class Counters:
     waited_s: float = 0.0
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
+    skipped: bool = False
+    """Whether something that arrived was not finite."""
 
 
 class Runtime:
@@ -163,6 +165,28 @@ class Runtime:
         buffer = functools.partial(self._buffer, name, result.numel(), result.dtype, self._device)
         return self._transfers.to_device(result, buffer)
 
+    def save(self, name: str, value: Tensor | OnHost) -> Tensor | OnHost:
+        """Copy what will be overwritten."""
+
+        def run(now: Tensor) -> Tensor:
+            return self._buffer(name, now.numel(), now.dtype, now.device).copy_(now)
+
+        return self._then(value, run)
+
+    def all_finite(self, values: Sequence[Tensor]) -> bool:
+        """Whether parameters may change. Every rank sees the same values, and so finds the same."""
+        self.counters.skipped = not all(map(_is_finite, values))
+        return not self.counters.skipped
+
+    def roll_back(self, residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
+        """Make a residual what it was before the bucket was added and the own payload taken off."""
+        before = _now(own).add_(residual).sub_(_now(bucket))
+        torch.where(before.isfinite(), before, residual, out=residual)
+
+    def restore(self, state: Tensor, saved: Tensor | OnHost) -> None:
+        """Put a state back."""
+        state.copy_(_now(saved))
+
     def see(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Show local gradients to whoever checks them."""
         if self.on_gradient is not None and parameters:
@@ -223,6 +247,16 @@ class Runtime:
             buffer = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
             self._buffers[key] = buffer
         return buffer
+
+
+def _now(value: Tensor | OnHost) -> Tensor:
+    return value.future.result() if isinstance(value, OnHost) else value
+
+
+def _is_finite(value: Tensor) -> bool:
+    if value.dtype is torch.float32 and value.is_contiguous() and kernels.can_run_on(value):
+        return bool(kernels.run("fxcomp_all_finite", value, value.numel()))
+    return bool(value.isfinite().all())
 
 
 def _finish(flight: Flight) -> Tensor:

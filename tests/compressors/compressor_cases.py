@@ -12,11 +12,6 @@ from torch import Tensor
 from fxcomp.compressors import BF16, CATALOGUE, Compressor, Int4, Int8, Sign, TopK, kernels, parse_compressor
 
 TYPICAL = {
-    "dgc": ["dgc(0.01)", "dgc(0.3)"],
-    "sidco": ["sidco(0.01)", "sidco(1.0)"],
-    "sidco_e": ["sidco_e(0.01)"],
-    "sidco_gp": ["sidco_gp(0.01)"],
-    "threshold": ["threshold(2.0, 0.01)", "threshold(0.001, 0.3)"],
     "topk": ["topk(0.01)", "topk(0.3)", "topk(1.0)"],
 }
 """For compressors that need a parameter, or whose edges deserve a try."""

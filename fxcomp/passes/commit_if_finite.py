@@ -1,0 +1,99 @@
+"""Let parameters change only if what arrived is finite; otherwise take back what compression has changed.
+
+    %p   pack        f32[12]            pack([%g0, %g1], 1.0)
+    %c   compress    (u8[20], f32[12])  int8_compress(%p, %residual_0, [8, 4], 512)
+    %y   compress    u8[20]             %c[0]
+    %o   compress    f32[12]            %c[1]
+    %m   decompress  f32[12]            int8_decompress(%payloads, 2, [8, 4], 512)
+    ...  update
+ -->
+    ...
+    %own_0     roll back  f32[12]       int8_decompress(%y, 1, [8, 4], 512)
+    %before_0  roll back  f32[12]       roll_back(%o, %own_0, %p)
+    %finite    commit     b8[]          all_finite([%m])
+    ...  update
+
+Every payload decodes to something not finite where a rank's gradient was not, and sums on the wire keep what is not
+finite: all ranks find the same in what arrived, without a word to each other. A residual that a kernel has replaced is
+what it was, to rounding, once the rank's own payload is added and its bucket taken off; where something was not finite
+the kernel has left it alone. A payload that is summed in place is saved before it leaves; so is a compressor's state.
+
+The emitted step does the roll back in the branch where it returns early. Updates are moved behind by order_for_overlap.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.edit import call, gradients
+from fxcomp.graph.info import NodeInfo, Role, info
+from fxcomp.graph.ops import ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
+
+
+def commit_if_finite(gm: GraphModule) -> GraphModule:
+    graph, arrived = gm.graph, _arrived(gm)
+    for compress in [n for n in graph.nodes if info(n).role is Role.COMPRESS and n.target is not operator.getitem]:
+        if _result(compress, 1) is not None:
+            _roll_back(gm, compress)
+        state = compress.kwargs.get("state")
+        if isinstance(state, Node):
+            _restore(gm, compress, state)
+    if arrived:
+        with graph.inserting_before(graph.output_node()):
+            call(graph, ALL_FINITE, (arrived,), NodeInfo(Role.COMMIT), name="finite")
+    return gm
+
+
+def _arrived(gm: GraphModule) -> list[Node]:
+    """The means of the buckets; the gradients themselves where one rank trains alone."""
+    splits = [n for n in gm.graph.nodes if n.target is torch.ops.aten.split_with_sizes.default]
+    means = [_behind_views(n) for n in splits if info(n).role is Role.UNPACK and info(n).bucket is not None]
+    return means or list(gradients(gm).values())
+
+
+def _behind_views(node: Node) -> Node:
+    while info(node).role is Role.UNPACK:
+        (node, *_) = node.all_input_nodes
+    return node
+
+
+def _roll_back(gm: GraphModule, compress: Node) -> None:
+    graph, number = gm.graph, info(compress).bucket
+    payload, left_out = _result(compress, 0), _result(compress, 1)
+    assert payload is not None, "a compressor makes a payload"
+    decompress: Any = next(n for n in graph.nodes if info(n).role is Role.DECOMPRESS and info(n).bucket == number)
+    if any(user.target is ALL_REDUCE for user in payload.users):
+        payload = _saved(gm, payload, f"sent_{number}")
+    label = NodeInfo(Role.ROLL_BACK, bucket=number)
+    with graph.inserting_before(graph.output_node()):
+        own = call(graph, decompress.target, (payload, 1, *decompress.args[2:]), label, name=f"own_{number}")
+        own.kwargs = decompress.kwargs
+        call(graph, ROLL_BACK, (left_out, own, compress.args[0]), label, name=f"before_{number}")
+
+
+def _restore(gm: GraphModule, compress: Node, state: Node) -> None:
+    """Compressors change their state in place, from random numbers or from the payload: keep a copy."""
+    number = info(compress).bucket
+    with gm.graph.inserting_before(compress):
+        saved = call(gm.graph, SAVE, (state,), _beside(compress), name=f"saved_{number}")
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        label = NodeInfo(Role.ROLL_BACK, bucket=number)
+        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{number}")
+
+
+def _saved(gm: GraphModule, payload: Node, name: str) -> Node:
+    with gm.graph.inserting_after(payload):
+        return call(gm.graph, SAVE, (payload,), _beside(payload), name=name)
+
+
+def _beside(node: Node) -> NodeInfo:
+    return NodeInfo(Role.PACK, bucket=info(node).bucket, stage=info(node).stage)
+
+
+def _result(compress: Node, index: int) -> Node | None:
+    """One of the results of a compressor, where it is used."""
+    return next((user for user in compress.users if user.target is operator.getitem and user.args[1] == index), None)
