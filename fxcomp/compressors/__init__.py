@@ -3,6 +3,7 @@
 from fxcomp.compressors.base import BadCompressor, Compressed, Compressor
 from fxcomp.compressors.bf16 import BF16
 from fxcomp.compressors.catalogue import compressor_of, parse_compressor
+from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
@@ -18,6 +19,7 @@ __all__ = [
     "Agreement",
     "BadCompressor",
     "Bias",
+    "ChunkMax",
     "Compressed",
     "Compressor",
     "Facts",

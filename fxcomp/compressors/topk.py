@@ -86,12 +86,12 @@ def _largest(piece: Tensor, k: int) -> Tensor:
 
 def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
     """k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7 in floating point."""
-    part, whole = _as_fraction(ratio)
+    part, whole = as_fraction(ratio)
     return tuple(max(min(n, 1), -(-part * n // whole)) for n in segments)
 
 
 @lru_cache
-def _as_fraction(ratio: float) -> tuple[int, int]:
+def as_fraction(ratio: float) -> tuple[int, int]:
     return Fraction(repr(float(ratio))).as_integer_ratio()
 
 
