@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fxcomp.compressors import kernels
+from fxcomp.compressors import kernels, triton
 from fxcomp.compressors.facts import Bias, Facts, Feedback
 from fxcomp.errors import BadOption
 
@@ -154,6 +154,38 @@ class Compressor(ABC):
     ) -> bool:
         return False
 
+    def encode_on_cuda(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
+        return triton.encode(self, bucket, residual, payload, segments, state, agreed)
+
+    def decode_on_cuda(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+        state: Tensor | None,
+    ) -> bool:
+        return triton.decode(self, payloads, ranks, segments, out, agreed, state)
+
+    def propose_on_cuda(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        out: Tensor,
+    ) -> bool:
+        return triton.propose(self, bucket, residual, segments, state, out)
+
     # What follows from it
 
     def __post_init__(self) -> None:
@@ -217,6 +249,8 @@ class Compressor(ABC):
         check_encode(self, bucket, residual, payload, segments, state, agreed)
         if kernels.can_run_on(bucket) and self.encode_on_cpu(bucket, residual, payload, segments, state, agreed):
             return
+        if triton.can_run_on(bucket) and self.encode_on_cuda(bucket, residual, payload, segments, state, agreed):
+            return
         new = self.compress_reference(bucket, residual, segments, state, agreed)
         payload.copy_(new.payload)
         if residual is not None:
@@ -235,7 +269,9 @@ class Compressor(ABC):
     ) -> None:
         """Decompress in place: fill `out`, flat fp32. `state` is what this step's encoding left."""
         check_decode(self, payloads, ranks, segments, out, agreed, state)
-        if not (kernels.can_run_on(out) and self.decode_on_cpu(payloads, ranks, segments, out, agreed, state)):
+        if kernels.can_run_on(out) and self.decode_on_cpu(payloads, ranks, segments, out, agreed, state):
+            return
+        if not (triton.can_run_on(out) and self.decode_on_cuda(payloads, ranks, segments, out, agreed, state)):
             out.copy_(self.decompress_reference(payloads, ranks, segments, agreed, state))
 
     def propose(
@@ -243,7 +279,9 @@ class Compressor(ABC):
     ) -> None:
         """Fill `out` with what the ranks are to reduce before they compress."""
         check_propose(self, bucket, residual, segments, state, out)
-        if not (kernels.can_run_on(bucket) and self.propose_on_cpu(bucket, residual, segments, state, out)):
+        if kernels.can_run_on(bucket) and self.propose_on_cpu(bucket, residual, segments, state, out):
+            return
+        if not (triton.can_run_on(bucket) and self.propose_on_cuda(bucket, residual, segments, state, out)):
             out.copy_(self.propose_reference(bucket, residual, segments, state))
 
     def __str__(self) -> str:

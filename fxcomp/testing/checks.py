@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import CATALOGUE, Bias, Compressor, Feedback, kernels, parse_compressor
+from fxcomp.compressors import CATALOGUE, Bias, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.testing.rounds import Replica, agree, average, decode, encode, fresh_state, replicas_of
 from fxcomp.testing.samples import IN_RANGE, NOT_FINITE, SAMPLES, gaussian, heavy, laplace
 
@@ -420,8 +420,11 @@ def assert_same_bits(actual: Tensor, expected: Tensor, where: str = "") -> None:
 
 @contextlib.contextmanager
 def plain_torch() -> Generator[None]:
-    """Run the references, whether kernels are built or not."""
-    with patch.object(kernels, "can_run_on", return_value=False):
+    """Run the references, whether there are kernels or not."""
+    with (
+        patch.object(kernels, "can_run_on", return_value=False),
+        patch.object(triton, "can_run_on", return_value=False),
+    ):
         yield
 
 

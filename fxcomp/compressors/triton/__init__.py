@@ -1,0 +1,23 @@
+"""Triton kernels for CUDA: `<name>.py` here makes `fxcomp/compressors/<name>.py` faster, as `csrc/<name>.cpp` does.
+
+A module holds `encode`, `decode` and `propose`, whichever it has kernels for; `dispatch.py` finds it by the file's name
+and every file can be imported where Triton is not installed. What has no kernel runs its reference on the device.
+
+- Many parameters in one launch: a table on the device says where each tile of a bucket lies (`blocks.py`), made once
+  for each division of a bucket. Nothing waits for the device or asks it for a size.
+- Encoding adds the residual, compresses and writes the new residual in one kernel; decoding adds up all ranks and
+  writes the mean in one kernel.
+- The payload is that of the reference. So are the bits: division rounds correctly (`div_rn`), multiplication and
+  addition stay apart (`launch`), sums have the reference's order, and random bits come from the same counters. Where a
+  file promises less, it says so.
+- The bits are those of the reference on the CPU. On a GPU, torch divides by a number by multiplying with its inverse,
+  so a reference that runs there may differ in last bits: the ranks of a job all use kernels, or none does.
+
+No GPU was at hand: the kernels have run in Triton's interpreter on the CPU, against the references, and have been
+compiled to machine code for compute capability 9.0. Their speed is unknown. `benchmarks/gpu_all.py` checks and times
+them in one call on a machine with a GPU.
+"""
+
+from fxcomp.compressors.triton.dispatch import available, can_run_on, decode, encode, has_kernels, propose
+
+__all__ = ["available", "can_run_on", "decode", "encode", "has_kernels", "propose"]

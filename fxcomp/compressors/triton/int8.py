@@ -1,0 +1,112 @@
+"""int8 with one fp32 scale a block: the bits of `fxcomp/compressors/int8.py`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fxcomp.compressors.blocks import count_blocks
+from fxcomp.compressors.int8 import Int8
+from fxcomp.compressors.triton.blocks import (
+    INFINITY,
+    compensated,
+    cut,
+    fill_up,
+    is_aligned,
+    largest_magnitude,
+    load_scales,
+    nearest_codes,
+    places,
+    store_scales,
+    tile_of,
+)
+from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
+
+
+@jit
+def _encode(
+    bucket: Value,
+    residual: Value,
+    payload: Value,
+    table: Value,
+    codes_at: Value,
+    end: Value,
+    BLOCK: constexpr,
+    WIDTH: constexpr,
+    ROWS: constexpr,
+    ALIGNMENT: constexpr,
+):
+    start, size, first_block, first_byte = tile_of(table, ALIGNMENT)
+    place, is_there = places(size, BLOCK, WIDTH, ROWS)
+    value, old = compensated(bucket, residual, start + place, is_there)
+    largest = largest_magnitude(value)
+    is_finite = largest < INFINITY
+    scale = tl.where(is_finite, tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0), float("nan"))
+    rounded, code = nearest_codes(value, scale, 127)
+    code = tl.where(is_finite[:, None], code, 0).to(tl.uint8, bitcast=True)
+    store_scales(payload, first_block, size, scale, BLOCK, ROWS)
+    tl.store(payload + codes_at + first_byte + place, code, is_there)
+    if residual is not None:
+        left_out = tl.where(is_finite[:, None], value - rounded * scale[:, None], old)
+        tl.store(residual + start + place, left_out, is_there)
+    fill_up(payload, end)
+
+
+@jit
+def _decode(
+    payloads: Value,
+    out: Value,
+    table: Value,
+    codes_at: Value,
+    payload_bytes: Value,
+    factor: Value,
+    RANKS: constexpr,
+    BLOCK: constexpr,
+    WIDTH: constexpr,
+    ROWS: constexpr,
+    ALIGNMENT: constexpr,
+):
+    start, size, first_block, first_byte = tile_of(table, ALIGNMENT)
+    place, is_there = places(size, BLOCK, WIDTH, ROWS)
+    total = tl.full([ROWS, WIDTH], -0.0, tl.float32)  # plus x is x, whatever x
+    for _ in range(RANKS):
+        scale = load_scales(payloads, first_block, size, BLOCK, ROWS)
+        code = tl.load(payloads + codes_at + first_byte + place, is_there, other=0).to(tl.int8, bitcast=True)
+        total += code.to(tl.float32) * scale[:, None]
+        payloads += payload_bytes
+    tl.store(out + start + place, total * factor, is_there)
+
+
+def encode(
+    compressor: Int8,
+    bucket: Tensor,
+    residual: Tensor | None,
+    payload: Tensor,
+    segments: tuple[int, ...],
+    state: Tensor | None,
+    agreed: Tensor | None,
+) -> bool:
+    if not is_aligned(payload):
+        return False
+    tiles = cut(segments, compressor.block, 1, bucket.device)
+    codes_at = 4 * count_blocks(segments, compressor.block)
+    arguments = (bucket, residual, payload, tiles.table, codes_at, codes_at + len(bucket))
+    launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
+    return True
+
+
+def decode(
+    compressor: Int8,
+    payloads: Tensor,
+    ranks: int,
+    segments: tuple[int, ...],
+    out: Tensor,
+    agreed: Tensor | None,
+    state: Tensor | None,
+) -> bool:
+    if not is_aligned(payloads):
+        return False
+    tiles = cut(segments, compressor.block, 1, out.device)
+    codes_at, payload_bytes = 4 * count_blocks(segments, compressor.block), len(payloads) // ranks
+    arguments = (payloads, out, tiles.table, codes_at, payload_bytes, 1.0 / ranks)
+    launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
+    return True

@@ -1,0 +1,41 @@
+"""Triton's language and how kernels are launched; stand-ins where Triton is not installed, so that files import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    tl: Any
+    Value = Any
+    constexpr = Any
+
+    def jit(kernel: Callable[..., Any]) -> Any: ...
+
+    def constant(value: float) -> Any: ...
+
+elif find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+    Value = tl.tensor  # a kernel may be annotated with Triton's own names alone
+    constexpr = constant = tl.constexpr
+else:
+    tl = None
+
+    def jit(kernel):
+        return kernel
+
+    Value = constexpr = constant = float
+
+
+def launch(
+    kernel: Any, programs: int, *arguments: Tensor | float | None, warps: int = 4, **constants: float | bool
+) -> None:
+    """Run a kernel on so many programs, with multiplication and addition kept apart as in the references."""
+    if programs > 0:
+        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)

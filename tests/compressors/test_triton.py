@@ -1,0 +1,143 @@
+"""The Triton kernels give the bits of the references: on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1.
+
+Where Triton is installed but neither is there, one test runs this file in the interpreter, and the others compile.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from compressor_cases import COMPRESSORS
+
+from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, triton
+from fxcomp.testing import SAMPLES
+from fxcomp.testing.checks import assert_same_bits, plain_torch
+from fxcomp.testing.devices import round_on
+
+FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
+HELPERS = {"__init__", "blocks", "dispatch", "language", "randomness", "select"}
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+HAS_TRITON = pytest.mark.skipif(not triton.available(), reason="Triton is not installed")
+RUNS = pytest.mark.skipif(
+    not triton.available() or not (IS_INTERPRETED or torch.cuda.is_available()),
+    reason="neither a GPU nor Triton's interpreter",
+)
+COMPILES = pytest.mark.skipif(IS_INTERPRETED or not triton.available(), reason="no compiler")
+WITH_KERNELS = [compressor for compressor in COMPRESSORS if triton.has_kernels(type(compressor))]
+SEGMENTS = [(0, 1, 513, 0, 66, 3), (2600,), ()]
+
+# NumPy, in which the interpreter computes, warns of infinities where hardware goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def test_every_file_can_be_imported_without_triton() -> None:
+    hide = "import importlib.util as u; find = u.find_spec"
+    hide += "; u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)"
+    load = "from importlib import import_module as load"
+    files = [f"load('fxcomp.compressors.triton.{file}')" for file in FILES]
+    subprocess.run([sys.executable, "-c", "; ".join([hide, load, *files])], check=True)
+
+
+def test_every_file_is_named_as_a_compressor_s() -> None:
+    for file in set(FILES) - HELPERS:
+        assert importlib.util.find_spec(f"fxcomp.compressors.{file}") is not None
+
+
+def test_a_plug_in_has_no_kernel_by_a_chance_of_its_name() -> None:
+    plug_in = type("Int8", (CATALOGUE["int8"],), {"__module__": "elsewhere.int8"})
+    assert not triton.has_kernels(plug_in)
+
+
+@RUNS
+@pytest.mark.parametrize("compressor", WITH_KERNELS, ids=str)
+def test_the_kernels_give_the_bits_of_the_references(compressor: Compressor) -> None:
+    for segments in SEGMENTS:
+        for name in SAMPLES if segments == SEGMENTS[0] else ["laplace"]:
+            bucket = SAMPLES[name](sum(segments))
+            for feedback in _with_and_without(compressor) if name == "laplace" else [_with_and_without(compressor)[-1]]:
+                with plain_torch():
+                    expected = round_on(torch.device("cpu"), compressor, bucket, segments, feedback=feedback)
+                with _on_device(compressor):
+                    actual = round_on(DEVICE, compressor, bucket, segments, feedback=feedback)
+                for what, tensor in expected.items():
+                    assert_same_bits(actual[what], tensor, f"{name}, {segments}, feedback {feedback}, {what}")
+
+
+def _with_and_without(compressor: Compressor) -> list[bool]:
+    return [False] if compressor.feedback is Feedback.FORBIDDEN else [False, True]
+
+
+@COMPILES
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here")
+def test_the_interpreter_gives_the_bits_of_the_references() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "kernels_give"]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@COMPILES
+@pytest.mark.parametrize("compressor", WITH_KERNELS, ids=str)
+def test_the_kernels_compile_and_keep_multiplication_and_addition_apart(compressor: Compressor) -> None:
+    """For compute capability 9.0, which needs no GPU; a fused or flushed operation would give other bits."""
+    programs: list[str] = []
+
+    def compile_only(kernel: Any, _: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
+        programs.append(_compile(kernel, arguments, constants, warps))
+
+    module = importlib.import_module(f"fxcomp.compressors.triton.{type(compressor).__module__.rpartition('.')[2]}")
+    with patch.object(module, "launch", compile_only), _on_device(compressor):
+        for feedback in _with_and_without(compressor):
+            round_on(torch.device("cpu"), compressor, torch.zeros(4096), (4096,), feedback=feedback)
+    assert programs
+    for text in programs:
+        assert not re.findall(r"\b(?:fma\.rn|\w+\.approx|\w+[\w.]*\.ftz)[\w.]*", text)
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], warps: int) -> str:
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import mangle_type
+
+    values = dict(zip(kernel.arg_names, arguments, strict=False))
+    signature = {name: "constexpr" if value is None else mangle_type(value) for name, value in values.items()}
+    signature |= dict.fromkeys(constants, "constexpr")
+    fixed = {(kernel.arg_names.index(name),): None for name, value in values.items() if value is None}
+    fixed |= {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return compile_kernel(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32), options=options).asm[
+        "ptx"
+    ]
+
+
+class _on_device:
+    """Take the processor's tensors for the device's, and fail where a compressor with kernels runs its reference."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        reason = AssertionError(f"{compressor} did not run its kernels")
+        kind: Callable[..., Any] = type(compressor)
+        self.patches = [
+            patch.object(kernels, "can_run_on", return_value=False),
+            patch.object(triton, "can_run_on", return_value=True),
+            patch.object(kind, "compress_reference", side_effect=reason),
+        ]
+
+    def __enter__(self) -> None:
+        for one in self.patches:
+            one.start()
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.patches:
+            one.stop()
