@@ -8,6 +8,7 @@ from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
+from fxcomp.compressors.powersgd import PowerSGD
 from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.sign import Sign
@@ -27,6 +28,7 @@ __all__ = [
     "Int4",
     "Int8",
     "Parameter",
+    "PowerSGD",
     "SharedInt8",
     "Sign",
     "TopK",

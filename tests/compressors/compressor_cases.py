@@ -13,6 +13,7 @@ from fxcomp.compressors import BF16, CATALOGUE, Compressor, Int4, Int8, Sign, To
 
 TYPICAL = {
     "chunkmax": ["chunkmax(0.01)", "chunkmax(0.3)", "chunkmax(0.002)", "chunkmax(0.0001)"],
+    "powersgd": ["powersgd(1)", "powersgd(6)"],
     "topk": ["topk(0.01)", "topk(0.3)", "topk(1.0)"],
 }
 """For compressors that need a parameter, or whose edges deserve a try."""
