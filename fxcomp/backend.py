@@ -53,11 +53,11 @@ from fxcomp.errors import (
     UnsupportedParameter,
     UnsynchronizedGradient,
 )
-from fxcomp.feedback import ErrorFeedback, check_experiment, check_plan
+from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan
 from fxcomp.graph.edit import call, clone, gradients, is_collective
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
-from fxcomp.pipeline import CLASSIC, Decided, analyze, decide_as_told, decide_best, follow, residual_layout
+from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Residuals

@@ -49,7 +49,8 @@ class ErrorFeedback:
     `density_steps`: over so many steps, behind the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
     on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
 
-    `everywhere`: also around compressors that can do without (bf16): nothing is lost at all, for one more pass.
+    `everywhere`: also around compressors that can do without, such as bf16: what a rank rounds away is not lost, for
+    one more pass. Sums on the wire still round.
 
     `off`: no feedback. `allow_diverging`: run what is refused otherwise. Both are for experiments, with `plan=`.
     """
@@ -97,6 +98,10 @@ class ErrorFeedback:
                 stages.append(Stage(first, other))
             first += steps
         return (*stages, Stage(first, plan))
+
+
+CLASSIC = ErrorFeedback()
+"""Around compressors that need it, from the first step on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
-from fxcomp.feedback import ErrorFeedback, check_options, check_plan, is_adaptive
+from fxcomp.feedback import CLASSIC, ErrorFeedback, check_options, check_plan, is_adaptive
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -66,8 +66,6 @@ from fxcomp.step import CompiledStep, Training, Variant
 from fxcomp.strategy import CollectiveKind, Device, Plan
 
 P = ParamSpec("P")
-
-CLASSIC = ErrorFeedback()
 
 
 # The compiler
@@ -235,7 +233,6 @@ def compile_step(
     )
     check_plan(error_feedback, decided.plan, optimizer)
     groups = ranks.extend(transport, decided.plan, cluster)
-    variant = emitted(captured, decided.plan)
 
     @cache  # a second or so, when somebody asks for the report
     def flips() -> float | None:
@@ -252,17 +249,20 @@ def compile_step(
         build,
         Runtime(groups, device),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
+        feedback=error_feedback,
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
         dense_plan=decided.choice.dense if decided.choice else None,
         predicted_free_ms=decided.workload.free_us / 1e3,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
-            choice=decided.choice, mode=mode, flip_gbit=flips(), notes=(*decided.notes, *step.notes, *step.skip_notes),
-            measured_ms=step.step_ms, exposed_ms=step.exposed_ms,
+            choice=decided.choice, mode=mode, flip_gbit=flips(),
+            notes=(*decided.notes, *step.notes, *step.counted_notes), measured_ms=step.step_ms,
+            exposed_ms=step.exposed_ms,
         ),
     )  # fmt: skip
-    step.adopt(example_batch, variant)
+    for number, stage in enumerate(step.stages):
+        step.adopt(example_batch, emitted(captured, stage.plan), number)
     return step
 
 

@@ -21,6 +21,7 @@ from fxcomp import compat
 from fxcomp.capture import Captured, LossFn, Owned, has_state, live_numbers, materialize_state
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
+from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source, info
 from fxcomp.guards import BatchType, StepGuard, batch_type, settled
 from fxcomp.runtime.runtime import Runtime
@@ -118,13 +119,18 @@ class CompiledStep:
         runtime: Runtime,
         residuals: Residuals,
         *,
+        feedback: ErrorFeedback = CLASSIC,
         verify_every: int = 0,
         dense_ms: float | None = None,
         dense_plan: Plan | None = None,
         predicted_free_ms: float | None = None,
         report: Callable[[CompiledStep], str] | None = None,
     ):
-        self.plan = plan
+        self._feedback = feedback
+        self._stages: tuple[Stage, ...] = feedback.stages(plan)
+        self._stage: int = 0
+        self._rates: dict[int, float] = {}
+        self.plan = self._stages[0].plan
         self.training = training
         self.runtime = runtime
         self.residuals = residuals
@@ -156,6 +162,7 @@ class CompiledStep:
 
     def __call__(self, batch: Any) -> Any:
         self._guard.check_identity()
+        self._enter_stage()
         kind, leaves = batch_type(batch)
         variant = self._variant_for(batch, kind, leaves)
         verify = self._verify_every > 0 and self.steps % self._verify_every == 0
@@ -168,6 +175,8 @@ class CompiledStep:
         return result
 
     def _run(self, variant: Variant, leaves: Sequence[Any]) -> Any:
+        if self._feedback.scale_with_lr:
+            self._scale_residuals()
         loss, aux = variant.module.step(self.runtime, *self.feed(variant, leaves))
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
@@ -244,10 +253,41 @@ class CompiledStep:
                 group["dampening"] = 0.0  # SGD's first step takes the gradient as it is
         return numbers
 
+    # Warm-up
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The plans that are followed one after the other; the last one stays."""
+        return self._stages
+
+    def _enter_stage(self) -> None:
+        """Follow the plan of this step's number, the same on all ranks."""
+        stage = max(0, sum(stage.first_step <= self.steps for stage in self._stages) - 1)
+        if stage == self._stage or not self._stages:
+            return
+        self._stage, self.plan = stage, self._stages[stage].plan
+        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self.runtime.forget_buffers()
+
+    def _scale_residuals(self) -> None:
+        """Multiply residuals by what the learning rate was over what it is, so that they weigh what they weighed."""
+        fed_back = [b for b in self.plan.buckets if (c := b.strategy.compressor) and self._feedback.surrounds(c)]
+        names = {name for bucket in fed_back for name in bucket.names}
+        for index, numbers in enumerate(self._live_numbers()):
+            rate = numbers["lr"]
+            if rate <= 0:
+                continue
+            before = self._rates.get(index, rate)
+            self._rates[index] = rate
+            if before != rate:
+                for owner in self.training.owned:
+                    if owner.group == index and owner.name in names:
+                        self.residuals.of_parameter(owner.name).mul_(before / rate)
+
     # Variants
 
     def _variant_for(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Variant:
-        around = self._guard.key()
+        around = (self._stage, *self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
         found = self._variants.get(key)
         if found is None:
@@ -284,13 +324,15 @@ class CompiledStep:
             self._variants.popitem(last=False)
         return variant
 
-    def adopt(self, batch: Any, variant: Variant) -> None:
+    def adopt(self, batch: Any, variant: Variant, stage: int = 0) -> None:
         """Take over a variant that was built for this batch while compiling."""
         kind, _ = batch_type(batch)
-        around = self._guard.key()
+        around = (stage, *self._guard.key())
         self._shapes.setdefault((kind.like(), around), []).append(kind)
         self._first_type = kind
-        self.variant = self._remember((str(kind.structure), kind.leaves, around), variant)
+        self._remember((str(kind.structure), kind.leaves, around), variant)
+        if stage == self._stage:
+            self.variant = variant
 
     # Verifying
 
@@ -369,7 +411,9 @@ class CompiledStep:
         if not verified and kind == self._first_type:
             self.times.step_ms.append(1e3 * seconds)
             self.times.waited_ms.append(1e3 * counters.waited_s)
-        if self.steps == SWITCH_STEPS + WARM_STEPS and self._dense_ms is not None and not self.plan.is_dense:
+        warmed_up = self._stages[-1].first_step if self._stages else 0
+        judged = self.steps == warmed_up + SWITCH_STEPS + WARM_STEPS
+        if judged and self._dense_ms is not None and not self.plan.is_dense:
             self._reconsider()
 
     def _reconsider(self) -> None:
@@ -389,6 +433,7 @@ class CompiledStep:
             f" {dense:.1f} ms without. What compression had left out so far is dropped."
         )
         self.plan = self._dense_plan
+        self._stages = tuple[Stage, ...]()
         self.runtime.close()
         self.runtime = Runtime(self.runtime.transport, self.training.device)
         for known in (self._variants, self._symbolic, self._shapes):
@@ -401,11 +446,15 @@ class CompiledStep:
         return [float(each) for each in everyone]
 
     @property
-    def skip_notes(self) -> tuple[str, ...]:
-        """What the report says about steps that were left out."""
-        if not self.skipped_steps:
-            return ()
-        return (f"{self.skipped_steps} of {self.steps} steps left out: a gradient was not finite",)
+    def counted_notes(self) -> tuple[str, ...]:
+        """What the report says about the warm-up, and about steps that were left out."""
+        notes: list[str] = []
+        if self._stage < len(self._stages) - 1:
+            last = self._stages[-1].first_step
+            notes.append(f"warming up until step {last}: stage {self._stage + 1} of {len(self._stages) - 1}")
+        if self.skipped_steps:
+            notes.append(f"{self.skipped_steps} of {self.steps} steps left out: a gradient was not finite")
+        return tuple(notes)
 
     @property
     def step_ms(self) -> float:
@@ -452,7 +501,8 @@ class CompiledStep:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's error-feedback state; the model's and the optimizer's state are their own."""
-        return {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, **self.residuals.state_dict()}
+        own = {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, "learning_rates": dict(self._rates)}
+        return {**own, **self.residuals.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state of this rank. Raises BadState."""
@@ -463,6 +513,7 @@ class CompiledStep:
             )
         self.residuals.load_state_dict(state)
         self.steps = int(state.get("steps", 0))
+        self._rates = dict(state.get("learning_rates", {}))
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def follow(case: Case) -> dict[str, Any]:
         "residual_distance": (residual - expected_residual).abs().max().item(),
         "residual_size": expected_residual.abs().max().item(),
         "parameters": torch.cat([p.detach().flatten() for p in step.training.model.parameters()]).tolist(),
-        "note": step.skip_notes,
+        "note": step.counted_notes,
     }
 
 

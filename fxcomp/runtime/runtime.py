@@ -205,6 +205,11 @@ class Runtime:
         counted, self.counters = self.counters, Counters()
         return counted
 
+    def forget_buffers(self) -> None:
+        """Give back the memory of lines that will not run again. No line may be running."""
+        self._buffers.clear()
+        self._slots.clear()
+
     def close(self) -> None:
         """End the pool's thread."""
         if self._pool is not None:
