@@ -1,0 +1,198 @@
+"""Small training tasks whose data is made here, for workers that live in one process.
+
+    logreg   logistic regression, 4,096 features of very different scales, workers with data of their own
+    charlm   the next byte of Python's standard library from the sixteen before: an embedding and two hidden layers
+    images   ten smooth patterns, shifted and under noise: two convolutions and two linear layers
+
+Each is far inside the learning rates at which dense training is stable, and is stopped before all methods have learned
+everything there is, so that what a compressor loses shows in the loss. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import pydoc_data.topics
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained. Parameters are one flat tensor, and so is each worker's gradient."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    start: Tensor
+    steps: int
+    rates: dict[str, float]  # by optimizer
+    gradients: Callable[[Tensor, int], list[Tensor]]
+    """Of each worker, at these parameters and this step."""
+    loss: Callable[[Tensor], float]
+    """Of all that there is to learn, at these parameters."""
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        return tuple(map(math.prod, self.shapes))
+
+
+@cache
+def make_task(name: str, seed: int = 0) -> Task:
+    """Make a task of this name; its data once in a process."""
+    return TASKS[name](seed)
+
+
+def logistic_regression(seed: int) -> Task:
+    """Features are sparse and of scales from 1 to e^-4; the rows of each worker lean another way."""
+    features, rows, batch, steps, decay = 4096, 1000, 32, 600, 5e-4
+    random = torch.Generator().manual_seed(seed)
+    scale = (-4 * torch.rand(features, generator=random)).exp()
+    truth = torch.randn(features, generator=random) / scale.sqrt()
+    shards: list[tuple[Tensor, Tensor]] = []
+    for _ in range(WORKERS):
+        lean = 1 + 0.5 * torch.randn(features, generator=random)
+        x = torch.randn(rows, features, generator=random) * scale * lean
+        x *= torch.rand(rows, features, generator=random) < 0.1
+        noise = 2 * torch.randn(rows, generator=random)
+        shards.append((x, (x @ truth + noise > 0).float()))
+    picks = torch.randint(rows, (steps, WORKERS, batch), generator=random)
+
+    def gradients(weights: Tensor, step: int) -> list[Tensor]:
+        found: list[Tensor] = []
+        for (x, y), pick in zip(shards, picks[step], strict=True):
+            some = x[pick]
+            error = torch.sigmoid(some @ weights) - y[pick]
+            found.append(some.T @ error / batch + 2 * decay * weights)
+        return found
+
+    def loss(weights: Tensor) -> float:
+        parts = [functional.binary_cross_entropy_with_logits(x @ weights, y) for x, y in shards]
+        return (torch.stack(parts).mean() + decay * weights.square().sum()).item()
+
+    start, rates = torch.zeros(features), {"sgd": 0.3, "adamw": 0.02}
+    return Task("logreg", ((64, 64),), start, steps, rates, gradients, loss)
+
+
+def character_model(seed: int) -> Task:
+    """116,835 parameters, 73,728 of them in one matrix: more places than 16 bits can name."""
+    context, embedding, width, batch, steps = 16, 24, 192, 64, 500
+    random = torch.Generator().manual_seed(seed)
+    tokens, letters = _text(), 27
+    shapes = (
+        *((letters, embedding), (width, context * embedding), (width,)),
+        *((width, width), (width,), (letters, width), (letters,)),
+    )
+    starts = torch.randint(len(tokens) - context, (steps, WORKERS, batch), generator=random)
+    judged = torch.randint(len(tokens) - context, (8192,), generator=random)
+    start = torch.cat([torch.randn(letters * embedding, generator=random), _first_values(shapes[1:], random)])
+
+    def passages(at: Tensor) -> tuple[Tensor, Tensor]:
+        found = tokens[at[:, None] + torch.arange(context + 1)].long()
+        return found[:, :-1], found[:, -1]
+
+    def outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        table, w1, b1, w2, b2, w3, b3 = parameters
+        hidden = functional.embedding(x, table).flatten(1)
+        hidden = functional.relu(functional.linear(hidden, w1, b1))
+        hidden = functional.relu(functional.linear(hidden, w2, b2))
+        return functional.linear(hidden, w3, b3)
+
+    return _classifier(
+        "charlm", shapes, steps, {"sgd": 0.15, "adamw": 4e-3}, outputs, lambda step, w: passages(starts[step, w]),
+        passages(judged), start,
+    )  # fmt: skip
+
+
+def small_images(seed: int) -> Task:
+    """Three channels of 16 x 16 pixels; 72,042 parameters."""
+    pixels, batch, steps, noise = 16, 16, 250, 2.0
+    shapes = ((16, 3, 3, 3), (16,), (32, 16, 3, 3), (32,), (128, 512), (128,), (10, 128), (10,))
+    random = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(10, 3, 6, 6, generator=random)
+    patterns = functional.interpolate(coarse, size=(pixels + 6, pixels + 6), mode="bicubic", align_corners=True)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(10, (count,), generator=random)
+        down, right = torch.randint(7, (2, count), generator=random).tolist()
+        cut = [
+            patterns[label, :, i : i + pixels, j : j + pixels]
+            for label, i, j in zip(labels.tolist(), down, right, strict=True)
+        ]
+        return torch.stack(cut) + noise * torch.randn(count, 3, pixels, pixels, generator=random), labels
+
+    start = _first_values(shapes, random)
+    x, y = draw(steps * WORKERS * batch)
+    x, y = x.view(steps, WORKERS, batch, 3, pixels, pixels), y.view(steps, WORKERS, batch)
+
+    def outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        w1, b1, w2, b2, w3, b3, w4, b4 = parameters
+        hidden = functional.max_pool2d(functional.relu(functional.conv2d(x, w1, b1, padding=1)), 2)
+        hidden = functional.max_pool2d(functional.relu(functional.conv2d(hidden, w2, b2, padding=1)), 2)
+        return functional.linear(functional.relu(functional.linear(hidden.flatten(1), w3, b3)), w4, b4)
+
+    return _classifier(
+        "images", shapes, steps, {"sgd": 0.02, "adamw": 3e-3}, outputs, lambda step, w: (x[step, w], y[step, w]),
+        draw(2048), start,
+    )  # fmt: skip
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "logreg": logistic_regression,
+    "charlm": character_model,
+    "images": small_images,
+}
+
+
+def _text() -> Tensor:
+    """The pages of Python's help() as 27 symbols: letters without their case, and one space for all else between."""
+    topics: dict[str, str] = pydoc_data.topics.topics
+    pages = "\n".join(topics[name] for name in sorted(topics)).lower()
+    letters = re.sub("[^a-z]+", " ", pages).encode()
+    return (torch.frombuffer(bytearray(letters), dtype=torch.uint8).long() - (ord("a") - 1)).clamp_min(0)
+
+
+def _classifier(
+    name: str,
+    shapes: tuple[tuple[int, ...], ...],
+    steps: int,
+    rates: dict[str, float],
+    outputs: Callable[[Sequence[Tensor], Tensor], Tensor],
+    batch_at: Callable[[int, int], tuple[Tensor, Tensor]],
+    judged: tuple[Tensor, Tensor],
+    start: Tensor,
+) -> Task:
+    sizes = list(map(math.prod, shapes))
+
+    def parts(flat: Tensor) -> list[Tensor]:
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    def gradients(flat: Tensor, step: int) -> list[Tensor]:
+        found: list[Tensor] = []
+        for worker in range(WORKERS):
+            x, y = batch_at(step, worker)
+            leaf = flat.detach().requires_grad_()
+            found += torch.autograd.grad(functional.cross_entropy(outputs(parts(leaf), x), y), leaf)
+        return found
+
+    @torch.no_grad()
+    def loss(flat: Tensor) -> float:
+        x, y = judged
+        return functional.cross_entropy(outputs(parts(flat), x), y).item()
+
+    return Task(name, shapes, start, steps, rates, gradients, loss)
+
+
+def _first_values(shapes: Sequence[tuple[int, ...]], random: torch.Generator) -> Tensor:
+    """Zeros for biases; for matrices what keeps the size of activations, as torch's layers do."""
+    parts = [
+        torch.randn(shape, generator=random) * ((3 * math.prod(shape[1:])) ** -0.5 if len(shape) > 1 else 0.0)
+        for shape in shapes
+    ]
+    return torch.cat([part.flatten() for part in parts])

@@ -1,0 +1,144 @@
+"""Compressors train a small model to the loss that their class promises, and planted mistakes are seen.
+
+The rest of `benchmarks/convergence.py`: larger models, Adam, and error feedback where it is not wanted.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from convergence import (
+    CONTROLS,
+    DENSE,
+    Exchange,
+    Record,
+    Trial,
+    compressed,
+    exact_mean,
+    expected,
+    measured_error,
+    record,
+    report,
+    run_trial,
+    short_places,
+    train,
+    trials,
+)
+from tasks import TASKS, WORKERS, Task
+from torch import Tensor
+
+from fxcomp.compressors import Compressor, Int8, Sign, TopK
+from fxcomp.compressors.describe import examples
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def dense_loss() -> float:
+    return run_trial(Trial("logreg", "sgd", DENSE))[1]
+
+
+@pytest.mark.parametrize("compressor", examples(), ids=str)
+def test_a_compressor_used_as_it_asks_trains_to_its_band(compressor: Compressor, dense_loss: float) -> None:
+    trial = Trial("logreg", "sgd", str(compressor), feedback=compressor.needs_error_feedback)
+    _, loss, _ = run_trial(trial)
+    band = expected(trial)
+    assert math.isfinite(loss)
+    assert band is None or loss / dense_loss - 1 in band
+
+
+@pytest.mark.parametrize("method", ["sign", "topk(0.01)"])
+def test_what_needs_error_feedback_is_lost_without(method: str, dense_loss: float) -> None:
+    trial = Trial("logreg", "sgd", method, feedback=False)
+    band = expected(trial)
+    assert band is not None
+    assert band.low >= 0.2
+    assert run_trial(trial)[1] / dense_loss - 1 in band
+
+
+@pytest.mark.parametrize("name", [name for name, (_, bands) in CONTROLS.items() if "logreg" in bands])
+def test_a_planted_mistake_shows_in_the_loss(name: str, dense_loss: float) -> None:
+    trial = Trial("logreg", "sgd", name)
+    band = expected(trial)
+    assert band is not None
+    assert run_trial(trial)[1] / dense_loss - 1 in band
+
+
+def bowl(size: int) -> Task:
+    """Each worker is pulled to a place of its own; all together to their mean, where the loss is 0."""
+    random = torch.Generator().manual_seed(0)
+    targets = torch.randn(WORKERS, size, generator=random)
+    goal = targets.mean(dim=0)
+
+    def gradients(weights: Tensor, step: int) -> list[Tensor]:  # noqa: ARG001
+        return [weights - target for target in targets]
+
+    def loss(weights: Tensor) -> float:
+        return (weights - goal).square().mean().item()
+
+    return Task("bowl", ((size,),), torch.zeros(size), 400, {"sgd": 0.01}, gradients, loss)
+
+
+def test_places_cut_to_16_bits_show_above_65536_values_only() -> None:
+    right: Callable[[Task], Exchange] = lambda task: compressed(TopK(0.01), task.shapes, feedback=True)  # noqa: E731
+    small, large = bowl(60_000), bowl(100_000)
+    assert train(small, "sgd", short_places(small)) == train(small, "sgd", right(small)) < 0.02
+    assert train(large, "sgd", right(large)) < 0.02
+    assert train(large, "sgd", short_places(large)) > 0.15
+
+
+def test_tasks_are_the_same_every_time_and_start_far_from_their_end() -> None:
+    for make in TASKS.values():
+        one, two = make(0), make(0)
+        assert torch.equal(one.start, two.start)
+        assert one.start.numel() == sum(one.segments)
+        for a, b in zip(one.gradients(one.start, 3), two.gradients(two.start, 3), strict=True):
+            assert torch.equal(a, b)
+        assert not torch.equal(one.gradients(one.start, 0)[0], one.gradients(one.start, 0)[1])
+        assert not torch.equal(one.start, make(1).start) or one.name == "logreg"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_gradients_are_those_of_the_loss(name: str) -> None:
+    """One small step against the mean of many batches' gradients lowers the loss by the gradient's squared norm."""
+    task = TASKS[name](0)
+    mean = exact_mean([exact_mean(task.gradients(task.start, step)) for step in range(60)])
+    rate = 1e-2 * task.loss(task.start) / mean.square().sum().item()
+    fall = (task.loss(task.start) - task.loss(task.start - rate * mean)) / rate
+    assert fall == pytest.approx(mean.square().sum().item(), rel=0.2)
+
+
+def test_every_compressor_is_tried_both_ways_on_every_task() -> None:
+    methods = [str(compressor) for compressor in examples()]
+    planned = trials(list(TASKS), methods, seeds=1)
+    for method in methods:
+        own = {(t.task, t.optimizer, t.feedback) for t in planned if t.method == method}
+        assert own == {(task, name, fed) for task in TASKS for name in ("sgd", "adamw") for fed in (False, True)}
+    assert {trial.method for trial in planned} == {DENSE, *methods, *CONTROLS}
+
+
+def test_classes_follow_from_the_measured_error() -> None:
+    assert measured_error(Int8()) < 1e-3
+    assert measured_error(Sign()) == pytest.approx(1 - 2 / math.pi, rel=0.01)
+
+
+def test_the_page_marks_what_left_its_band() -> None:
+    found: list[Record] = [
+        record(Trial("logreg", "sgd", "int8"), 0.25025, 0.25, 1.0),
+        record(Trial("logreg", "sgd", "int8", feedback=True), 0.26, 0.25, 1.0),
+        record(Trial("logreg", "sgd", "topk(0.01)"), math.inf, 0.25, 1.0),
+        record(Trial("logreg", "adamw", "sign"), 0.5, 0.25, 1.0),
+    ]
+    page = report(found)
+    assert "| int8 | 8.06 | +0.10% ✓ | +4.00% ✗ | – | – |" in page
+    assert "| sign | 1.06 | – | – | +100% | – |" in page
+    assert "diverges ✓" in page
+    assert "1 of 3 trials that have a band" in page
+    assert "- logreg, sgd: int8 with error feedback +4.00%, expected within ±0.2%" in page
