@@ -4,6 +4,7 @@ from fxcomp.compressors.base import BadCompressor, Compressed, Compressor
 from fxcomp.compressors.bf16 import BF16
 from fxcomp.compressors.catalogue import compressor_of, parse_compressor
 from fxcomp.compressors.chunkmax import ChunkMax
+from fxcomp.compressors.dgc import DGC
 from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
@@ -11,12 +12,15 @@ from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.powersgd import PowerSGD
 from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
+from fxcomp.compressors.sidco import Sidco, SidcoE, SidcoGP
 from fxcomp.compressors.sign import Sign
+from fxcomp.compressors.threshold import Threshold
 from fxcomp.compressors.topk import TopK
 
 __all__ = [
     "BF16",
     "CATALOGUE",
+    "DGC",
     "Agreement",
     "BadCompressor",
     "Bias",
@@ -30,7 +34,11 @@ __all__ = [
     "Parameter",
     "PowerSGD",
     "SharedInt8",
+    "Sidco",
+    "SidcoE",
+    "SidcoGP",
     "Sign",
+    "Threshold",
     "TopK",
     "compressor_of",
     "kernels_available",

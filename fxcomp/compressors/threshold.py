@@ -1,0 +1,105 @@
+"""Send the values whose magnitude reaches a threshold that the user chose.
+
+    decoded = v where |v| >= value, 0 elsewhere
+
+Payload: fxcomp/compressors/survivors.py; its slots follow from `ratio`, the largest share that may be sent.
+
+With error feedback a fixed threshold bounds what is left out by `value` a parameter, however small gradients become,
+and what is sent shrinks with them. Estimating costs nothing. What fits depends on the gradients' scale, which the user
+must know: about 1 / (2 sqrt(k)) times the scale for k values a step. The relative error has no bound: nothing is sent
+where all magnitudes are below the threshold, until they have added up. For Gaussian values of unit variance it is 0.77
+at value 2 (4.6 % sent) and 0.97 at value 3 (0.27 % sent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors import kernels, survivors
+from fxcomp.compressors.base import Compressed, Compressor, empty_like_none
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.registration import register
+from fxcomp.compressors.topk import counts
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Threshold(Compressor):
+    """Sends only what matters, in a fixed number of slots."""
+
+    value: float
+    ratio: float
+
+    facts: ClassVar[Facts] = Facts(
+        name="threshold",
+        summary="the values from a given magnitude on",
+        payload="4 + 8⌈1.3⌈ratio·n⌉⌉",
+        bias=Bias.BIASED,
+        feedback=Feedback.REQUIRED,
+        parameters=(
+            Parameter("value", "smallest magnitude sent", 1e-30, 1e30),
+            Parameter("ratio", "share of values for which the payload has room, and 30 % more", 1e-6, 1.0),
+        ),
+        use="Where the gradients' scale is known and the error must have a bound for each parameter.",
+        avoid="Where the scale is unknown or differs between layers: sidco finds the threshold.",
+        source="Aji and Heafield 2017; Sahu et al. 2021, rethinking sparsification",
+    )
+
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return survivors.payload_bytes(segments, self.ratio)
+
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        bits = self._bits
+        sent = survivors.compress(bucket, residual, segments, self.ratio, [survivors.Cut(bits, bits)] * len(segments))
+        return Compressed(sent.payload, sent.residual, empty_like_none(bucket, state))
+
+    def decompress_reference(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        agreed: Tensor | None,
+        state: Tensor | None,
+    ) -> Tensor:
+        return survivors.decompress(payloads, ranks, segments, self.ratio)
+
+    def encode_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
+        segments = tuple(segments)
+        ks, slots = counts(segments, self.ratio), survivors.capacities(segments, self.ratio)
+        kernels.run("fxcomp_threshold_encode", bucket, residual, payload, segments, ks, slots, len(ks), self._bits)
+        return True
+
+    def decode_on_cpu(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+        state: Tensor | None,
+    ) -> bool:
+        return survivors.decode_on_cpu(payloads, ranks, segments, self.ratio, out)
+
+    @property
+    def _bits(self) -> int:
+        return int(survivors.magnitude_bits(torch.tensor(self.value, dtype=torch.float32)))
