@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, tl
+from fxcomp.compressors.triton.randomness import stream_of, uniform
 
 TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
 COLUMNS = constant(6)
@@ -109,6 +110,23 @@ def nearest_codes(value: Value, scale: Value, LEVELS: constexpr):
     quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0)[:, None])
     shifted = tl.minimum(tl.maximum(quotient, -LEVELS), LEVELS) + ROUND
     return shifted - ROUND, shifted.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@jit
+def random_codes(value: Value, scale: Value, drawn: Value, LEVELS: constexpr):
+    """floor(v / scale + drawn) within -LEVELS..LEVELS; as floats and as int8."""
+    quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0)[:, None])
+    whole = tl.floor(tl.minimum(tl.maximum(quotient, -LEVELS), LEVELS) + drawn)
+    whole = tl.minimum(whole, LEVELS)
+    return whole, (whole + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@jit
+def draw(state: Value, table: Value, place: Value):
+    """A number in [0, 1) for each place of this program's tile, from its segment's stream."""
+    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    low, high = stream_of(state, tl.load(entry + 4))
+    return uniform(low, high, tl.load(entry + 5) + place)
 
 
 @jit

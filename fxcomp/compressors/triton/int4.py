@@ -10,16 +10,19 @@ from fxcomp.compressors.triton.blocks import (
     INFINITY,
     compensated,
     cut,
+    draw,
     fill_up,
     is_aligned,
     largest_magnitude,
     load_scales,
     nearest_codes,
     places,
+    random_codes,
     store_scales,
     tile_of,
 )
 from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.randomness import raise_step
 
 
 @jit
@@ -36,6 +39,7 @@ def _encode(
     bucket: Value,
     residual: Value,
     payload: Value,
+    state: Value,
     table: Value,
     codes_at: Value,
     end: Value,
@@ -50,7 +54,10 @@ def _encode(
     largest = largest_magnitude(value)
     is_finite = largest < INFINITY
     scale = tl.where(is_finite, tl.div_rn(largest.to(tl.float32, bitcast=True), 7.0), float("nan"))
-    rounded, code = nearest_codes(value, scale, 7)
+    if state is None:
+        rounded, code = nearest_codes(value, scale, 7)
+    else:
+        rounded, code = random_codes(value, scale, draw(state, table, place), 7)
     store_scales(payload, first_block, size, scale, BLOCK, ROWS)
 
     code = tl.where(is_finite[:, None], code, 0).to(tl.uint8, bitcast=True)
@@ -106,8 +113,9 @@ def encode(
     tiles = cut(segments, compressor.block, 2, bucket.device)
     codes_at = 4 * count_blocks(segments, compressor.block)
     end = codes_at + sum(-(-size // 2) for size in segments)
-    arguments = (bucket, residual, payload, tiles.table, codes_at, end)
+    arguments = (bucket, residual, payload, state, tiles.table, codes_at, end)
     launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
+    raise_step(state)
     return True
 
 

@@ -10,16 +10,19 @@ from fxcomp.compressors.triton.blocks import (
     INFINITY,
     compensated,
     cut,
+    draw,
     fill_up,
     is_aligned,
     largest_magnitude,
     load_scales,
     nearest_codes,
     places,
+    random_codes,
     store_scales,
     tile_of,
 )
 from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.randomness import raise_step
 
 
 @jit
@@ -27,6 +30,7 @@ def _encode(
     bucket: Value,
     residual: Value,
     payload: Value,
+    state: Value,
     table: Value,
     codes_at: Value,
     end: Value,
@@ -41,7 +45,10 @@ def _encode(
     largest = largest_magnitude(value)
     is_finite = largest < INFINITY
     scale = tl.where(is_finite, tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0), float("nan"))
-    rounded, code = nearest_codes(value, scale, 127)
+    if state is None:
+        rounded, code = nearest_codes(value, scale, 127)
+    else:
+        rounded, code = random_codes(value, scale, draw(state, table, place), 127)
     code = tl.where(is_finite[:, None], code, 0).to(tl.uint8, bitcast=True)
     store_scales(payload, first_block, size, scale, BLOCK, ROWS)
     tl.store(payload + codes_at + first_byte + place, code, is_there)
@@ -89,8 +96,9 @@ def encode(
         return False
     tiles = cut(segments, compressor.block, 1, bucket.device)
     codes_at = 4 * count_blocks(segments, compressor.block)
-    arguments = (bucket, residual, payload, tiles.table, codes_at, codes_at + len(bucket))
+    arguments = (bucket, residual, payload, state, tiles.table, codes_at, codes_at + len(bucket))
     launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
+    raise_step(state)
     return True
 
 

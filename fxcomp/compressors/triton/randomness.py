@@ -1,0 +1,38 @@
+"""Random bits from counters: the bits of `fxcomp/compressors/randomness.py`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fxcomp.compressors.randomness import STATE_ELEMENTS
+from fxcomp.compressors.triton.language import Value, jit, tl
+
+
+@jit
+def _mix(x: Value):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@jit
+def stream_of(state: Value, segment: Value):
+    """The two keys of a segment's stream at this step."""
+    key = tl.load(state + 2 * segment)
+    step = tl.load(state + 2 * segment + 1)
+    low = _mix((key ^ step).to(tl.uint32))
+    return low, _mix((key >> 32).to(tl.uint32) ^ (step >> 32).to(tl.uint32) ^ low)
+
+
+@jit
+def uniform(low: Value, high: Value, counter: Value):
+    """In [0, 1), multiples of 2^-24."""
+    x = counter.to(tl.uint32) + low
+    x = (x ^ (x >> 16)) * 0x7FEB352D + high
+    return (_mix(x) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+def raise_step(state: Tensor | None) -> None:
+    """All segments' streams one step on; behind the launch that drew from them."""
+    if state is not None:
+        state.view(-1, STATE_ELEMENTS)[:, 1].add_(1)
