@@ -10,6 +10,7 @@ from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.powersgd import PowerSGD
+from fxcomp.compressors.randomk import RandomK
 from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.sidco import Sidco, SidcoE, SidcoGP
@@ -33,6 +34,7 @@ __all__ = [
     "Int8",
     "Parameter",
     "PowerSGD",
+    "RandomK",
     "SharedInt8",
     "Sidco",
     "SidcoE",

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxcomp.compressors import BF16, CATALOGUE, Compressor, Int4, Int8, Sign, TopK, kernels, parse_compressor
 
 TYPICAL = {
+    "randomk": ["randomk(0.01)", "randomk(0.3)", "randomk(1.0)", "randomk(0.25, scaled=true)"],
     "chunkmax": ["chunkmax(0.01)", "chunkmax(0.3)", "chunkmax(0.002)", "chunkmax(0.0001)"],
     "dgc": ["dgc(0.01)", "dgc(0.3)"],
     "powersgd": ["powersgd(1)", "powersgd(6)"],
