@@ -182,7 +182,7 @@ def _check_feedback(feedback: object, *, planned: bool) -> None:
     """Only what needs neither the optimizer nor a count of its steps."""
     if not isinstance(feedback, ErrorFeedback):
         raise BadOption(f"options['error_feedback'] must be an ErrorFeedback; it is a {type(feedback).__name__}")
-    for name in ("scale_with_lr", "momentum", "dense_steps", "density_steps"):
+    for name in ("scale_with_lr", "dense_steps", "density_steps"):
         if getattr(feedback, name):
             raise BadOption(
                 f"ErrorFeedback.{name} needs the optimizer, which torch.compile leaves yours.\n"

@@ -5,7 +5,7 @@
 
 A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs behind the mean of the
 payloads. Over all steps, payloads and the last residual add up to the gradients (Stich et al. 2018, Karimireddy et al.
-2019). `ErrorFeedback` holds the variants; `check_options` and `check_plan` refuse what diverges or trains badly.
+2019). `ErrorFeedback` holds the variants; `check_experiment` and `check_plan` refuse what diverges or trains badly.
 """
 
 from __future__ import annotations
@@ -36,14 +36,6 @@ class ErrorFeedback:
     what a large rate left out is applied at the small one. A rate of zero is passed over. A step whose rate did not
     change does nothing more; otherwise residuals are read and written once.
 
-    `momentum`: momentum correction with factor masking (Lin et al. 2018), for compressors that select values:
-
-        u <- m u + g;   p = u + e;   e <- p - C(p);   u <- 0 where C(p) sent something
-
-    so that a value that waits in the residual waits with its momentum. Other buckets, dense ones too, apply the
-    momentum to the mean, which comes to the same as momentum in the optimizer. The optimizer's own momentum must be 0.
-    Costs another fp32 value an element and passes over it.
-
     `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
 
     `density_steps`: over so many steps, behind the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
@@ -56,7 +48,6 @@ class ErrorFeedback:
     """
 
     scale_with_lr: bool = False
-    momentum: float = 0.0
     dense_steps: int = 0
     density_steps: int = 0
     everywhere: bool = False
@@ -64,14 +55,12 @@ class ErrorFeedback:
     allow_diverging: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.momentum < 1.0:
-            raise BadOption(f"ErrorFeedback.momentum must be from 0 to below 1; it is {self.momentum}")
         for name in ("dense_steps", "density_steps"):
             if getattr(self, name) < 0:
                 raise BadOption(f"ErrorFeedback.{name} is a number of steps; it is {getattr(self, name)}")
-        if self.off and (self.everywhere or self.scale_with_lr or self.momentum):
+        if self.off and (self.everywhere or self.scale_with_lr):
             raise BadOption(
-                "ErrorFeedback(off=True) has nothing to scale, to correct or to put everywhere.\n"
+                "ErrorFeedback(off=True) has nothing to scale or to put everywhere.\n"
                 "  Leave off=True out, or the other options."
             )
 
@@ -157,15 +146,6 @@ def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
 # Refusals
 
 
-def check_options(
-    options: ErrorFeedback, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, *, ranks: int, planned: bool
-) -> None:
-    """Refuse options that do not go together. `planned`: the user gives the plan."""
-    if options.momentum:
-        _check_momentum(options.momentum, optimizer, max_grad_norm, ranks)
-    check_experiment(options, planned=planned)
-
-
 def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
     """Refuse options for experiments where fxcomp chooses the plan: it chooses none that they are for."""
     for name in ("off", "allow_diverging"):
@@ -174,32 +154,6 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
                 f"ErrorFeedback({name}=True) is for experiments with a given plan: fxcomp chooses none that needs it.\n"
                 f"  Pass plan=, or leave {name}=True out."
             )
-
-
-def _check_momentum(momentum: float, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, ranks: int) -> None:
-    if is_adaptive(optimizer):
-        raise DivergingCombination(
-            f"ErrorFeedback(momentum={momentum}) with {type(optimizer).__name__}, which has a momentum of its own: it"
-            " would be applied twice.\n"
-            "  Use torch.optim.SGD(momentum=0), or leave momentum= out of ErrorFeedback."
-        )
-    own = next((group["momentum"] for group in optimizer.param_groups if group.get("momentum")), 0.0)
-    if own:
-        raise DivergingCombination(
-            f"ErrorFeedback(momentum={momentum}) with an optimizer of momentum {own}: it would be applied twice, and"
-            f" steps would become up to {1 / (1 - own):.3g} times as long.\n"
-            f"  Build the optimizer with momentum=0, or leave momentum= out of ErrorFeedback."
-        )
-    if max_grad_norm is not None:
-        raise BadOption(
-            "max_grad_norm clips the mean gradient, but with ErrorFeedback(momentum=...) what arrives has its momentum"
-            " in it.\n  Leave one of them out."
-        )
-    if ranks == 1:
-        raise BadOption(
-            "ErrorFeedback(momentum=...) is applied where gradients are exchanged, and one rank exchanges none.\n"
-            "  Give the momentum to the optimizer for runs on one rank."
-        )
 
 
 def check_plan(options: ErrorFeedback, plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:

@@ -35,7 +35,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
-from fxcomp.feedback import CLASSIC, ErrorFeedback, check_options, check_plan, is_adaptive
+from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan, is_adaptive
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -198,7 +198,7 @@ def compile_step(
     ranks = Ranks.join(cluster, "compile_step")
 
     def checked() -> Mode:
-        check_options(error_feedback, optimizer, max_grad_norm, ranks=ranks.world_size, planned=plan is not None)
+        check_experiment(error_feedback, planned=plan is not None)
         return _checked_mode(mode, max_grad_norm, verify_every)
 
     chosen_mode = ranks.attempt("checking options", checked)
