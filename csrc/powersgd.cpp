@@ -21,6 +21,7 @@ constexpr int64_t kColumnTile = 256; // columns of a chunk: 32 KB
 constexpr double kNothingLeft = 0x1p-20;
 
 #if defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wpsabi"  // no function that takes or gives Lanes is ever called: all are inlined
 typedef float Lanes __attribute__((vector_size(kLane * sizeof(float))));
 #else
 struct Lanes {

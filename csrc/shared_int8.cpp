@@ -9,10 +9,14 @@
 // Adding and subtracting 1.5 * 2^23 rounds to the nearest even integer, whose low byte is the sum's low byte.
 constexpr float kRound = 12582912.0f;
 
+namespace {
+
 struct Shape {
     const int64_t* segments;
     int64_t segment_count, block;
 };
+
+}  // namespace
 
 // Calls body(segment, index in the segment, index in the bucket, size, block) for blocks begin..end-1 of the bucket.
 template <class Body>

@@ -34,8 +34,13 @@ factors would stay zero for ever. One more direction never costs accuracy.
 If v is not finite anywhere in a segment, P is not, P_hat becomes NaN on every rank, the whole segment decodes to NaN
 and all residuals of it stay as they were. The next step sees a state that is not finite, and starts from a random Q.
 
-What is lost depends on the spectrum: nothing for a matrix of this rank once Q is warm, and 1 - O(rank / columns) of
-Gaussian noise. Three passes over the gradient; reading it is what they cost up to a rank of about 16.
+What is lost depends on the spectrum, and soon is what the best matrix of this rank loses. Relative squared errors of a
+fixed 512 * 1024 matrix at rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values
+1 / k .290, .134, .134; of rank 4 or less 0. PyTorch's hook, with the same start, loses as much.
+
+Three passes over the gradient, 28 bytes a value with the residual, and one to decode. At 4096 * 4096 on one thread they
+take 33 ms at rank 1, 41 at 4, 52 at 8, 95 at 32; the arithmetic of PyTorch's hook in eager mode takes 94, 294, 270
+and 140 (measured, AVX-512, torch 2.13, 2026-11, the fastest of 15 interleaved).
 """
 
 from __future__ import annotations
