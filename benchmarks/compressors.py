@@ -1,0 +1,385 @@
+"""Measure encoding and decoding against a copy of the same values, and against what torch offers.
+
+    python benchmarks/compressors.py --json compressors.json --report docs/benchmarks/compressors.md
+
+Rates count the bytes that must be touched at least, however many are: encoding reads 4 bytes a value, and with a
+residual reads and writes 4 more each, and writes the payload; decoding reads the payload of one rank and writes 4 bytes
+a value. A copy reads 4 bytes and writes 4; it is torch's `copy_` of the same values, in turns with the compressor.
+Encoding has a residual where the compressor needs one. An agreement's proposal is part of encoding. A share is a rate
+over the copy's. Medians of all turns.
+
+Values are Gaussian, the residual too, and it is put back before each turn, so that every turn does the same work.
+`ours_ms` is encoding; `torch_ms` is what torch's own means take to encode as much: `topk` of the magnitudes and the
+gathered values, a cast, the maths of DDP's per-tensor quantisation hook and of its PowerSGD hook, on one tensor.
+
+Every compressor at nine sizes with one thread and with all takes some ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+from torch import Tensor
+
+from fxcomp.compressors import Bias, Compressor, kernels, parse_compressor
+from fxcomp.compressors.describe import examples
+from fxcomp.testing.rounds import replicas_of
+
+SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
+JUDGED_SIZE = {"cpu": 2**24, "cuda": 2**26}
+WARM_UPS = 3
+MOST_TURNS, FEWEST_TURNS, LEAST_TURNS = 50, 7, 3
+SECONDS = 0.35  # for the turns of one compressor, size and number of threads; the fewest turns come first
+SLOW_S = 0.7  # a turn this long gets the least turns
+TOO_SLOW_S = 6.0  # larger sizes are left out, and said so
+
+
+@dataclass(frozen=True)
+class Record:
+    compressor: str
+    device: str
+    threads: int
+    n: int
+    encode_gbps: float
+    decode_gbps: float
+    copy_gbps: float
+    encode_share: float
+    decode_share: float
+    torch_ms: float | None
+    ours_ms: float
+
+
+# Measuring
+
+
+class Bench:
+    """The tensors for one size on one device, and what torch took there."""
+
+    def __init__(self, n: int, device: str) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.n, self.device = n, torch.device(device)
+        self.bucket = (0.8 * torch.randn(n, generator=random)).to(self.device)
+        self.kept = (0.6 * torch.randn(n, generator=random)).to(self.device)  # together of unit variance
+        self.residual = self.kept.clone()
+        self.out = torch.empty_like(self.bucket)
+        self.torch_ms: dict[str, float] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The matrix nearest to a square, for compressors that need one."""
+        rows = 1 << (self.n.bit_length() - 1) // 2
+        return (rows, self.n // rows) if self.n % rows == 0 else (1, self.n)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        self.wait()
+        start = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record, float]:
+    """The record, and the seconds of one turn."""
+    bound, segments = compressor.bound_to([bench.shape], 1), (bench.n,)
+    residual = bench.residual if compressor.needs_error_feedback else None
+    [replica] = replicas_of(bound, segments, feedback=False)
+    state = None if replica.state is None else replica.state.to(bench.device)
+    payload = torch.zeros(bound.payload_elements(segments), dtype=bound.payload_dtype, device=bench.device)
+    agreed = None
+    if bound.facts.agreement is not None:
+        dtype = bound.facts.proposal_dtype
+        agreed = torch.zeros(bound.proposal_elements(segments), dtype=dtype, device=bench.device)
+
+    def encode() -> None:
+        if agreed is not None:
+            bound.propose(bench.bucket, residual, segments, state, agreed)
+        bound.encode(bench.bucket, residual, payload, segments, state, agreed)
+        if state is not None and bound.facts.state_from_payload:
+            state.copy_(payload)
+
+    def decode() -> None:
+        bound.decode(payload, 1, segments, bench.out, agreed, state)
+
+    def turn() -> tuple[float, float, float]:
+        if residual is not None:
+            residual.copy_(bench.kept)
+        copied = bench.seconds(lambda: bench.out.copy_(bench.bucket))
+        return copied, bench.seconds(encode), bench.seconds(decode)
+
+    started = time.perf_counter()
+    turn()
+    first_s = time.perf_counter() - started
+    if first_s < SLOW_S:
+        for _ in range(WARM_UPS):
+            turn()
+    turns: list[tuple[float, float, float]] = []
+    started = time.perf_counter()
+    while len(turns) < MOST_TURNS:
+        turns.append(turn())
+        spent = time.perf_counter() - started
+        enough = LEAST_TURNS if first_s >= SLOW_S else FEWEST_TURNS
+        if spent > SECONDS and len(turns) >= enough:
+            break
+    copy_s, encode_s, decode_s = (statistics.median(times) for times in zip(*turns, strict=True))
+
+    payload_bytes = bound.payload_bytes(segments)
+    encode_bytes = (4 if residual is None else 12) * bench.n + payload_bytes
+    copy_rate = 8 * bench.n / copy_s
+    encode_rate, decode_rate = encode_bytes / encode_s, (4 * bench.n + payload_bytes) / decode_s
+    return Record(
+        str(compressor),
+        bench.device.type,
+        threads,
+        bench.n,
+        encode_rate / 1e9,
+        decode_rate / 1e9,
+        copy_rate / 1e9,
+        encode_rate / copy_rate,
+        decode_rate / copy_rate,
+        torch_ms_of(compressor, bench),
+        encode_s * 1e3,
+    ), first_s
+
+
+# What torch offers
+
+
+def torch_ms_of(compressor: Compressor, bench: Bench) -> float | None:
+    """How long torch's own means take to encode as much, in ms; None where it has none."""
+    name, work = torch_alternative(compressor, bench) or ("", None)
+    if work is None:
+        return None
+    if name not in bench.torch_ms:
+        first_s = bench.seconds(work)
+        more = 1 if first_s > 2.0 else LEAST_TURNS if first_s > SECONDS / FEWEST_TURNS else FEWEST_TURNS
+        bench.torch_ms[name] = statistics.median(bench.seconds(work) for _ in range(more)) * 1e3
+    return bench.torch_ms[name]
+
+
+def torch_alternative(compressor: Compressor, bench: Bench) -> tuple[str, Callable[[], object]] | None:
+    values = bench.bucket
+    ratio = getattr(compressor, "ratio", None)
+    if compressor.name in CASTS:
+        return compressor.name, partial(values.to, CASTS[compressor.name])
+    if compressor.name in ("int8", "shared_int8"):
+        return "quantise", partial(quantise_as_the_hook, values)
+    if compressor.name == "powersgd":
+        rank = int(getattr(compressor, "rank", 1))
+        random = torch.Generator().manual_seed(0)
+        start = torch.randn(bench.shape[1], rank, generator=random).to(values.device)
+        return f"powersgd {rank}", partial(powersgd_as_the_hook, values.view(bench.shape), start)
+    if ratio is not None and compressor.name != "randomk":
+        return f"topk {ratio}", partial(select, values, max(1, round(ratio * bench.n)))
+    return None
+
+
+CASTS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def select(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    places = values.abs().topk(k, sorted=False).indices
+    return values[places], places
+
+
+def quantise_as_the_hook(values: Tensor) -> Tensor:
+    """Eight bits between the smallest and the largest value, as quantization_pertensor_hook does."""
+    low, high = values.aminmax()
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    scale = ((high - low) / 255).clamp_min(torch.finfo(torch.float32).eps)
+    zero_point = (-(low / scale).round()).clamp(0, 255)
+    return ((values / scale).round() + zero_point).clamp(0, 255).to(torch.uint8)
+
+
+def powersgd_as_the_hook(matrix: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both factors and the residual, as powerSGD_hook computes them on one rank."""
+    q = torch.linalg.qr(q).Q
+    p = torch.linalg.qr(matrix @ q).Q
+    q = matrix.T @ p
+    return p, q, matrix - p @ q.T
+
+
+# What the numbers say
+
+
+def target_of(compressor: Compressor) -> float | None:
+    """The share that encoding and decoding are to reach at the judged size on one thread."""
+    if compressor.name.startswith("sidco"):
+        return 0.5
+    if compressor.name == "topk":
+        return 0.35
+    if compressor.bias is Bias.UNBIASED or (compressor.has_state and compressor.facts.state_dtype is torch.int64):
+        return 0.4
+    return 0.8 if compressor.facts.passes == 1 else None
+
+
+SPEED_UPS = {"sidco": 20.0, "topk": 5.0}  # over torch.topk at 1 %, by the beginning of the name
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
+    """A line for each compressor with a target, at the size that is judged."""
+    lines: list[str] = []
+    for record in records:
+        if record.n != JUDGED_SIZE[record.device] or (record.device == "cpu" and record.threads != 1):
+            continue
+        compressor = parse_compressor(record.compressor)
+        target = target_of(compressor)
+        if target is not None:
+            for what, share in (("encodes", record.encode_share), ("decodes", record.decode_share)):
+                lines.append(_verdict(f"{record.compressor} {what} at {share:.2f} of a copy", share, target, ""))
+        for name, factor in SPEED_UPS.items():
+            if compressor.name.startswith(name) and record.torch_ms is not None:
+                ratio = record.torch_ms / record.ours_ms
+                text = f"{record.compressor} is {ratio:.1f} times as fast as torch.topk"
+                lines.append(_verdict(text, ratio, factor, " times"))
+    return lines
+
+
+def _verdict(text: str, value: float, target: float, unit: str) -> str:
+    return f"{text}: {'reaches' if value >= target else '**misses**'} {target:g}{unit}"
+
+
+def report(records: Sequence[Record]) -> str:
+    """Verdicts and a table for each number of threads, as Markdown."""
+    lines = ["# Compressors against a copy", "", INTRODUCTION]
+    judged = verdicts(records)
+    if judged:
+        size = " and ".join(_size(JUDGED_SIZE[device]) for device in dict.fromkeys(record.device for record in records))
+        lines += [f"## Targets, at {size} values", "", *(f"- {line}" for line in judged), ""]
+    for device, threads in dict.fromkeys((record.device, record.threads) for record in records):
+        found = [record for record in records if (record.device, record.threads) == (device, threads)]
+        sizes = sorted({record.n for record in found})
+        copies = {n: statistics.median(record.copy_gbps for record in found if record.n == n) for n in sizes}
+        where = "GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}"
+        lines += [f"## {where}", "", "Shares of a copy's rate, encoding / decoding.", ""]
+        lines += ["| compressor | " + " | ".join(map(_size, sizes)) + " | ms at largest: ours, torch's |"]
+        lines += ["|---|" + "--:|" * (len(sizes) + 1)]
+        lines += ["| copy, GB/s | " + " | ".join(f"{copies[n]:.1f}" for n in sizes) + " | |"]
+        for name in dict.fromkeys(record.compressor for record in found):
+            own = {record.n: record for record in found if record.compressor == name}
+            cells = [f"{own[n].encode_share:.2f} / {own[n].decode_share:.2f}" if n in own else "–" for n in sizes]
+            last = own[max(own)]
+            theirs = "–" if last.torch_ms is None else f"{last.torch_ms:.3g}"
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {last.ours_ms:.3g}, {theirs} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+INTRODUCTION = """\
+Made by `python benchmarks/compressors.py`. Rates count the bytes that must be touched at least: encoding reads 4 bytes
+a value, 8 more where error feedback is needed (the residual, read and written), and writes the payload; decoding reads
+one rank's payload and writes 4 bytes a value. The copy is torch's `copy_` of the same values, 8 bytes a value, in turns
+with the compressor on as many threads; at small sizes its rate is that of a cache. *Ours* is encoding, with its
+agreement; *torch's* is `topk` of magnitudes and the gathered values, a cast, the maths of DDP's per-tensor quantisation
+hook, or of its PowerSGD hook.
+"""
+
+
+def _size(n: int) -> str:
+    exponent = n.bit_length() - 1
+    return f"2^{exponent}" if n == 1 << exponent else f"{n:,}"
+
+
+# The command
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.render:
+        found = [Record(**entry) for entry in json.loads(arguments.render.read_text())]
+    else:
+        if arguments.device == "cpu":
+            print(kernels.describe())
+        found = []
+        for record in measurements(arguments.compressors, arguments.sizes, arguments.threads, arguments.device):
+            found.append(record)
+            if arguments.json:  # as it comes: a run that is cut short leaves what it has
+                arguments.json.write_text(json.dumps([asdict(record) for record in found], indent=1) + "\n")
+    text = report(found)
+    if arguments.report:
+        arguments.report.write_text(text)
+    Console().print(Markdown(text))
+
+
+def measurements(
+    compressors: Sequence[Compressor], sizes: Sequence[int], threads: Sequence[int], device: str
+) -> Iterator[Record]:
+    """Each compressor at each size, from small to large; one that takes too long is left out of larger ones."""
+    for count in threads:
+        with threads_of_torch(count):
+            left_out: set[Compressor] = set()
+            for n in sorted(sizes):
+                bench = Bench(n, device)
+                for compressor in compressors:
+                    if compressor in left_out:
+                        continue
+                    show_progress(f"{count} threads, {_size(n)} values: {compressor}")
+                    record, turn_s = measure(compressor, bench, count)
+                    yield record
+                    if turn_s > TOO_SLOW_S:
+                        left_out.add(compressor)
+                        show_progress("")
+                        print(f"{compressor} takes {turn_s:.1f} s at {_size(n)} values: larger sizes are left out")
+    show_progress("")
+
+
+@contextmanager
+def threads_of_torch(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def show_progress(note: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure compressors against a copy and against torch.")
+    parser.add_argument("--compressors", metavar="TEXT", help="only these, separated by semicolons: 'int8;topk(0.01)'")
+    parser.add_argument("--sizes", help="values, as 2^24 or 1000000, separated by commas (default 2^10 to 2^26)")
+    parser.add_argument("--threads", help="numbers of threads, separated by commas (default 1 and all)")
+    parser.add_argument("--device", choices=JUDGED_SIZE, default="cpu")
+    parser.add_argument("--quick", action="store_true", help="the judged size on one thread alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write verdicts and tables here, as Markdown")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing, take the records of this file")
+    arguments = parser.parse_args()
+    given, every = arguments.compressors, torch.get_num_threads()
+    arguments.compressors = [parse_compressor(text) for text in given.split(";")] if given else examples()
+    default_sizes = (JUDGED_SIZE[arguments.device],) if arguments.quick else SIZES
+    arguments.sizes = [read_size(text) for text in arguments.sizes.split(",")] if arguments.sizes else default_sizes
+    default_threads = [1] if arguments.quick or arguments.device == "cuda" else sorted({1, every})
+    arguments.threads = list(map(int, arguments.threads.split(","))) if arguments.threads else default_threads
+    return arguments
+
+
+def read_size(text: str) -> int:
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+if __name__ == "__main__":
+    main()
