@@ -17,7 +17,8 @@ parameters must start equal, and the first backward passes are compared between 
 - Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
   mean of sums; error feedback carries over from one micro-batch to the next.
 - Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
-- What compression left out is saved with `compiled_model(model).residuals.state_dict()`, on every rank.
+- What compression left out is saved with `compiled_model(model).residuals.state_dict()`, on every rank, and what else
+  compressors remember with `.compressor_states.state_dict()`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan
 from fxcomp.graph.edit import call, clone, gradients, is_collective
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
-from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout
+from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout, state_layout
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import Residuals
+from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.runtime.transport import Transport
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.space import Mode, compressors_of
@@ -386,6 +387,7 @@ class CompiledModel:
     transport: Transport
     runtime: Runtime
     residuals: Residuals
+    compressor_states: CompressorStates
     parameters: Mapping[str, weakref.ref[nn.Parameter]]
     break_: str | None
     model: weakref.ref[nn.Module] | None
@@ -528,6 +530,8 @@ def _start(
     check_plan(chosen.error_feedback, decided.plan, None)
     log.info("%s\n%s", cluster, decided.plan)
     transport = ranks.extend(transport, decided.plan, cluster)
+    seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
+    shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
     return CompiledModel(
         decided,
         cluster,
@@ -535,6 +539,7 @@ def _start(
         transport,
         Runtime(transport),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
+        CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
         {name: weakref.ref(parameter) for name, parameter in covered.items()},
         found.break_,
         weakref.ref(chosen.model) if chosen.model is not None else None,
@@ -588,11 +593,14 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
     compiled.source = emit(final, title="One backward pass, gradients averaged")
     log.debug("%s", compiled.source)
     module = load(compiled.source, final, compat.cache_directory() / "steps")
-    residuals = [
-        compiled.residuals.of_bucket(source.index)
-        for node in final.graph.find_nodes(op="placeholder")
-        if (source := info(node).source) is not None and source.kind is InputKind.RESIDUAL
-    ]
+    sources = [info(node).source for node in final.graph.find_nodes(op="placeholder")]
+    residuals, states = (
+        [kept.of_bucket(source.index) for source in sources if source is not None and source.kind is kind]
+        for kind, kept in (
+            (InputKind.RESIDUAL, compiled.residuals),
+            (InputKind.COMPRESSOR_STATE, compiled.compressor_states),
+        )
+    )
     returned: Any = final.graph.output_node().args[0]
     outputs: list[Any] = list(returned[1])
     copies = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
@@ -602,7 +610,7 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
         given = tuple(values)
         values.clear()
         with torch.no_grad():
-            _, results = module.step(compiled.runtime, (), (), (), (), residuals, given)
+            _, results = module.step(compiled.runtime, (), (), (), (), residuals, states, given)
             compiled.passes += 1
             if compiled.model is None and compiled.passes <= COMPARED_PASSES:
                 _compare(compiled, {name: results[place] for name, place in places.items()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -51,11 +51,11 @@ from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.split_by_level import split_by_level
-from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.passes.thread_state import thread_state
 from fxcomp.ranks import Ranks
 from fxcomp.report import explain_step
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import BucketLayout, Residuals
+from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout
 from fxcomp.runtime.transport import Nowhere, Transport
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
@@ -63,7 +63,7 @@ from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
 from fxcomp.step import CompiledStep, Training, Variant
-from fxcomp.strategy import CollectiveKind, Device, Plan
+from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 
 P = ParamSpec("P")
 
@@ -115,7 +115,7 @@ def follow(
         gm = run(bucket_gradients, gm, plan)
     gm = run(split_by_level, gm, plan, cluster)
     gm = run(insert_compression, gm, plan, cluster, cluster.local_rank(rank))
-    gm = run(thread_residuals, gm, plan, feedback.surrounds)
+    gm = run(thread_state, gm, feedback.surrounds)
     gm = run(remove_dead_nodes, gm)
     if skip_nonfinite:
         gm = run(commit_if_finite, gm)
@@ -233,6 +233,8 @@ def compile_step(
     )
     check_plan(error_feedback, decided.plan, optimizer)
     groups = ranks.extend(transport, decided.plan, cluster)
+    seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     @cache  # a second or so, when somebody asks for the report
     def flips() -> float | None:
@@ -249,6 +251,7 @@ def compile_step(
         build,
         Runtime(groups, device),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
+        CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
         feedback=error_feedback,
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
@@ -442,7 +445,8 @@ def _measured_on_job(
         raise AssertionError("a step that is only measured is captured once")
 
     device = training.device
-    step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), Residuals((), device))
+    nothing = Residuals((), device), CompressorStates({}, device)
+    step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), *nothing)
     leaves = pytree.tree_leaves(batch)
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
     repeats = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
@@ -470,11 +474,36 @@ def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayou
     """Where residuals lie: the whole bucket, or this rank's shard where a host's ranks share the work."""
     layout: list[BucketLayout] = []
     for bucket in plan.buckets:
-        shared = len(bucket.strategy.collectives) == 3
-        shards, shard = (cluster.ranks_per_host, cluster.local_rank(rank)) if shared else (1, 0)
+        shards, shard = shard_of(bucket, cluster, rank)
         on_host = bucket.strategy.device is Device.CPU
         layout.append(BucketLayout(bucket.names, bucket.sizes, shards, shard, on_host))
     return layout
+
+
+def state_layout(
+    plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster, rank: int
+) -> dict[int, StateLayout]:
+    """What compressors keep besides residuals, for each bucket whose compressor keeps something."""
+    layout: dict[int, StateLayout] = {}
+    for number, bucket in enumerate(plan.buckets):
+        compressor = bucket.strategy.compressor
+        if compressor is None or not compressor.has_state:
+            continue
+        shards, shard = shard_of(bucket, cluster, rank)
+        segments = bucket.segments(shards, shard)
+        level = bucket.strategy.collectives[0].level
+        whole = [shapes[name] for name in bucket.names]
+        if bucket.strategy.is_hierarchical:
+            level, whole = Level.INTER, [(size,) for _, size in segments]
+        bound = compressor.bound_to(whole, cluster.ranks_at(level))
+        place = cluster.group(level, rank).index(rank)
+        layout[number] = StateLayout(bound, segments, place, shard, bucket.strategy.device is Device.CPU)
+    return layout
+
+
+def shard_of(bucket: Bucket, cluster: Cluster, rank: int) -> tuple[int, int]:
+    """Into how many shards a bucket is cut, and which is this rank's."""
+    return (cluster.ranks_per_host, cluster.local_rank(rank)) if bucket.strategy.is_hierarchical else (1, 0)
 
 
 # Options

@@ -25,7 +25,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Span, Stream, Timeline
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.workload import Workload
-from fxcomp.strategy import Bucket, CollectiveKind, Compress, Decompress, Device, Plan, Strategy
+from fxcomp.strategy import Bucket, CollectiveKind, Compress, Decompress, Device, Plan, Propose, Strategy
 
 WIDTH = 100
 _NARROW = 64  # below this many columns the tables leave out what is least needed
@@ -303,7 +303,10 @@ _WORK = {
     "backward": "compute",
     "update": "compute",
     "finish": "compute",
+    "propose": "compression",
+    "proposal": "compression",  # what the graph calls it
     "compress": "compression",
+    "next": "compression",  # a compressor's next state
     "decompress": "compression",
     "mean": "compression",  # what the graph calls a decompressed bucket
 }
@@ -363,7 +366,7 @@ def _strategies(plan: Plan) -> RenderableType:
 def short(strategy: Strategy) -> str:
     """A strategy in a word or two: `dense`, `int8 by level`, `topk(0.01) on cpu`."""
     name = "dense" if strategy.compressor is None else str(strategy.compressor)
-    levels = " by level" if len(strategy.collectives) == 3 else ""
+    levels = " by level" if strategy.is_hierarchical else ""
     return f"{name}{levels}{' on cpu' if strategy.device is Device.CPU else ''}"
 
 
@@ -372,14 +375,15 @@ def sent_bytes(bucket: Bucket, cluster: Cluster) -> float:
     segments, payload = bucket.sizes, None
     sent: dict[bool, float] = {True: 0.0, False: 0.0}
     for step in bucket.strategy.steps:
-        if isinstance(step, Compress):
+        if isinstance(step, Propose):
+            payload = step.compressor.proposal_bytes(segments)
+        elif isinstance(step, Compress):
             payload = step.compressor.payload_bytes(segments)
-        elif isinstance(step, Decompress):
-            payload = None
-        else:
+        elif not isinstance(step, Decompress):
             ranks = cluster.ranks_at(step.level)
             size = 4 * sum(segments) if payload is None else payload
             sent[step.level is Level.INTRA] += wire_bytes(step.kind, ranks, size)
+            payload = None  # what follows a collective makes its own, or the tensor is dense again
             if step.kind is CollectiveKind.REDUCE_SCATTER:
                 segments = tuple(-(-n // ranks) for n in segments)
     return sent[False] or sent[True]

@@ -25,7 +25,7 @@ from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source, info
 from fxcomp.guards import BatchType, StepGuard, batch_type, settled
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import Residuals
+from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.strategy import Plan
 
 CAPTURES = 8
@@ -118,6 +118,7 @@ class CompiledStep:
         build: Build,
         runtime: Runtime,
         residuals: Residuals,
+        compressor_states: CompressorStates,
         *,
         feedback: ErrorFeedback = CLASSIC,
         verify_every: int = 0,
@@ -134,6 +135,7 @@ class CompiledStep:
         self.training = training
         self.runtime = runtime
         self.residuals = residuals
+        self.compressor_states = compressor_states
         self.steps = 0
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
@@ -202,6 +204,7 @@ class CompiledStep:
             InputKind.STATE,
             InputKind.HYPER,
             InputKind.RESIDUAL,
+            InputKind.COMPRESSOR_STATE,
             InputKind.BATCH,
         )
         return tuple(lists[kind] for kind in order)
@@ -224,6 +227,8 @@ class CompiledStep:
                 return numbers[source.index][source.key]
             case InputKind.RESIDUAL:
                 return self.residuals.of_bucket(source.index)
+            case InputKind.COMPRESSOR_STATE:
+                return self.compressor_states.of_bucket(source.index)
             case InputKind.BATCH:
                 return leaves[source.index]
 
@@ -500,9 +505,9 @@ class CompiledStep:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's error-feedback state; the model's and the optimizer's state are their own."""
+        """This rank's residuals and compressors' states; the model's and the optimizer's state are their own."""
         own = {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, "learning_rates": dict(self._rates)}
-        return {**own, **self.residuals.state_dict()}
+        return {**own, **self.residuals.state_dict(), **self.compressor_states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state of this rank. Raises BadState."""
@@ -512,6 +517,7 @@ class CompiledStep:
                 " gradients.\n  Save a state on every rank, and load each where it came from."
             )
         self.residuals.load_state_dict(state)
+        self.compressor_states.load_state_dict(state)
         self.steps = int(state.get("steps", 0))
         self._rates = dict(state.get("learning_rates", {}))
 

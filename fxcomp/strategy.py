@@ -5,6 +5,9 @@ A strategy has a text form that parses back:
     all_reduce@world
     compress(int8)@gpu > all_gather@world > decompress@gpu
     reduce_scatter@intra > compress(topk(0.01))@gpu > all_gather@inter > decompress@gpu > all_gather@intra
+    propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu
+
+The last is for a compressor whose ranks agree on something before they compress.
 """
 
 from __future__ import annotations
@@ -50,6 +53,17 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Propose:
+    """Make what the ranks reduce to an agreement before they compress."""
+
+    compressor: Compressor
+    device: Device = Device.GPU
+
+    def __str__(self) -> str:
+        return f"propose({self.compressor})@{self.device.value}"
+
+
+@dataclass(frozen=True, slots=True)
 class Compress:
     compressor: Compressor
     device: Device = Device.GPU
@@ -66,7 +80,7 @@ class Decompress:
         return f"decompress@{self.device.value}"
 
 
-Step = Collective | Compress | Decompress
+Step = Collective | Propose | Compress | Decompress
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,11 @@ class Strategy:
     @property
     def is_dense(self) -> bool:
         return self.compressor is None
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """A host's ranks share the work: each carries its shard of the bucket between hosts."""
+        return any(step.kind is CollectiveKind.REDUCE_SCATTER for step in self.collectives)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -137,12 +156,21 @@ def _reduce(compressor: Compressor | None, device: Device, level: Level) -> tupl
     if compressor is None:
         return (Collective(CollectiveKind.ALL_REDUCE, level),)
     kind = CollectiveKind.ALL_REDUCE if compressor.is_linear else CollectiveKind.ALL_GATHER
-    return (Compress(compressor, device), Collective(kind, level), Decompress(device))
+    steps = (Compress(compressor, device), Collective(kind, level), Decompress(device))
+    if compressor.facts.agreement is None:
+        return steps
+    return (Propose(compressor, device), Collective(CollectiveKind.ALL_REDUCE, level), *steps)
 
 
 def _check_steps(strategy: Strategy) -> None:
     """Accept the two shapes that sum over every rank exactly once: flat and hierarchical."""
     steps, compressor, device = strategy.steps, strategy.compressor, strategy.device or Device.GPU
+    if compressor is not None and compressor.facts.needs_whole_parameters and strategy.is_hierarchical:
+        flat = " > ".join(map(str, _reduce(compressor, device, Level.WORLD)))
+        raise BadStrategy(
+            f"{compressor} compresses whole parameters, but in {str(strategy)!r} each rank has a shard of the bucket.\n"
+            f"  Write {flat}"
+        )
     legal = [_reduce(compressor, device, level) for level in Level]
     scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
     share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
@@ -168,8 +196,9 @@ def _parse_step(part: str, whole: str) -> Step:
         raise BadStrategy(f"cannot read {part!r} in the strategy {whole!r}")
     name, argument, place = match.groups()
     try:
-        if name == "compress" and argument:
-            return Compress(parse_compressor(argument), Device(place or "gpu"))
+        if name in ("propose", "compress") and argument:
+            make = Propose if name == "propose" else Compress
+            return make(parse_compressor(argument), Device(place or "gpu"))
         if name == "decompress" and argument is None:
             return Decompress(Device(place or "gpu"))
         if argument is None and place is not None:
@@ -204,6 +233,25 @@ class Bucket:
     @property
     def dense_bytes(self) -> int:
         return 4 * self.elements
+
+    def segments(self, shards: int = 1, shard: int = 0) -> tuple[tuple[str, int], ...]:
+        """What a shard of the padded bucket holds: names of parameters, with as many of their elements as lie in it.
+
+        Padding is a segment of its own, named after the parameter that it follows.
+        """
+        if shards == 1:
+            return tuple(zip(self.names, self.sizes, strict=True))
+        padding = -self.elements % shards
+        part = (self.elements + padding) // shards
+        start, stop = shard * part, (shard + 1) * part
+        found: list[tuple[str, int]] = []
+        offset = 0
+        for name, size in zip((*self.names, f"padding after {self.names[-1]}"), (*self.sizes, padding), strict=True):
+            inside = min(stop, offset + size) - max(start, offset)
+            if inside > 0:
+                found.append((name, inside))
+            offset += size
+        return tuple(found)
 
     def __str__(self) -> str:
         return f"{len(self.names)} tensors, {self.elements:,} elements: {self.strategy}"

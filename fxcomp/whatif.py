@@ -30,7 +30,7 @@ from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.pipeline import analyze, given_plan, rewrite
 from fxcomp.report import Explanation
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import Residuals
+from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.runtime.transport import Nowhere
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.read_workload import read_workload
@@ -165,7 +165,8 @@ def measured_here(
         plan = uniform("dense", analyze(captured.graph, costs, cluster), costs, cluster)
     variant = rewrite(captured, plan, costs, cluster, 0)
     device = training.device
-    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), Residuals((), device))
+    nothing = Residuals((), device), CompressorStates({}, device)
+    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
     measured = _measure(step, variant, batch, repeats=1)
     if measured.step_us < QUICK_STEP_US:
         measured = _measure(step, variant, batch, repeats=5)

@@ -65,7 +65,7 @@ def listings() -> dict[str, str]:
         "timeline": spans(simulate(plan_tasks(workload, plan, COSTS, CLUSTER))),
         "bucket_gradients": changed(dumps["label_gradients"], dumps["bucket_gradients"]),
         "insert_compression": changed(dumps["split_by_level"], dumps["insert_compression"]),
-        "thread_residuals": changed(dumps["insert_compression"], dumps["thread_residuals"]),
+        "thread_state": changed(dumps["insert_compression"], dumps["thread_state"]),
         "order_for_overlap": inner(dump(variant.graph)),
         "source": variant.source,
     }

@@ -37,17 +37,21 @@ class Ledger:
         runtime.compress = self.compress
         runtime.decompress = self.decompress
 
-    def compress(self, name: str, compressor: Compressor, bucket: Any, residual: Any, segments: Sequence[int]) -> Any:
+    def compress(
+        self, name: str, compressor: Compressor, bucket: Any, residual: Any, segments: Sequence[int], **more: Any
+    ) -> Any:
         runtime_value = _now(bucket)
         add(self.given, name, runtime_value)
-        payload = self._compress(name, compressor, bucket, residual, segments)
+        payload = self._compress(name, compressor, bucket, residual, segments, **more)
         decoded = torch.empty(sum(segments))
         compressor.decode(_now(payload), 1, segments, decoded)
         add(self.sent, name, decoded)
         return payload
 
-    def decompress(self, name: str, compressor: Compressor, payloads: Any, ranks: int, segments: Sequence[int]) -> Any:
-        mean = self._decompress(name, compressor, payloads, ranks, segments)
+    def decompress(
+        self, name: str, compressor: Compressor, payloads: Any, ranks: int, segments: Sequence[int], **more: Any
+    ) -> Any:
+        mean = self._decompress(name, compressor, payloads, ranks, segments, **more)
         add(self.means, name.replace("mean", "payload"), _now(mean))
         return mean
 

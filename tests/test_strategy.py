@@ -145,3 +145,19 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path):
         path.write_text(text)
         with pytest.raises(BadPlan, match=f"cannot read the plan .*: {message}"):
             Plan.load(path)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("sizes", [(4, 8), (5, 1, 1, 13), (3,), (1, 1)])
+def test_shards_cover_the_padded_bucket_once(sizes: tuple[int, ...], shards: int):
+    bucket = Bucket(tuple("abcd"[: len(sizes)]), sizes, DENSE)
+    parts = [[size for _, size in bucket.segments(shards, index)] for index in range(shards)]
+    padded = sum(sizes) + -sum(sizes) % shards
+    assert [sum(part) for part in parts] == [padded // shards] * shards
+    borders = {sum(sizes[:k]) for k in range(len(sizes) + 1)} | {padded}
+    found, offset = {0}, 0
+    for part in parts:
+        for segment in part:
+            offset += segment
+            found.add(offset)
+    assert borders <= found

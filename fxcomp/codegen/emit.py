@@ -2,7 +2,7 @@
 
 Compute regions become functions; the lines between them, one for each node, pack, compress, launch and wait:
 
-    def step(rt, parameters, buffers, states, numbers, residuals, batch):
+    def step(rt, parameters, buffers, states, numbers, residuals, compressor_states, batch):
         ...
         pack_0 = rt.pack("pack_0", ("fc.weight",), (mm_1,), 1.0)
         payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))
@@ -14,6 +14,7 @@ parameters begin to change.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
@@ -24,11 +25,12 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+import fxcomp.compressors
 from fxcomp import compat
 from fxcomp.codegen.regions import Region, cut
-from fxcomp.compressors import Compressor, compressor_of
+from fxcomp.compressors import BadCompressor, Compressor, compressor_of
 from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, PACK, PAD, REDUCE_SCATTER, ROLL_BACK, SAVE
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, KEEP, PACK, PAD, REDUCE_SCATTER, ROLL_BACK, SAVE
 from fxcomp.graph.work import is_sequence
 
 WIDTH = 120
@@ -44,12 +46,13 @@ _ARGUMENTS = {
     InputKind.STATE: "states",
     InputKind.HYPER: "numbers",
     InputKind.RESIDUAL: "residuals",
+    InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",
 }
 
 
 def emit(gm: GraphModule, *, title: str = "One training step") -> str:
-    """The source of a module with a function `step`; it needs nothing but torch, fxcomp.compressors and a runtime."""
+    """The source of a module with a function `step`; it needs torch, the compressors' modules and a runtime."""
     pieces = cut(gm)
     compressors = _compressors(gm)
     rules = _Rules()
@@ -62,29 +65,45 @@ def _header(title: str, compressors: dict[str, Compressor]) -> str:
     lines = [f'"""{title}."""', ""]
     lines += ["import math", "import operator", "", "import torch"]
     if compressors:
-        names = ", ".join(sorted({type(c).__name__ for c in compressors.values()}))
-        lines += ["", f"from fxcomp.compressors import {names}"]
+        lines += ["", *_imports([type(compressor) for compressor in compressors.values()])]
     lines += ["", "aten = torch.ops.aten"]
     lines += [f"{name} = {compressor!r}" for name, compressor in compressors.items()]
     return "\n".join(lines)
 
 
+def _imports(kinds: Sequence[type[Compressor]]) -> list[str]:
+    """A line for each module that compressors are imported from: ours, or a plug-in's."""
+    by_module: dict[str, set[str]] = {}
+    for kind in kinds:
+        module = "fxcomp.compressors" if getattr(fxcomp.compressors, kind.__name__, None) is kind else kind.__module__
+        if "." in kind.__qualname__:
+            raise BadCompressor(
+                f"{module}.{kind.__qualname__} cannot be imported, which an emitted step does.\n"
+                "  Define the compressor at the top of a module."
+            )
+        by_module.setdefault(module, set()).add(kind.__name__)
+    return [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(by_module.items())]
+
+
 def _compressors(gm: GraphModule) -> dict[str, Compressor]:
-    """Every compressor of the graph under a name of its own: int8, topk_2."""
+    """Every compressor of the graph under a name of its own, which no node has: int8, topk_2."""
+    taken = {node.name for node in gm.graph.nodes}
     found: dict[str, Compressor] = {}
     for node in gm.graph.nodes:
         compressor = _compressor(node)
         if compressor is not None and compressor not in found.values():
-            taken = sum(1 for other in found.values() if other.name == compressor.name)
-            found[compressor.name + (f"_{taken + 1}" if taken else "")] = compressor
+            stem = compressor.name.replace("-", "_")
+            numbered = itertools.chain([stem], (f"{stem}_{k}" for k in itertools.count(2)))
+            found[next(name for name in numbered if name not in taken and name not in found)] = compressor
     return found
 
 
 def _compressor(node: Node) -> Compressor | None:
-    """The compressor that a compress or decompress node names, with the node's own parameters."""
+    """The compressor that a propose, compress or decompress node names, with the node's own parameters."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
-    if info(node).role not in (Role.COMPRESS, Role.DECOMPRESS, Role.ROLL_BACK) or node.target in _NOT_COMPRESSORS:
+    roles = (Role.PROPOSE, Role.COMPRESS, Role.DECOMPRESS, Role.ROLL_BACK)
+    if info(node).role not in roles or node.target in _NOT_COMPRESSORS:
         return None
     target: Any = node.target
     arguments: Any = node.args
@@ -299,7 +318,7 @@ def _commit(gm: GraphModule, node: Node, roll_back: Sequence[Node], compressors:
 
 
 def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
-    """The line of a node between regions; none for the second result of a compressor, which changes in place."""
+    """The line of a node between regions; none for what a compressor changes in place."""
     quoted, arguments = f'"{node.name}"', [_text(arg) for arg in node.args]
     role = info(node).role
     if node.target is PACK:
@@ -319,21 +338,37 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     if role is Role.COLLECTIVE:
         target: Any = node.target
         kind, ranks = _KINDS[target], _ranks(node)
-        return [f'    {node.name} = rt.launch({quoted}, "{kind}", {arguments[0]}, {ranks}, {arguments[-1]})']
+        how = ', "max"' if node.target is ALL_REDUCE and node.args[1] == "max" else ""
+        return [f'    {node.name} = rt.launch({quoted}, "{kind}", {arguments[0]}, {ranks}, {arguments[-1]}{how})']
     if role is Role.WAIT:
         return [f"    {node.name} = rt.wait({arguments[0]})"]
     if role is Role.COPY:
         copy = "d2h" if node.target is D2H else "h2d"
         return [f"    {node.name} = rt.{copy}({quoted}, {arguments[0]})"]
+    if node.target is KEEP:
+        return [f"    rt.keep({arguments[0]}, {arguments[1]})"]
     compressor = _compressor(node)
-    if compressor is None:
-        return []
-    sizes: Any = node.args[2]
-    name, segments = compressors[compressor], _text(tuple(sizes))
-    if role is Role.COMPRESS:
-        payload = next(user for user in node.users if user.args[1] == 0).name
-        return [f'    {payload} = rt.compress("{payload}", {name}, {arguments[0]}, {arguments[1]}, {segments})']
-    return [f"    {node.name} = rt.decompress({quoted}, {name}, {arguments[0]}, {arguments[1]}, {segments})"]
+    return [] if compressor is None else [_compressor_line(node, compressors[compressor])]
+
+
+def _compressor_line(node: Node, compressor: str) -> str:
+    role = info(node).role
+    result = next(user for user in node.users if user.args[1] == 0) if role is Role.COMPRESS else node
+    value, second, sizes = node.args[:3]
+    assert is_sequence(sizes), "a compressor's third argument are its segments"
+    arguments = [f'"{result.name}"', compressor, _text(value), _text(second), _text(tuple(sizes))]
+    arguments += [f"{key}={_text(_in_place(value))}" for key, value in node.kwargs.items()]
+    method = role.value if role in (Role.PROPOSE, Role.COMPRESS) else "decompress"
+    return f"    {result.name} = rt.{method}({', '.join(arguments)})"
+
+
+def _in_place(value: Any) -> Any:
+    """What emitted code has for a compressor's new state: its input, changed."""
+    if isinstance(value, Node) and value.target is operator.getitem and info(value).role is Role.COMPRESS:
+        compress = value.args[0]
+        assert isinstance(compress, Node), "a state is part of what a compressor returns"
+        return compress.kwargs["state"]
+    return value
 
 
 def _replaced(left_out: Any) -> str:

@@ -60,11 +60,12 @@ class AlphaBeta:
 
 @dataclass(frozen=True, slots=True)
 class CompressorPoint:
-    """A compressor at one size: what a rank needs to encode, and to decode one rank's payload."""
+    """A compressor at one size: what a rank needs to propose, to encode, and to decode one rank's payload."""
 
     elements: int
     encode_us: float
     decode_us: float
+    propose_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,16 @@ class CostTable:
         # g in, residual in, residual out: what error feedback must touch at least.
         return self._busy(self.roofline.us(0.0, 12.0 * elements), device)
 
+    def propose_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
+        """The time in which a rank makes what the ranks agree on before they compress."""
+        if compressor.facts.agreement is None:
+            return 0.0
+        points = self._points(compressor, device)
+        if points:
+            return self._busy(_interpolate(points, [p.propose_us for p in points], elements), device)
+        # g in, residual in.
+        return self._busy(self.roofline.us(0.0, 8.0 * elements), device)
+
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
         """The time in which a rank turns all ranks' payloads into their mean."""
         points = self._points(compressor, device)
@@ -135,6 +146,10 @@ class CostTable:
             return self._busy(ranks * _interpolate(points, [p.decode_us for p in points], elements), device)
         # A payload in, the sum in and out, for each rank.
         return self._busy(ranks * self.roofline.us(0.0, 9.0 * elements), device)
+
+    def keep_us(self, size: float, device: Device = Device.GPU) -> float:
+        """The time to make a summed payload of `size` bytes a compressor's next state."""
+        return self._busy(self.pack_us(size), device)
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
         """`measured` if this very compressor was timed, or what its cost was taken from."""

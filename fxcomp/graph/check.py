@@ -27,7 +27,7 @@ def check(gm: GraphModule) -> list[Violation]:
     labelled = [node for node in gm.graph.nodes if has_info(node)]
     if len(labelled) < len(gm.graph.nodes):
         return []  # not labelled yet: nothing can be said
-    return [*_unawaited(gm), *_reduced_twice(gm), *_lost_residuals(gm), *_early_updates(gm)]
+    return [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
 
 
 def _unawaited(gm: GraphModule) -> list[Violation]:
@@ -56,19 +56,19 @@ def _reduced_twice(gm: GraphModule) -> list[Violation]:
     return found
 
 
-def _lost_residuals(gm: GraphModule) -> list[Violation]:
-    """Every residual that comes in goes out."""
-    entering = [n for n in gm.graph.nodes if _is_residual(n)]
+def _lost_state(gm: GraphModule) -> list[Violation]:
+    """Every residual and every state of a compressor that comes in goes out."""
+    entering = [n for n in gm.graph.nodes if _is_carried(n)]
     returned: Any = gm.graph.output_node().args[0]
     leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
     if len(entering) != leaving:
-        return [Violation("output", f"{len(entering)} residuals come in, {leaving} go out")]
+        return [Violation("output", f"{len(entering)} residuals and states come in, {leaving} go out")]
     return []
 
 
-def _is_residual(node: Node) -> bool:
+def _is_carried(node: Node) -> bool:
     source = info(node).source
-    return source is not None and source.kind is InputKind.RESIDUAL
+    return source is not None and source.kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _early_updates(gm: GraphModule) -> list[Violation]:

@@ -24,16 +24,25 @@ def clone(gm: GraphModule) -> GraphModule:
     return compat.graph_module(gm, graph, type(gm).__name__)
 
 
-def call(graph: Graph, target: Any, args: tuple[Any, ...], label: NodeInfo, *, name: str | None = None) -> Node:
+def call(
+    graph: Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    label: NodeInfo,
+    *,
+    name: str | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> Node:
     """Insert a call at the graph's insertion point, with the fake value that the operator gives for fake arguments."""
-    node = graph.create_node("call_function", target, args, name=name)
+    node = graph.create_node("call_function", target, args, kwargs, name=name)
     return set_info(refresh_value(node), label)
 
 
 def refresh_value(node: Node) -> Node:
     """Give a node the fake value that its operator gives for the arguments it has now."""
     target: Any = node.target
-    node.meta["val"] = target(*map_arg(node.args, lambda n: n.meta["val"]))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*args, **kwargs)
     return node
 
 

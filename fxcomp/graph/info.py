@@ -20,10 +20,12 @@ class Role(Enum):
     COMPUTE = "compute"
     GRADIENT = "gradient"  # the node that makes a parameter's local gradient
     PACK = "pack"  # gradients into one flat bucket
+    PROPOSE = "propose"  # what ranks agree on before they compress
     COMPRESS = "compress"
     COLLECTIVE = "collective"
     WAIT = "wait"
     DECOMPRESS = "decompress"
+    KEEP = "keep"  # a compressor's state for the next step
     COPY = "copy"  # between the device and the host
     UNPACK = "unpack"  # a bucket back into gradients
     COMMIT = "commit"  # whether what arrived is finite, so that parameters may change
@@ -41,7 +43,8 @@ class InputKind(Enum):
     STATE = "state"  # the optimizer's, of one parameter
     HYPER = "hyper"  # a number of a parameter group, live: schedulers may change it
     BATCH = "batch"
-    RESIDUAL = "residual"
+    RESIDUAL = "residual"  # what compression left out of a bucket
+    COMPRESSOR_STATE = "compressor state"  # what else a bucket's compressor keeps from step to step
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@
     fxcomp::save(Tensor value) -> Tensor                         a copy of what will be overwritten
     fxcomp::all_finite(Tensor[] values) -> Tensor                whether parameters may change
     fxcomp::roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor    the residual before it was replaced
+    fxcomp::keep(Tensor state, Tensor value) -> Tensor           a compressor's next state: the value where it is finite
 
 They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
 """
@@ -77,6 +78,14 @@ def _roll_back_fake(residual: Tensor, own: Tensor, bucket: Tensor) -> Tensor:  #
     return torch.empty_like(residual)
 
 
+def _keep(state: Tensor, value: Tensor) -> Tensor:
+    return torch.where(value.isfinite(), value.to(state.dtype), state)
+
+
+def _keep_fake(state: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(state)
+
+
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
 _define("pad(Tensor bucket, int ranks) -> Tensor", _shard, _shard_fake)
 _define("d2h(Tensor value) -> Tensor", _same, _same_fake)
@@ -84,6 +93,7 @@ _define("h2d(Tensor value) -> Tensor", _same, _same_fake)
 _define("save(Tensor value) -> Tensor", _same, _same_fake)
 _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
 _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _roll_back_fake)
+_define("keep(Tensor state, Tensor value) -> Tensor", _keep, _keep_fake)
 
 PACK = torch.ops.fxcomp.pack.default
 PAD = torch.ops.fxcomp.pad.default
@@ -92,6 +102,7 @@ H2D = torch.ops.fxcomp.h2d.default
 SAVE = torch.ops.fxcomp.save.default
 ALL_FINITE = torch.ops.fxcomp.all_finite.default
 ROLL_BACK = torch.ops.fxcomp.roll_back.default
+KEEP = torch.ops.fxcomp.keep.default
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -61,6 +61,10 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         return costs.pack_us(_bytes(node))
     if role is Role.COPY:
         return costs.copy_us(_bytes(node))
+    if role is Role.KEEP:
+        return costs.keep_us(_bytes(node), device)
+    if role is Role.PROPOSE:
+        return costs.propose_us(compressor_of(target, arguments[3:]), sum(arguments[2]), device)
     if role is Role.COMPRESS:
         elements = sum(arguments[2])
         return costs.encode_us(compressor_of(target, arguments[3:]), elements, device)

@@ -37,4 +37,5 @@ def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
         return Stream.D2H
     if node.target is H2D:
         return Stream.H2D
-    return Stream.CPU if on_host and info(node).role in (Role.COMPRESS, Role.DECOMPRESS) else Stream.COMPUTE
+    on_pool = (Role.PROPOSE, Role.COMPRESS, Role.KEEP, Role.DECOMPRESS)
+    return Stream.CPU if on_host and info(node).role in on_pool else Stream.COMPUTE

@@ -5,43 +5,52 @@
     %w   wait        f32[12]   wait_tensor(%r)
  -->
     %p   pack        f32[12]   pack([%g0, %g1], 1.0)
-    %c   compress    (u8[20], f32[12])  int8_compress(%p, None, [8, 4], 512)
+    %c   compress    (u8[20], f32[0], f32[0])  int8_compress(%p, None, [8, 4], 512)
     %y   compress    u8[20]    %c[0]
     %r   collective  u8[40]    all_gather(%y, 2, world)
     %w0  wait        u8[40]    wait_tensor(%r)
     %w   decompress  f32[12]   int8_decompress(%w0, 2, [8, 4], 512)
 
+Where ranks agree before they compress, the agreement is a stage of its own, before the compression:
+
+    %q   propose     f32[2]    …_propose(%p, None, [8, 4], …)
+    %a0  collective  f32[2]    all_reduce(%q, max, world)
+    %a   wait        f32[2]    wait_tensor(%a0)
+    %c   compress    (…)       …_compress(%p, None, [8, 4], …, agreed=%a)
+
 A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
-A compressor on the cpu gets copies to the host and back around it.
+A compressor on the cpu gets copies to the host and back around it. It is bound to the shapes that it compresses.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fxcomp.cluster import Cluster, Level
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import Agreement, Compressor
 from fxcomp.graph.edit import buckets, call, wait_of
-from fxcomp.graph.info import NodeInfo, Role, info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, PACK, WAIT
+from fxcomp.graph.info import NodeInfo, Role, info, update_info
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, WAIT
 from fxcomp.strategy import Bucket, Device, Plan
 
 
 def insert_compression(gm: GraphModule, plan: Plan, cluster: Cluster, local_rank: int) -> GraphModule:
     for number, pack in list(buckets(gm)):
         bucket, mean = plan.buckets[number], _mean_of(gm, number)
-        level = Level(str(mean.args[2]))
-        ranks = cluster.ranks_at(level)
+        ranks = cluster.ranks_at(Level(str(mean.args[2])))
         compressor = bucket.strategy.compressor
         if compressor is None or compressor.is_linear:
             scale: Any = pack.args[1]
             pack.args = (pack.args[0], float(scale) / ranks)
             mean.args = (mean.args[0], "sum", mean.args[2])
         if compressor is not None:
-            _compress(gm, number, bucket, compressor, mean, ranks, _segments(bucket, mean, cluster, local_rank))
+            segments = _segments(bucket, cluster, local_rank)
+            bound = compressor.bound_to(_shapes(bucket, pack, segments), ranks)
+            _compress(gm, _Compression(number, bucket, bound, segments, mean, ranks))
     return gm
 
 
@@ -50,63 +59,101 @@ def _mean_of(gm: GraphModule, number: int) -> Node:
     return next(n for n in gm.graph.nodes if n.target is ALL_REDUCE and info(n).bucket == number)
 
 
-def _compress(
-    gm: GraphModule, number: int, bucket: Bucket, compressor: Compressor, mean: Node, ranks: int, segments: list[int]
-) -> None:
-    graph, stage, level = gm.graph, info(mean).stage, mean.args[2]
-    on_cpu = bucket.strategy.device is Device.CPU
-    before = NodeInfo(Role.COMPRESS, bucket=number, stage=stage)
-    value, done = mean.args[0], wait_of(mean)
-    assert isinstance(value, Node), "a collective carries a node"
+def _segments(bucket: Bucket, cluster: Cluster, local_rank: int) -> list[int]:
+    """The sizes of the parameters' parts that this rank compresses: all of them, or its shard's."""
+    shards = cluster.ranks_per_host if bucket.strategy.is_hierarchical else 1
+    return [size for _, size in bucket.segments(shards, local_rank if shards > 1 else 0)]
 
-    with graph.inserting_before(mean):
-        if on_cpu:
-            value = call(graph, D2H, (value,), NodeInfo(Role.COPY, bucket=number, stage=stage), name=f"d2h_{number}")
-        arguments = (value, None, segments, *compressor.parameters)
-        compressed = call(graph, compressor.compress_op, arguments, before, name=f"compress_{number}")
-        payload = call(graph, operator.getitem, (compressed, 0), before, name=f"payload_{number}")
-        label = NodeInfo(Role.COLLECTIVE, bucket=number, stage=stage)
-        if compressor.is_linear:
-            sent = call(
-                graph, ALL_REDUCE, (payload, "sum", level), label, name=f"all_reduce_{number}_{compressor.name}"
-            )
-        else:
-            sent = call(
-                graph, ALL_GATHER, (payload, ranks, level), label, name=f"all_gather_{number}_{compressor.name}"
-            )
+
+def _shapes(bucket: Bucket, pack: Node, segments: list[int]) -> list[tuple[int, ...]]:
+    """The shapes of what is compressed: whole parameters, or flat parts of them."""
+    if bucket.strategy.is_hierarchical:
+        return [(size,) for size in segments]
+    gradients: Any = pack.args[0]
+    return [tuple(gradient.meta["val"].shape) for gradient in gradients]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compression:
+    """What one bucket's lines are made of."""
+
+    number: int
+    bucket: Bucket
+    compressor: Compressor
+    segments: list[int]
+    mean: Node
+    ranks: int
+
+    @property
+    def stage(self) -> int:
+        return info(self.mean).stage
+
+    @property
+    def level(self) -> Any:
+        return self.mean.args[2]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.bucket.strategy.device is Device.CPU
+
+    def add(
+        self, graph: Graph, target: Any, args: tuple[Any, ...], role: Role, stage: int, name: str, **kwargs: Any
+    ) -> Node:
+        """A node of this bucket."""
+        label = NodeInfo(role, bucket=self.number, stage=stage)
+        return call(graph, target, args, label, name=name, kwargs=kwargs)
+
+
+def _compress(gm: GraphModule, it: _Compression) -> None:
+    graph, stage, number, compressor = gm.graph, it.stage, it.number, it.compressor
+    value, done = it.mean.args[0], wait_of(it.mean)
+    assert isinstance(value, Node), "a collective carries a node"
+    agreed: dict[str, Node] = {}
+
+    with graph.inserting_before(it.mean):
+        if it.on_cpu:
+            value = it.add(graph, D2H, (value,), Role.COPY, stage, f"d2h_{number}")
+        if compressor.facts.agreement is not None:
+            _delay_later_stages(gm, it)
+            agreed = {"agreed": _agree(graph, it, value)}
+            stage += 1
+        arguments = (value, None, it.segments, *compressor.parameters)
+        compressed = it.add(
+            graph, compressor.compress_op, arguments, Role.COMPRESS, stage, f"compress_{number}", **agreed
+        )
+        payload = it.add(graph, operator.getitem, (compressed, 0), Role.COMPRESS, stage, f"payload_{number}")
+        target, how = (ALL_REDUCE, "sum") if compressor.is_linear else (ALL_GATHER, it.ranks)
+        kind = "all_reduce" if compressor.is_linear else "all_gather"
+        name = f"{kind}_{number}_{compressor.name.replace('-', '_')}"
+        sent = it.add(graph, target, (payload, how, it.level), Role.COLLECTIVE, stage, name)
     with graph.inserting_before(done):
-        label = NodeInfo(Role.WAIT, bucket=number, stage=stage + 1)
-        payloads = call(graph, WAIT, (sent,), label, name=f"payloads_{number}")
-        copies = 1 if compressor.is_linear else ranks
-        label = NodeInfo(Role.DECOMPRESS, bucket=number, stage=stage + 1)
-        arguments = (payloads, copies, segments, *compressor.parameters)
-        value = call(graph, compressor.decompress_op, arguments, label, name=f"mean_{number}")
-        if on_cpu:
-            label = NodeInfo(Role.COPY, bucket=number, stage=stage + 1)
-            value = call(graph, H2D, (value,), label, name=f"h2d_{number}")
+        payloads = it.add(graph, WAIT, (sent,), Role.WAIT, stage + 1, f"payloads_{number}")
+        copies = 1 if compressor.is_linear else it.ranks
+        arguments = (payloads, copies, it.segments, *compressor.parameters)
+        value = it.add(
+            graph, compressor.decompress_op, arguments, Role.DECOMPRESS, stage + 1, f"mean_{number}", **agreed
+        )
+        if it.on_cpu:
+            value = it.add(graph, H2D, (value,), Role.COPY, stage + 1, f"h2d_{number}")
     done.replace_all_uses_with(value)
     graph.erase_node(done)
-    graph.erase_node(mean)
+    graph.erase_node(it.mean)
 
 
-def _segments(bucket: Bucket, mean: Node, cluster: Cluster, local_rank: int) -> list[int]:
-    """The sizes of the parameters' parts that this rank compresses: all of them, or its shard's."""
-    value = mean.args[0]
-    assert isinstance(value, Node), "a collective carries a node"
-    if value.target is PACK:
-        return list(bucket.sizes)
-    return shard_segments(bucket.sizes, cluster.ranks_per_host, local_rank)
+def _agree(graph: Graph, it: _Compression, value: Node) -> Node:
+    """Reduce what the ranks propose; the result is there one stage later."""
+    compressor, number = it.compressor, it.number
+    arguments = (value, None, it.segments, *compressor.parameters)
+    proposal = it.add(graph, compressor.propose_op, arguments, Role.PROPOSE, it.stage, f"proposal_{number}")
+    how = "sum" if compressor.facts.agreement is Agreement.SUM else "max"
+    sent = it.add(
+        graph, ALL_REDUCE, (proposal, how, it.level), Role.COLLECTIVE, it.stage, f"all_reduce_{number}_proposal"
+    )
+    return it.add(graph, WAIT, (sent,), Role.WAIT, it.stage + 1, f"agreed_{number}")
 
 
-def shard_segments(sizes: tuple[int, ...], shards: int, index: int) -> list[int]:
-    """Cut the parameters of a bucket where its shard begins and ends; padding is a segment of its own."""
-    padded = sum(sizes) + -sum(sizes) % shards
-    start, stop = (padded // shards * i for i in (index, index + 1))
-    segments: list[int] = []
-    offset = 0
-    for size in (*sizes, padded - sum(sizes)):
-        part = min(stop, offset + size) - max(start, offset)
-        if part > 0:
-            segments.append(part)
-        offset += size
-    return segments
+def _delay_later_stages(gm: GraphModule, it: _Compression) -> None:
+    """What follows the mean in a hierarchical strategy comes one stage later."""
+    for node in gm.graph.nodes:
+        if info(node).bucket == it.number and info(node).stage > it.stage:
+            update_info(node, stage=info(node).stage + 1)

@@ -23,7 +23,10 @@ from fxcomp import compat
 from fxcomp.graph.info import Role, info
 from fxcomp.strategy import Plan
 
-_SYNC = (Role.PACK, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT, Role.DECOMPRESS, Role.COPY)
+_SYNC = (
+    *(Role.PACK, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
+    *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
+)
 _BODY = (Role.COMPUTE, Role.GRADIENT)
 
 

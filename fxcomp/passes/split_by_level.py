@@ -29,8 +29,9 @@ from fxcomp.strategy import Plan
 
 def split_by_level(gm: GraphModule, plan: Plan, cluster: Cluster) -> GraphModule:
     for number, pack in list(buckets(gm)):
-        level = plan.buckets[number].strategy.collectives[0].level
-        if len(plan.buckets[number].strategy.collectives) == 3:
+        strategy = plan.buckets[number].strategy
+        level = strategy.collectives[0].level
+        if strategy.is_hierarchical:
             _split(gm, number, pack, cluster.ranks_per_host)
         elif level is not Level.WORLD:
             _check_covers_world(cluster, level)

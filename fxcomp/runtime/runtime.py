@@ -105,6 +105,26 @@ class Runtime:
         padded[bucket.numel() :].zero_()
         return padded
 
+    def propose(
+        self,
+        name: str,
+        compressor: Compressor,
+        bucket: Tensor | OnHost,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        *,
+        state: Tensor | None = None,
+    ) -> Tensor | OnHost:
+        """Make what the ranks reduce to an agreement before they compress."""
+
+        def run(value: Tensor) -> Tensor:
+            elements = compressor.proposal_elements(segments)
+            proposal = self._buffer(name, elements, compressor.facts.proposal_dtype, value.device)
+            compressor.propose(value, residual, segments, state, proposal)
+            return proposal
+
+        return self._then(run, bucket)
+
     def compress(
         self,
         name: str,
@@ -112,23 +132,28 @@ class Runtime:
         bucket: Tensor | OnHost,
         residual: Tensor | None,
         segments: Sequence[int],
+        *,
+        state: Tensor | None = None,
+        agreed: Tensor | OnHost | None = None,
     ) -> Tensor | OnHost:
-        """Fill a payload; the residual changes in place."""
+        """Fill a payload; residual and state change in place."""
 
-        def run(value: Tensor) -> Tensor:
+        def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
             elements = compressor.payload_elements(segments)
             payload = self._buffer(name, elements, compressor.payload_dtype, value.device)
-            compressor.encode(value, residual, payload, segments)
+            compressor.encode(value, residual, payload, segments, state, agreement)
             return payload
 
-        return self._then(bucket, run)
+        return self._then(run, bucket) if agreed is None else self._then(run, bucket, agreed)
 
-    def launch(self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str) -> Flight | HostFlight:
-        """Start a collective and return at once."""
+    def launch(
+        self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str, how: str = "sum"
+    ) -> Flight | HostFlight:
+        """Start a collective and return at once. `how` is what an all_reduce makes of the ranks' values: sum or max."""
         if isinstance(value, OnHost):
             given = value.future
-            return HostFlight(self._submit(lambda: self._launch(name, kind, given.result(), ranks, level, "pool")))
-        return self._launch(name, kind, value, ranks, level, "main")
+            return HostFlight(self._submit(lambda: self._launch(name, kind, given.result(), ranks, level, how, "pool")))
+        return self._launch(name, kind, value, ranks, level, how, "main")
 
     def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
@@ -141,16 +166,32 @@ class Runtime:
         return output
 
     def decompress(
-        self, name: str, compressor: Compressor, payloads: Tensor | OnHost, ranks: int, segments: Sequence[int]
+        self,
+        name: str,
+        compressor: Compressor,
+        payloads: Tensor | OnHost,
+        ranks: int,
+        segments: Sequence[int],
+        *,
+        agreed: Tensor | OnHost | None = None,
+        state: Tensor | None = None,
     ) -> Tensor | OnHost:
         """The mean of what the ranks' payloads stand for, flat fp32."""
 
-        def run(value: Tensor) -> Tensor:
+        def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
             mean = self._buffer(name, sum(segments), torch.float32, value.device)
-            compressor.decode(value, ranks, segments, mean)
+            compressor.decode(value, ranks, segments, mean, agreement, state)
             return mean
 
-        return self._then(payloads, run)
+        return self._then(run, payloads) if agreed is None else self._then(run, payloads, agreed)
+
+    def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
+        """Make a summed payload a compressor's next state, where it is finite."""
+
+        def run(value: Tensor) -> Tensor:
+            return state.copy_(torch.where(value.isfinite(), value, state))
+
+        self._then(run, payload)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
@@ -171,7 +212,7 @@ class Runtime:
         def run(now: Tensor) -> Tensor:
             return self._buffer(name, now.numel(), now.dtype, now.device).copy_(now)
 
-        return self._then(value, run)
+        return self._then(run, value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         """Whether parameters may change. Every rank sees the same values, and so finds the same."""
@@ -216,11 +257,11 @@ class Runtime:
             self._pool.shutdown(wait=True)
             self._pool = None
 
-    def _launch(self, name: str, kind: str, value: Tensor, ranks: int, level: str, lane: str) -> Flight:
+    def _launch(self, name: str, kind: str, value: Tensor, ranks: int, level: str, how: str, lane: str) -> Flight:
         key = (kind, level)
         self.counters.payload_bytes[key] = self.counters.payload_bytes.get(key, 0) + value.nbytes
         if kind == "all_reduce":
-            return Flight(name, value, self.transport.all_reduce(value, level, lane))
+            return Flight(name, value, self.transport.all_reduce(value, level, lane, how))
         if kind == "broadcast":
             return Flight(name, value, self.transport.broadcast(value, 0, level, lane))
         if kind == "all_gather":
@@ -230,12 +271,11 @@ class Runtime:
         out = self._buffer(name, value.numel() // ranks, value.dtype, value.device)
         return Flight(name, out, self.transport.reduce_scatter(value, out, level, lane))
 
-    def _then(self, value: Tensor | OnHost, run: Callable[[Tensor], Tensor]) -> Tensor | OnHost:
-        """Do it now, or on the pool behind what makes the value."""
-        if isinstance(value, OnHost):
-            given = value.future
-            return OnHost(self._submit(lambda: run(given.result())))
-        return run(value)
+    def _then(self, run: Callable[..., Tensor], *values: Tensor | OnHost) -> Tensor | OnHost:
+        """Do it now, or on the pool behind what makes the values."""
+        if any(isinstance(value, OnHost) for value in values):
+            return OnHost(self._submit(lambda: run(*map(_now, values))))
+        return run(*values)
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         # One thread: what is submitted runs in order, so collectives leave in the same order on every rank.

@@ -22,8 +22,8 @@ class Work(Protocol):
 class Transport(Protocol):
     """What the runtime asks of a network. `level` is intra, inter or world; `lane` is main, or pool for offloads."""
 
-    def all_reduce(self, value: Tensor, level: str, lane: str) -> Work:
-        """Sum `value` over the ranks, in place."""
+    def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
+        """Make `value` its sum over the ranks, or with `how="max"` the largest, in place."""
         ...
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
@@ -81,9 +81,10 @@ class Groups:
                         mine[level, lane] = _Group(handle, tuple(ranks), is_direct)
         return cls(mine)
 
-    def all_reduce(self, value: Tensor, level: str, lane: str) -> Work:
+    def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         group = self._groups[level, lane].handle
-        return _started(dist.all_reduce(value, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
+        op = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
+        return _started(dist.all_reduce(value, op, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
         group = self._groups[level, lane]
@@ -145,7 +146,7 @@ class Nowhere:
     What a step costs without communication is measured with it.
     """
 
-    def all_reduce(self, value: Tensor, level: str, lane: str) -> Work:  # noqa: ARG002
+    def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:  # noqa: ARG002
         return _Done()
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:  # noqa: ARG002

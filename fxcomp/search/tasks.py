@@ -25,12 +25,15 @@ from fxcomp.strategy import (
     Decompress,
     Device,
     Plan,
+    Propose,
+    Step,
     Strategy,
     launch_order,
 )
 
 END_OF_BACKWARD = "backward"
 BROADCAST = "broadcast buffers"
+AGREE = "agree"
 _ROUNDING_US = 1e-6
 
 
@@ -146,7 +149,10 @@ class _Writer:
         self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
         self.stages = strategy.stages
         self.segments = sizes
+        self.proposal_bytes: int | None = None  # None but for what the ranks are agreeing on
         self.payload_bytes: int | None = None  # None while the tensor is dense
+        self.on_pool = False
+        """Whether the host's pool holds the tensor now, launches it and waits for it."""
         self.ranks = 1  # whose payloads lie here
         self.previous = f"region {k}"
         self.gathered = False
@@ -158,17 +164,13 @@ class _Writer:
         elif self.on_pool:  # the pool waits
             first = []
         else:  # the main thread blocks until the previous wire is done
-            kind = self.strategy.collectives[number - 1].kind.value
+            is_agreement = any(isinstance(step, Propose) for step in self.stages[number - 1])
+            kind = AGREE if is_agreement else self.strategy.collectives[number - 1].kind.value
             first = [self._task(f"wait for {kind}", Stream.COMPUTE, 0.0)]
         return (*first, *(task for step in self.stages[number] for task in self._step(step)))
 
     def final(self) -> tuple[Task, ...]:
         return tuple(task for step in self.stages[-1] for task in self._step(step))
-
-    @property
-    def on_pool(self) -> bool:
-        """Whether the host's pool holds the payload now, launches it and waits for it."""
-        return self.strategy.device is Device.CPU and self.payload_bytes is not None
 
     @property
     def elements(self) -> int:
@@ -178,23 +180,36 @@ class _Writer:
     def dense_bytes(self) -> int:
         return 4 * self.elements
 
-    def _step(self, step: Collective | Compress | Decompress) -> list[Task]:
+    def _step(self, step: Step) -> list[Task]:
         if isinstance(step, Collective):
             return self._collective(step)
+        if isinstance(step, Propose):
+            return self._propose(step)
         return self._compress(step) if isinstance(step, Compress) else self._decompress(step)
+
+    def _propose(self, step: Propose) -> list[Task]:
+        us = self.costs.propose_us(step.compressor, self.elements, step.device)
+        self.proposal_bytes = step.compressor.proposal_bytes(self.segments)
+        return [*self._to_host(step.device), self._task("propose", _device_stream(step.device), us)]
 
     def _compress(self, step: Compress) -> list[Task]:
         us = self.costs.encode_us(step.compressor, self.elements, step.device)
         self.payload_bytes = step.compressor.payload_bytes(self.segments)
-        copy_us = self.costs.copy_us(self.dense_bytes) if step.device is Device.CPU else 0.0
-        copies = [self._task("d2h", Stream.D2H, copy_us)] if copy_us else []
-        return [*copies, self._task("compress", _device_stream(step.device), us)]
+        return [*self._to_host(step.device), self._task("compress", _device_stream(step.device), us)]
+
+    def _to_host(self, device: Device) -> list[Task]:
+        """A copy, if the compressor runs where the tensor is not yet."""
+        is_there, self.on_pool = self.on_pool, device is Device.CPU
+        copy_us = 0.0 if is_there or device is Device.GPU else self.costs.copy_us(self.dense_bytes)
+        return [self._task("d2h", Stream.D2H, copy_us)] if copy_us else []
 
     def _decompress(self, step: Decompress) -> list[Task]:
         compressor = self.strategy.compressor
         assert compressor is not None, "a strategy decompresses what it compressed"
         us = self.costs.decode_us(compressor, self.elements, self.ranks, step.device)
-        self.payload_bytes = None
+        if compressor.has_state and compressor.facts.state_from_payload:
+            us += self.costs.keep_us(compressor.state_bytes(self.segments), step.device)
+        self.payload_bytes, self.on_pool = None, False
         if step.device is Device.GPU:
             return [self._task("decompress", Stream.COMPUTE, us)]
         # The last one is asked of the pool when the main thread has nothing left to launch.
@@ -205,6 +220,9 @@ class _Writer:
 
     def _collective(self, step: Collective) -> list[Task]:
         """Price a collective over what is there now, with what it takes from compute; note what is there then."""
+        if self.proposal_bytes is not None:
+            size, self.proposal_bytes = self.proposal_bytes, None
+            return self._sent(AGREE, step, size)
         before: list[Task] = []
         if step.kind is CollectiveKind.REDUCE_SCATTER:
             before = [self._task("pad", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
@@ -215,16 +233,18 @@ class _Writer:
             size = self.dense_bytes if self.payload_bytes is None else self.payload_bytes
         if self.payload_bytes is not None and step.kind is CollectiveKind.ALL_GATHER:
             self.ranks = self.cluster.ranks_at(step.level)
-        us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
-        starting_us = self.costs.starting_us(step.kind, step.level, size, self.cluster)
         # A strategy may gather twice: between hosts, then inside them.
         is_second = self.gathered and step.kind is CollectiveKind.ALL_GATHER
         self.gathered |= step.kind is CollectiveKind.ALL_GATHER
-        name = str(step) if is_second else step.kind.value
+        return [*before, *self._sent(str(step) if is_second else step.kind.value, step, size)]
+
+    def _sent(self, name: str, step: Collective, size: int) -> list[Task]:
+        us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
+        starting_us = self.costs.starting_us(step.kind, step.level, size, self.cluster)
         start = Task(f"start {name} {self.k}", Stream.COMPUTE, starting_us)
         if not self.on_pool:  # the pool starts its own; compute is slowed all the same
             start = self._task(f"start {name}", Stream.COMPUTE, starting_us)
-        return [*before, start, self._task(name, _stream(step.level, self.cluster), us)]
+        return [start, self._task(name, _stream(step.level, self.cluster), us)]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """A task behind the bucket's previous one."""

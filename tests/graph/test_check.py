@@ -12,7 +12,7 @@ from fxcomp.graph.ops import ALL_REDUCE, WAIT
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.insert_compression import insert_compression
-from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.passes.thread_state import thread_state
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def compressed() -> GraphModule:
     plan = one_bucket("compress(int8)@gpu > all_gather@world > decompress@gpu")
     gm = bucket_gradients(canonicalize_sync(linear_step(), 2), plan)
-    return thread_residuals(insert_compression(gm, plan, TWO, 0), plan)
+    return thread_state(insert_compression(gm, plan, TWO, 0))
 
 
 def said(gm: GraphModule) -> list[str]:
@@ -71,7 +71,7 @@ def test_a_residual_that_does_not_go_out_is_found():
     gm = compressed()
     output = gm.graph.output_node()
     output.args = ((*output.args[0][:2], ()),)
-    assert said(gm) == ["%output: 1 residuals come in, 0 go out"]
+    assert said(gm) == ["%output: 1 residuals and states come in, 0 go out"]
 
 
 def test_an_update_before_the_backward_pass_ends_is_found():

@@ -10,7 +10,7 @@ from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.split_by_level import split_by_level
-from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.passes.thread_state import thread_state
 from fxcomp.strategy import Plan
 
 
@@ -24,5 +24,5 @@ def compressed(plan: Plan, cluster: Cluster, *, clip: bool = False) -> GraphModu
 
 
 def priced(plan: Plan, cluster: Cluster, *, clip: bool = False) -> GraphModule:
-    gm = thread_residuals(compressed(plan, cluster, clip=clip), plan)
+    gm = thread_state(compressed(plan, cluster, clip=clip))
     return assign_streams(annotate_costs(gm, COSTS, cluster), cluster)

@@ -8,7 +8,7 @@ from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import ALL_FINITE, SAVE
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.order_for_overlap import order_for_overlap
-from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.passes.thread_state import thread_state
 
 DENSE = "all_reduce@world"
 INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
@@ -23,7 +23,7 @@ def looked_at(gm) -> list[str]:
 
 def test_residuals_are_taken_back_and_means_looked_at(golden):
     plan = one_bucket(INT8)
-    text, _ = before_after(commit_if_finite, thread_residuals(compressed(plan, TWO), plan))
+    text, _ = before_after(commit_if_finite, thread_state(compressed(plan, TWO)))
     golden("commit_if_finite/int8.txt", text)
 
 
@@ -35,7 +35,7 @@ def test_a_dense_bucket_is_looked_at_and_changes_nothing_to_take_back():
 
 def test_a_payload_that_is_summed_in_place_is_saved_before_it_leaves():
     plan = one_bucket(BF16)
-    gm = thread_residuals(compressed(plan, TWO), plan, lambda _: True)
+    gm = thread_state(compressed(plan, TWO), lambda _: True)
     _, after = before_after(commit_if_finite, gm)
     (saved,) = [n for n in after.graph.nodes if n.target is SAVE]
     order = list(after.graph.nodes)

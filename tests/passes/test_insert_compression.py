@@ -1,12 +1,11 @@
 """Payloads travel instead of gradients, from the device that the strategy names."""
 
-import pytest
 from before_after import before_after
 from graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets
 from stages import bucketed
 
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, PACK
-from fxcomp.passes.insert_compression import insert_compression, shard_segments
+from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.split_by_level import split_by_level
 
 DENSE = "all_reduce@world"
@@ -60,18 +59,3 @@ def test_between_hosts_a_shard_is_compressed():
         _, after = before_after(insert_compression, gm, plan, TWO_BY_TWO, local_rank)
         compress = next(n for n in after.graph.nodes if n.name == "compress_0")
         assert compress.args[2] == segments[local_rank]
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("sizes", [(4, 8), (5, 1, 1, 13), (3,), (1, 1)])
-def test_shards_cover_the_padded_bucket_once(sizes: tuple[int, ...], shards: int):
-    parts = [shard_segments(sizes, shards, index) for index in range(shards)]
-    padded = sum(sizes) + -sum(sizes) % shards
-    assert [sum(part) for part in parts] == [padded // shards] * shards
-    borders = {sum(sizes[:k]) for k in range(len(sizes) + 1)} | {padded}
-    found, offset = {0}, 0
-    for part in parts:
-        for segment in part:
-            offset += segment
-            found.add(offset)
-    assert borders <= found

@@ -5,7 +5,7 @@ from graphs import TWO, one_bucket, two_buckets
 from stages import compressed
 
 from fxcomp.graph.info import InputKind, info
-from fxcomp.passes.thread_residuals import thread_residuals
+from fxcomp.passes.thread_state import thread_state
 
 INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
 BF16 = "compress(bf16)@gpu > all_reduce@world > decompress@gpu"
@@ -18,18 +18,18 @@ def residuals(gm):
 
 def test_a_residual_comes_in_and_goes_out(golden):
     plan = one_bucket(INT8)
-    text, _ = before_after(thread_residuals, compressed(plan, TWO), plan)
-    golden("thread_residuals/int8.txt", text)
+    text, _ = before_after(thread_state, compressed(plan, TWO))
+    golden("thread_state/int8.txt", text)
 
 
 def test_only_lossy_buckets_have_one():
     plan = two_buckets(BF16, INT8)
     needs = [b.strategy.compressor.needs_error_feedback for b in plan.buckets]
-    _, after = before_after(thread_residuals, compressed(plan, TWO), plan)
+    _, after = before_after(thread_state, compressed(plan, TWO))
     assert residuals(after) == [k for k, needed in enumerate(needs) if needed]
 
 
 def test_a_dense_plan_has_none():
     plan = one_bucket("all_reduce@world")
-    _, after = before_after(thread_residuals, compressed(plan, TWO), plan)
+    _, after = before_after(thread_state, compressed(plan, TWO))
     assert residuals(after) == []

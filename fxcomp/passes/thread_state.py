@@ -1,0 +1,106 @@
+"""Carry from step to step what compression leaves out, and what else a compressor keeps.
+
+    %c  compress  (u8[20], f32[0], f32[0])  sidco_compress(%p, None, [8, 4], 0.01)
+    output(%loss, ())
+ -->
+    %residual_0    input     f32[12]
+    %state_0       input     f32[2]
+    %c             compress  (u8[20], f32[12], f32[2])  sidco_compress(%p, %residual_0, [8, 4], 0.01, state=%state_0)
+    %left_out_0    compress  f32[12]                    %c[1]
+    %next_state_0  compress  f32[2]                     %c[2]
+    output(%loss, (), (%left_out_0, %next_state_0))
+
+Where a compressor's next state is the payload summed over the ranks, that is kept instead:
+
+    %next_state_0  keep      f32[2]                     keep(%state_0, %payloads_0)
+
+In the graph residual and state come in and go out; emitted code lets a fused kernel replace them in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.compressors import Compressor, compressor_of
+from fxcomp.graph.edit import call, placeholder, refresh_value
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
+from fxcomp.graph.ops import KEEP
+
+
+def _needs_one(compressor: Compressor) -> bool:
+    return compressor.needs_error_feedback
+
+
+def thread_state(gm: GraphModule, surrounds: Callable[[Compressor], bool] = _needs_one) -> GraphModule:
+    """`surrounds` says which compressors get a residual."""
+    carried: list[Node] = []
+    for node in [n for n in gm.graph.nodes if _compresses(n)]:
+        target: Any = node.target
+        compressor = compressor_of(target, list(node.args[3:]))  # pyright: ignore[reportArgumentType]
+        if surrounds(compressor):
+            carried.append(_thread_residual(gm, node))
+        if compressor.has_state:
+            carried.append(_thread_state(gm, node, compressor))
+    output = gm.graph.output_node()
+    returned: Any = output.args[0]
+    output.args = ((*returned, tuple(carried)),)
+    return gm
+
+
+def _compresses(node: Node) -> bool:
+    return node.op == "call_function" and info(node).role is Role.COMPRESS and node.target is not operator.getitem
+
+
+def _thread_residual(gm: GraphModule, compress: Node) -> Node:
+    value, number = compress.args[0], _bucket(compress)
+    assert isinstance(value, Node), "a compressor compresses a node"
+    source = Source(InputKind.RESIDUAL, index=number)
+    residual = placeholder(gm.graph, f"residual_{number}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
+    for node in [compress, *_of(gm, number, Role.PROPOSE)]:
+        node.update_arg(1, residual)
+    refresh_value(compress)
+    with gm.graph.inserting_after(compress):
+        return call(gm.graph, operator.getitem, (compress, 1), info(compress), name=f"left_out_{number}")
+
+
+def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> Node:
+    number = _bucket(compress)
+    segments: Any = compress.args[2]
+    value: Any = compress.args[0]
+    dtype = compressor.facts.state_dtype
+    fresh = value.meta["val"].new_empty(compressor.state_bytes(segments) // dtype.itemsize, dtype=dtype)
+    source = Source(InputKind.COMPRESSOR_STATE, index=number)
+    state = placeholder(gm.graph, f"state_{number}", fresh, NodeInfo(Role.INPUT, source=source))
+    for node in [compress, *_of(gm, number, Role.PROPOSE)]:
+        node.update_kwarg("state", state)
+    refresh_value(compress)
+    (decompress,) = _of(gm, number, Role.DECOMPRESS)
+    if compressor.facts.state_from_payload:
+        return _keep(gm, decompress, state)
+    with gm.graph.inserting_after(compress):
+        following = call(gm.graph, operator.getitem, (compress, 2), info(compress), name=f"next_state_{number}")
+    if compressor.facts.decode_needs_state:
+        decompress.update_kwarg("state", following)
+    return following
+
+
+def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
+    """Before the payload is decompressed: whoever has the mean may look at the state."""
+    number, payloads = _bucket(decompress), decompress.args[0]
+    label = NodeInfo(Role.KEEP, bucket=number, stage=info(decompress).stage)
+    with gm.graph.inserting_before(decompress):
+        return call(gm.graph, KEEP, (state, payloads), label, name=f"next_state_{number}")
+
+
+def _of(gm: GraphModule, number: int, role: Role) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is role and info(n).bucket == number]
+
+
+def _bucket(node: Node) -> int:
+    number = info(node).bucket
+    assert number is not None, f"{node.name} belongs to a bucket"
+    return number

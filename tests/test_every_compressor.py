@@ -1,0 +1,151 @@
+"""Every compressor trains: on all ranks the same bits, and on the wire exactly the bytes that it declares.
+
+All run in one process group; ranks report numbers, which tests then judge.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks
+from test_parity import TWO_HOSTS, plan_in_turns, replica_fingerprint
+
+import fxcomp
+from fxcomp.compressors import CATALOGUE, parse_compressor
+from fxcomp.feedback import ErrorFeedback
+from fxcomp.strategy import Device, Plan, Strategy
+
+STEPS = 5
+
+PARAMETERS = {"threshold": "0.001, 0.2", "powersgd": "2"}
+"""For compressors that have no default, others than a ratio of 0.05."""
+
+
+def text_of(name: str) -> str:
+    try:
+        return str(parse_compressor(name))
+    except ValueError:
+        return f"{name}({PARAMETERS.get(name, '0.05')})"
+
+
+COMPRESSORS = [text_of(name) for name in CATALOGUE]
+PLACES = ["uniform", "gpu", "cpu"]
+WHOLE = [text for text in COMPRESSORS if not parse_compressor(text).facts.needs_whole_parameters]
+
+Bytes = dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one rank found."""
+
+    losses: tuple[float, ...] = ()
+    fingerprint: str = ""
+    sent: Bytes = field(default_factory=dict[tuple[str, str], int])
+    declared: Bytes = field(default_factory=dict[tuple[str, str], int])
+    counted: bool = False
+    """Every random stream went on by one a step."""
+    error: str = ""
+
+
+def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Numbers]:
+    return {case: _attempt(*case) for case in cases}
+
+
+def _attempt(text: str, place: str) -> Numbers:
+    try:
+        return _train(text, place)
+    except Exception:
+        return Numbers(error=traceback.format_exc())
+
+
+def _train(text: str, place: str) -> Numbers:
+    job, rank = JOBS["mlp"], dist.get_rank()
+    model = job.build()
+    compressor = parse_compressor(text)
+    make = Strategy.hierarchical if place == "hierarchical" else Strategy.flat
+    device = Device.CPU if place == "cpu" else Device.GPU
+    plan = text if place == "uniform" else plan_in_turns(model, [make(compressor, device)], per_bucket=3)
+    step = fxcomp.compile_step(
+        model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), job.batch(0, rank), plan=plan, verify_every=1,
+        cluster=TWO_HOSTS if place == "hierarchical" else None, error_feedback=ErrorFeedback(allow_diverging=True),
+    )  # fmt: skip
+    before = streams(step)
+    losses = tuple(step(job.batch(i, rank)).item() for i in range(STEPS))
+    return Numbers(
+        losses,
+        replica_fingerprint(model),
+        dict(step.payload_bytes),
+        declared_bytes(step.plan, step, place),
+        [[key, count + STEPS] for key, count in before] == streams(step),
+    )
+
+
+def streams(step: fxcomp.CompiledStep) -> list[list[int]]:
+    """The key and the step of each random stream."""
+    saved: Any = step.state_dict()["compressors"]
+    return [part["state"].tolist() for part in saved.values() if part["dtype"] == "int64"]
+
+
+def declared_bytes(plan: Plan, step: fxcomp.CompiledStep, place: str) -> Bytes:
+    """What a rank should put into flat collectives: dense buckets, payloads, and proposals."""
+    if place == "hierarchical":
+        return {}
+    parameters = dict(step.training.model.named_parameters())
+    found: Bytes = {}
+    for bucket in plan.buckets:
+        compressor = bucket.strategy.compressor
+        size, kind = bucket.dense_bytes, "all_reduce"
+        if compressor is not None:
+            shapes = [tuple(parameters[name].shape) for name in bucket.names]
+            bound = compressor.bound_to(shapes, dist.get_world_size())
+            size, kind = bound.payload_bytes(bucket.sizes), "all_reduce" if bound.is_linear else "all_gather"
+            if bound.facts.agreement:
+                found["all_reduce", "world"] = found.get(("all_reduce", "world"), 0) + bound.proposal_bytes(
+                    bucket.sizes
+                )
+        found[kind, "world"] = found.get((kind, "world"), 0) + size
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[tuple[str, str], Numbers]]:
+    return run_ranks(2, train_all, [(text, place) for text in COMPRESSORS for place in PLACES], timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def on_hosts() -> list[dict[tuple[str, str], Numbers]]:
+    return run_ranks(4, train_all, [(text, "hierarchical") for text in WHOLE], timeout_s=300)
+
+
+def check(everyone: list[dict[tuple[str, str], Numbers]], case: tuple[str, str]) -> list[Numbers]:
+    numbers = [rank[case] for rank in everyone]
+    assert not any(n.error for n in numbers), "\n".join(n.error for n in numbers)
+    assert len({n.fingerprint for n in numbers}) == 1
+    assert all(math.isfinite(loss) for n in numbers for loss in n.losses)
+    assert all(n.counted for n in numbers)
+    return numbers
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("text", COMPRESSORS)
+def test_all_ranks_hold_the_same_bits_and_send_what_is_declared(on_two: Any, text: str, place: str):
+    for numbers in check(on_two, (text, place)):
+        assert numbers.sent == numbers.declared
+
+
+@pytest.mark.parametrize("text", COMPRESSORS)
+def test_the_pool_computes_what_the_main_thread_computes(on_two: Any, text: str):
+    for rank in on_two:
+        assert rank[text, "cpu"].fingerprint == rank[text, "gpu"].fingerprint
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_between_hosts_every_rank_holds_the_same_bits(on_hosts: Any, text: str):
+    check(on_hosts, (text, "hierarchical"))
