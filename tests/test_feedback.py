@@ -155,7 +155,8 @@ def test_bursts_under_adam_are_refused_beyond_a_share():
     for optimizer in OPTIMIZERS.values():
         check_plan(ErrorFeedback(), few, optimizer())
     check_plan(ErrorFeedback(), many, OPTIMIZERS["sgd"]())
-    check_plan(ErrorFeedback(), plan(parse_compressor("sign")), OPTIMIZERS["adam"]())
+    for name in ("sign", "shared_int8", "bf16"):
+        check_plan(ErrorFeedback(), plan(parse_compressor(name)), OPTIMIZERS["adam"]())
     with pytest.raises(
         DivergingCombination, match=r"16% of all elements .* topk\(0.01\).*AdamW divides .*at most 15%.*\n.*Use int8"
     ):

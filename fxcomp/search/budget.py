@@ -54,10 +54,16 @@ def plan_error(plan: Plan) -> float:
 
 
 def polluting_share(plan: Plan) -> float:
-    """The part of all elements under compressors that leave out more than `POLLUTING_ERROR`."""
+    """The part of all elements that error feedback sends in bursts."""
     elements = sum(bucket.elements for bucket in plan.buckets)
-    bursts = sum(b.elements for b in plan.buckets if strategy_error(b.strategy) > POLLUTING_ERROR)
+    bursts = sum(b.elements for b in plan.buckets if is_bursty(b.strategy))
     return bursts / elements if elements else 0.0
+
+
+def is_bursty(strategy: Strategy) -> bool:
+    """Whether much is left out at a time, and fed back later."""
+    compressor = strategy.compressor
+    return compressor is not None and compressor.needs_error_feedback and compressor_error(compressor) > POLLUTING_ERROR
 
 
 def error_limit(mode: Mode) -> float:

@@ -16,7 +16,7 @@ from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Stream, Task, simulate, step_time_us
-from fxcomp.search.budget import POLLUTING_ERROR, error_limit, strategy_error
+from fxcomp.search.budget import error_limit, is_bursty, strategy_error
 from fxcomp.search.space import Mode, strategies
 from fxcomp.search.tasks import BucketTasks, assemble, broadcast_task, plan_tasks, price_bucket
 from fxcomp.search.workload import Workload
@@ -218,7 +218,7 @@ class _Search:
 
     def _bursting(self, part: _Part) -> int:
         """The elements of a bucket that come in bursts."""
-        if self.errors[part.is_vector][part.strategy] <= POLLUTING_ERROR:
+        if not is_bursty(self._strategy(part)):
             return 0
         return sum(self.workload.gradients[k].elements for k in self._positions(part))
 
