@@ -4,7 +4,7 @@
 // 2. (here) fit over runs of 16 values, a cache line each, of which few are needed; then one pass over everything.
 //
 // Scalars are computed with the same operations in the same order as in the reference, in fp64; exp, log and sqrt are
-// the C library's in both. Sums add the upper half to the lower, and so on.
+// the C library's in both. Sums run in 512 strided lanes, which then fold in halves.
 #include <cmath>
 
 #include "random.h"
@@ -15,6 +15,7 @@ namespace {
 using namespace survivors;
 
 constexpr int64_t kSampleRun = 16;
+constexpr int64_t kLanes = 512;
 constexpr int64_t kGroup = 512;
 constexpr double kFirstShare = 0.25;
 constexpr float kWindow = 5.0f;
@@ -39,8 +40,7 @@ struct Sample {
     const float* values;  // magnitudes, 0 for what is not finite
     int64_t size;
     int64_t padded;  // the next power of two
-    double* sums;
-    double* squares;
+    double* products;
 };
 
 }  // namespace
@@ -81,42 +81,43 @@ FXCOMP_BODY int64_t count_reaching(const float* magnitudes, int64_t size, uint32
     return count;
 }
 
-// The sums and squares of what exceeds the level, in the first element of each array; returns how many do.
-FXCOMP_BODY int64_t sum_above(const float* FXCOMP_RESTRICT magnitudes, int64_t size, int64_t padded, double level,
-                              double* FXCOMP_RESTRICT sums, double* FXCOMP_RESTRICT squares) {
-    int64_t half = std::max<int64_t>(padded / 2, 1);
-    const int64_t both = padded > 1 ? size - half : 0;
+struct Sums {
+    int64_t count;
+    double sum, squares;
+};
+
+// Of what exceeds the level.
+FXCOMP_BODY Sums sum_above(const float* magnitudes, int64_t size, double level) {
+    double sums[kLanes] = {}, squares[kLanes] = {};
     int64_t count = 0;
-    for (int64_t i = 0; i < both; ++i) {
-        const double a = magnitudes[i], b = magnitudes[i + half];
-        const double above_a = a > level ? a - level : 0.0, above_b = b > level ? b - level : 0.0;
-        count += (a > level) + (b > level);
-        sums[i] = above_a + above_b;
-        squares[i] = above_a * above_a + above_b * above_b;
+    for (int64_t start = 0; start < size; start += kLanes) {
+        const float* const row = magnitudes + start;
+        const int64_t length = std::min(kLanes, size - start);
+        int32_t in_row = 0;
+        for (int64_t i = 0; i < length; ++i) {
+            const double magnitude = static_cast<double>(row[i]);
+            const double above = magnitude > level ? magnitude - level : 0.0;
+            in_row += magnitude > level;
+            sums[i] += above;
+            squares[i] += above * above;
+        }
+        count += in_row;
     }
-    for (int64_t i = both; i < half; ++i) {
-        const double a = magnitudes[i];
-        const double above = a > level ? a - level : 0.0;
-        count += a > level;
-        sums[i] = above;
-        squares[i] = above * above;
-    }
-    while (half > 1) {
-        half /= 2;
+    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (int64_t i = 0; i < half; ++i) {
-            sums[i] = sums[i] + sums[i + half];
-            squares[i] = squares[i] + squares[i + half];
+            sums[i] += sums[i + half];
+            squares[i] += squares[i + half];
         }
     }
-    return count;
+    return {count, sums[0], squares[0]};
 }
 
 static Moments moments_above(const Sample& sample, double level) {
-    const int64_t count = sum_above(sample.values, sample.size, sample.padded, level, sample.sums, sample.squares);
-    if (count == 0) return {0, 0.0, 0.0};
-    const auto divisor = static_cast<double>(count);
-    const double mean = sample.sums[0] / divisor, square = sample.squares[0] / divisor;
-    return {count, mean, square - mean * mean};
+    const Sums above = sum_above(sample.values, sample.size, level);
+    if (above.count == 0) return {0, 0.0, 0.0};
+    const auto divisor = static_cast<double>(above.count);
+    const double mean = above.sum / divisor, square = above.squares / divisor;
+    return {above.count, mean, square - mean * mean};
 }
 
 // Mantissas multiplied 512 at a time into the first padded / 512 elements; returns the sum of the exponents.
@@ -140,9 +141,9 @@ FXCOMP_BODY int64_t multiply_mantissas(const float* magnitudes, int64_t size, in
 
 static double mean_log(const Sample& sample, int64_t count) {
     const int64_t down_to = std::max<int64_t>(1, sample.padded / kGroup);
-    const int64_t exponents = multiply_mantissas(sample.values, sample.size, sample.padded, down_to, sample.sums);
+    const int64_t exponents = multiply_mantissas(sample.values, sample.size, sample.padded, down_to, sample.products);
     double logs = 0.0;
-    for (int64_t i = 0; i < down_to; ++i) logs += std::log(sample.sums[i]);
+    for (int64_t i = 0; i < down_to; ++i) logs += std::log(sample.products[i]);
     return (static_cast<double>(exponents) * kLogTwo + logs) / static_cast<double>(count);
 }
 
@@ -244,21 +245,20 @@ static double fit_threshold(const Sample& sample, double reaching, int64_t stage
 }
 
 static bool is_contradicted(int64_t reached, double reaching, int64_t stride) {
-    const double chance = stride > 1 ? 1.5 * std::sqrt(reaching) : 0.0;
+    const double chance = stride > 1 ? std::sqrt(reaching) : 0.0;
     return std::abs(static_cast<double>(reached) - reaching) > std::max(0.05 * reaching, chance);
 }
 
 // The sample lies in the scratch until the next one is taken.
-static Sample take_sample(const Segment& segment, int64_t stride, int64_t calls, Scratch& scratch) {
+static Sample take_sample(const Segment& segment, int64_t stride, int64_t calls, int64_t fit, Scratch& scratch) {
     const int64_t first = calls % stride, runs = segment.size / kSampleRun;
     const int64_t taken = ceil_divide(runs - first, stride);
     const int64_t size = stride > 1 ? kSampleRun * taken : segment.size;
     int64_t padded = 1;
     while (padded < size) padded *= 2;
     if (static_cast<int64_t>(scratch.sample.size()) < size) scratch.sample.resize(static_cast<size_t>(size));
-    if (static_cast<int64_t>(scratch.sums.size()) < padded) {
-        scratch.sums.resize(static_cast<size_t>(padded));
-        scratch.squares.resize(static_cast<size_t>(padded));
+    if (fit == kGamma && static_cast<int64_t>(scratch.products.size()) < padded) {
+        scratch.products.resize(static_cast<size_t>(padded));
     }
     float* const out = scratch.sample.data();
     if (stride > 1) {
@@ -268,7 +268,7 @@ static Sample take_sample(const Segment& segment, int64_t stride, int64_t calls,
     } else {
         take_all(segment.bucket, segment.residual, size, out);
     }
-    return {out, size, padded, scratch.sums.data(), scratch.squares.data()};
+    return {out, size, padded, scratch.products.data()};
 }
 
 static void end_window(Controller& c, double fitted, double reached, double most_stages) {
@@ -310,7 +310,7 @@ static void advance(Controller& c, double fitted, double reached, double most_st
 static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, int64_t fit, double most_stages,
                    Controller& controller, Scratch& scratch) {
     const auto calls = static_cast<int64_t>(controller.calls);
-    const Sample sample = take_sample(segment, stride, calls, scratch);
+    const Sample sample = take_sample(segment, stride, calls, fit, scratch);
     if (count_reaching(sample.values, sample.size, 1u) == 0) {
         send(segment, {1u, 1u}, scratch);
         return;

@@ -36,7 +36,7 @@ struct Scratch {
     std::vector<Found> parts;
     Found merged;
     std::vector<float> sample;
-    std::vector<double> sums, squares;
+    std::vector<double> products;
 };
 
 struct Segment {

@@ -54,7 +54,12 @@ def capacities(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
 
 
 def payload_bytes(segments: Sequence[int], ratio: float) -> int:
-    return sum(4 + 8 * slots for slots in capacities(tuple(segments), ratio) if slots > 0)
+    return sum(map(section_bytes, capacities(tuple(segments), ratio)))
+
+
+def section_bytes(slots: int) -> int:
+    """The part of one segment."""
+    return 4 + 8 * slots if slots > 0 else 0
 
 
 def magnitude_bits(values: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""The payload of fixed size that sidco, dgc and threshold share: what is sent when too much or nothing survives."""
+
+import pytest
+import torch
+from compressor_cases import WITH_KERNELS
+from torch import Tensor
+
+from fxcomp.compressors import Threshold, survivors
+from fxcomp.compressors.survivors import Cut
+
+
+def _sent(payload: Tensor, slots: int) -> tuple[int, list[float], list[int]]:
+    words = payload.view(torch.int32)
+    return int(words[0]), words[1 : 1 + slots].view(torch.float32).tolist(), words[1 + slots :].tolist()
+
+
+def test_a_payload_holds_a_count_then_values_then_places_then_zeros() -> None:
+    bucket = torch.tensor([0.5, -3.0, 0.0, 2.0, 1.0] + [0.0] * 15)
+    compressor = Threshold(2.0, 0.1)
+    payload = torch.full((compressor.payload_elements((20,)),), 77, dtype=torch.uint8)
+    compressor.encode(bucket, None, payload, (20,))
+    assert _sent(payload, 3) == (2, [-3.0, 2.0, 0.0], [1, 3, 0])
+
+
+def test_where_too_many_survive_the_largest_are_sent_and_the_rest_stays() -> None:
+    bucket = torch.tensor([5.0, 2.0, -5.0, 3.0, 2.0, 2.0] + [0.0] * 14)
+    residual = torch.zeros(20)
+    compressor = Threshold(1.0, 0.15)  # k = 3, 4 slots
+    payload = torch.empty(compressor.payload_elements((20,)), dtype=torch.uint8)
+    compressor.encode(bucket, residual, payload, (20,))
+    assert _sent(payload, 4) == (4, [5.0, 2.0, -5.0, 3.0], [0, 1, 2, 3])
+    assert residual.tolist() == [0.0] * 4 + [2.0, 2.0] + [0.0] * 14
+
+
+def test_nothing_is_sent_where_nothing_reaches_the_threshold_until_it_has_added_up() -> None:
+    bucket, residual = torch.full((10,), 0.4), torch.zeros(10)
+    compressor = Threshold(1.0, 1.0)
+    payload = torch.empty(compressor.payload_elements((10,)), dtype=torch.uint8)
+    counts = [_sent(payload, 10)[0] for _ in range(4) if compressor.encode(bucket, residual, payload, (10,)) is None]
+    assert counts == [0, 0, 10, 0]
+
+
+def test_there_are_thirty_per_cent_more_slots_than_values_to_send() -> None:
+    assert survivors.capacities((0, 1, 10, 1000, 1001), 0.1) == (0, 1, 2, 130, 132)
+    assert survivors.capacities((100,), 1.0) == (100,)
+    assert survivors.payload_bytes((0, 1, 1000), 0.1) == 4 + 8 * 1 + 4 + 8 * 130
+
+
+def test_a_second_look_happens_where_fewer_than_half_reach_the_threshold() -> None:
+    bucket = torch.arange(100.0)
+    few = survivors.compress(bucket, None, (100,), 0.1, [Cut(_bits(97.0), _bits(90.0))])
+    enough = survivors.compress(bucket, None, (100,), 0.1, [Cut(_bits(95.0), _bits(90.0))])
+    assert (few.reached, enough.reached) == ([10], [5])
+
+
+@WITH_KERNELS
+def test_a_payload_that_is_not_ours_is_refused() -> None:
+    compressor = Threshold(1.0, 0.1)
+    payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
+    payload.view(torch.int32)[0] = 14
+    with pytest.raises(AssertionError, match="outside its segment"):
+        compressor.decode(payload, 1, (100,), torch.empty(100))
+    payload.view(torch.int32)[[0, 14]] = torch.tensor([1, 100], dtype=torch.int32)
+    with pytest.raises(AssertionError, match="outside its segment"):
+        compressor.decode(payload, 1, (100,), torch.empty(100))
+
+
+def _bits(value: float) -> int:
+    return int(torch.tensor(value).view(torch.int32))

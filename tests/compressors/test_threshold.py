@@ -1,0 +1,22 @@
+"""The hard threshold."""
+
+import pytest
+import torch
+
+from fxcomp.compressors import BadCompressor, Threshold, parse_compressor
+
+
+def test_a_hard_threshold_bounds_what_is_left_out_while_there_are_slots() -> None:
+    compressor = Threshold(2.5, 0.3)
+    residual = torch.zeros(10_000)
+    payload = torch.empty(compressor.payload_elements((10_000,)), dtype=torch.uint8)
+    for seed in range(5):
+        gradient = torch.randn(10_000, generator=torch.Generator().manual_seed(seed))
+        compressor.encode(gradient, residual, payload, (10_000,))
+    assert residual.abs().max() < 2.5
+
+
+def test_the_text_form_has_both_parameters() -> None:
+    assert str(parse_compressor("threshold(0.5, 0.01)")) == "threshold(0.5, 0.01)"
+    with pytest.raises(BadCompressor, match="threshold needs value from 1e-30 to 1e\\+30, not 0"):
+        parse_compressor("threshold(0, 0.01)")
