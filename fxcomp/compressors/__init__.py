@@ -6,6 +6,10 @@ from fxcomp.compressors.catalogue import compressor_of, parse_compressor
 from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.dgc import DGC
 from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.fp8_e4m3 import FP8E4M3
+from fxcomp.compressors.fp8_e5m2 import FP8E5M2
+from fxcomp.compressors.fp16 import FP16
+from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
@@ -22,6 +26,9 @@ __all__ = [
     "BF16",
     "CATALOGUE",
     "DGC",
+    "FP8E4M3",
+    "FP8E5M2",
+    "FP16",
     "Agreement",
     "BadCompressor",
     "Bias",
@@ -30,6 +37,7 @@ __all__ = [
     "Compressor",
     "Facts",
     "Feedback",
+    "Int2",
     "Int4",
     "Int8",
     "Parameter",

@@ -62,12 +62,12 @@ def test_a_default_is_not_written() -> None:
         (
             "int8(bloc=3)",
             "cannot read the compressor 'int8(bloc=3)': got an unexpected keyword argument 'bloc'; "
-            "it is int8(block: int = 512)",
+            "it is int8(block: int = 512, stochastic: bool = False)",
         ),
         (
             "int8(1.5)",
             "cannot read the compressor 'int8(1.5)': invalid literal for int() with base 10: '1.5'; "
-            "it is int8(block: int = 512)",
+            "it is int8(block: int = 512, stochastic: bool = False)",
         ),
         ("int8(0)", "int8 needs block from 1 to 65536, not 0"),
         ("int4(7)", "int4 needs a block of whole bytes, a multiple of 2, not block=7"),

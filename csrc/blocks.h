@@ -1,0 +1,377 @@
+// Quantise a bucket block by block: int8, int4, int2, sign, qsgd and fp8 are this with different codecs.
+//
+// A payload holds the fp32 scales of all blocks, then the codes of b bits, each segment's from a new byte on, then zeros
+// up to a multiple of four; fxcomp/compressors/block_codes.py is the reference. A codec has
+//
+//     kBits, kIsRandom                              1, 2, 4 or 8; whether `encode` uses u
+//     scale_of<kFeedback>(bucket, residual, size)   a block's scale, not finite where it cannot be sent
+//     divisor_of(scale)                             what `encode` wants to know, computed once a block
+//     encode(value, scale, divisor, u)              the code, and what it decodes to
+//     decode(code, scale)                           that again
+//
+// Encode reads a block twice, the second time from the cache, so main memory sees 12 bytes a value with error feedback
+// and 4 without, plus the codes. Codes are made one a byte in a short array and then packed: both loops vectorise, and
+// one loop over bytes of codes would not. Decode goes the same way back, run by run for all ranks, and writes the mean
+// once.
+#pragma once
+
+#include "common.h"
+#include "random.h"
+#include "stream.h"
+#include "threads.h"
+
+// Values whose codes are made before they are packed. A multiple of 64: a run ends with a whole byte.
+constexpr int64_t kRun = 128;
+
+// A codec's function: like FXCOMP_INLINE, in a class.
+#if defined(__GNUC__)
+#define FXCOMP_METHOD inline __attribute__((always_inline))
+#else
+#define FXCOMP_METHOD inline
+#endif
+
+struct Coded {
+    uint32_t code;
+    float value;
+};
+
+// How a bucket is cut into blocks.
+struct Cut {
+    const int64_t* segments;
+    int64_t segment_count, block;
+};
+
+FXCOMP_INLINE int64_t count_blocks(const Cut& cut) { return count_blocks(cut.segments, cut.segment_count, cut.block); }
+
+FXCOMP_INLINE int64_t count_code_bytes(const Cut& cut, int64_t bits) {
+    int64_t bytes = 0;
+    for (int64_t s = 0; s < cut.segment_count; ++s) bytes += ceil_divide(cut.segments[s] * bits, 8);
+    return bytes;
+}
+
+// A block: which segment it is of, where it begins there and in the bucket, and the byte of its first code.
+struct Place {
+    int64_t segment, in_segment, element, byte;
+};
+
+FXCOMP_INLINE Place place_of(const Cut& cut, int64_t bits, int64_t index) {
+    Place place{0, 0, 0, 0};
+    for (; place.segment < cut.segment_count; ++place.segment) {
+        const int64_t size = cut.segments[place.segment], blocks = ceil_divide(size, cut.block);
+        if (index < blocks) break;
+        index -= blocks;
+        place.element += size;
+        place.byte += ceil_divide(size * bits, 8);
+    }
+    place.in_segment = index * cut.block;
+    place.element += place.in_segment;
+    place.byte += place.in_segment * bits / 8;
+    return place;
+}
+
+FXCOMP_INLINE int64_t block_size(const Cut& cut, const Place& place) {
+    return std::min(cut.segments[place.segment] - place.in_segment, cut.block);
+}
+
+FXCOMP_INLINE void go_on(const Cut& cut, int64_t bits, int64_t size, Place& place) {
+    place.in_segment += size;
+    place.element += size;
+    place.byte += ceil_divide(size * bits, 8);
+    while (place.segment < cut.segment_count && place.in_segment >= cut.segments[place.segment]) {
+        ++place.segment;
+        place.in_segment = 0;
+    }
+}
+
+// The codes that share a packed byte, while they are one a byte.
+template <int kBits>
+struct Together;
+template <>
+struct Together<4> {
+    using Word = uint16_t;
+};
+template <>
+struct Together<2> {
+    using Word = uint32_t;
+};
+template <>
+struct Together<1> {
+    using Word = uint64_t;
+};
+template <>
+struct Together<8> {
+    using Word = uint8_t;
+};
+
+// Codes become 8 / kBits a byte, the first in the lowest bits. Zeros follow the last code.
+template <int kBits>
+FXCOMP_INLINE void pack(const typename Together<kBits>::Word* FXCOMP_RESTRICT codes, uint8_t* FXCOMP_RESTRICT packed,
+                        int64_t bytes) {
+    for (int64_t i = 0; i < bytes; ++i) {
+        const auto word = codes[i];
+        if constexpr (kBits == 4) {
+            packed[i] = static_cast<uint8_t>(word | (word >> 4));
+        } else if constexpr (kBits == 2) {
+            packed[i] = static_cast<uint8_t>(word | (word >> 6) | (word >> 12) | (word >> 18));
+        } else {
+            packed[i] = static_cast<uint8_t>((word * 0x0102040810204080ull) >> 56);
+        }
+    }
+}
+
+template <int kBits>
+FXCOMP_INLINE void unpack(const uint8_t* FXCOMP_RESTRICT packed, typename Together<kBits>::Word* FXCOMP_RESTRICT codes,
+                          int64_t bytes) {
+    for (int64_t i = 0; i < bytes; ++i) {
+        const typename Together<kBits>::Word byte = packed[i];
+        if constexpr (kBits == 4) {
+            codes[i] = (byte | (byte << 4)) & 0x0f0f;
+        } else if constexpr (kBits == 2) {
+            codes[i] = (byte | (byte << 6) | (byte << 12) | (byte << 18)) & 0x03030303u;
+        } else {
+            const uint64_t spread = (byte * 0x0101010101010101ull) & 0x8040201008040201ull;
+            codes[i] = ((spread + 0x7f7f7f7f7f7f7f7full) >> 7) & 0x0101010101010101ull;
+        }
+    }
+}
+
+// Up to kRun values: their codes, and their new residual.
+template <class Codec, bool kFeedback>
+FXCOMP_INLINE void encode_run(const Codec& codec, const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
+                              uint8_t* FXCOMP_RESTRICT packed, float scale, float divisor, Stream stream,
+                              int64_t counter, int64_t size) {
+    using Word = typename Together<Codec::kBits>::Word;
+    alignas(64) Word words[kRun / sizeof(Word)] = {};
+    uint8_t* FXCOMP_RESTRICT const codes = Codec::kBits == 8 ? packed : reinterpret_cast<uint8_t*>(words);
+    for (int64_t i = 0; i < size; ++i) {
+        const float value = compensated<kFeedback>(bucket, residual, i);
+        const float u = Codec::kIsRandom ? uniform(stream, static_cast<uint32_t>(counter + i)) : 0.0f;
+        const Coded coded = codec.encode(value, scale, divisor, u);
+        codes[i] = static_cast<uint8_t>(coded.code);
+        if (kFeedback) residual[i] = value - coded.value;
+    }
+    if constexpr (Codec::kBits < 8) pack<Codec::kBits>(words, packed, ceil_divide(size * Codec::kBits, 8));
+}
+
+template <class Codec, bool kFeedback>
+FXCOMP_INLINE void encode_block(const Codec& codec, const float* bucket, float* residual, uint8_t* scale_out,
+                                uint8_t* packed, Stream stream, int64_t counter, int64_t size) {
+    const float scale = codec.template scale_of<kFeedback>(bucket, residual, size);
+    if (magnitude_bits(scale) >= kInfinityBits) {
+        store_float(scale_out, float_of(kNanBits));
+        std::memset(packed, 0, static_cast<size_t>(ceil_divide(size * Codec::kBits, 8)));
+        return;
+    }
+    store_float(scale_out, scale);
+    const float divisor = codec.divisor_of(scale);
+    for (int64_t start = 0; start < size; start += kRun) {
+        float* const left_out = kFeedback ? residual + start : nullptr;
+        uint8_t* const bytes = packed + start * Codec::kBits / 8;
+        if (size - start >= kRun) {
+            encode_run<Codec, kFeedback>(codec, bucket + start, left_out, bytes, scale, divisor, stream,
+                                         counter + start, kRun);
+        } else {
+            encode_run<Codec, kFeedback>(codec, bucket + start, left_out, bytes, scale, divisor, stream,
+                                         counter + start, size - start);
+        }
+    }
+}
+
+template <class Codec, bool kFeedback>
+FXCOMP_BODY void encode_range(const Codec codec, const Cut cut, const float* bucket, float* residual, uint8_t* payload,
+                              const int64_t* state, int64_t begin, int64_t end) {
+    uint8_t* const codes = payload + 4 * count_blocks(cut);
+    Place place = place_of(cut, Codec::kBits, begin);
+    for (int64_t index = begin; index < end; ++index) {
+        const int64_t size = block_size(cut, place);
+        const Stream stream = Codec::kIsRandom ? stream_of(state + 2 * place.segment) : Stream{0, 0};
+        encode_block<Codec, kFeedback>(codec, bucket + place.element, kFeedback ? residual + place.element : nullptr,
+                                       payload + 4 * index, codes + place.byte, stream, place.in_segment, size);
+        go_on(cut, Codec::kBits, size, place);
+    }
+}
+
+// Raises the step of each segment's stream.
+FXCOMP_INLINE void raise_steps(int64_t* state, int64_t segment_count) {
+    for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
+}
+
+// All of a kernel's encode. `state` is needed where the codec is random.
+template <class Codec>
+inline void encode_blocks(const Codec codec, const Cut cut, const float* bucket, float* residual, uint8_t* payload,
+                          int64_t* state) {
+    const int64_t blocks = count_blocks(cut), code_bytes = count_code_bytes(cut, Codec::kBits);
+    const int64_t grain = kGrain / cut.block;
+    if (residual != nullptr) {
+        in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
+            encode_range<Codec, true>(codec, cut, bucket, residual, payload, state, begin, end);
+        });
+    } else {
+        in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
+            encode_range<Codec, false>(codec, cut, bucket, residual, payload, state, begin, end);
+        });
+    }
+    fill_up(payload + 4 * blocks + code_bytes, code_bytes);
+    if (Codec::kIsRandom) raise_steps(state, cut.segment_count);
+}
+
+// Up to kRun values of one rank, written or added.
+template <class Codec, bool kAdd>
+FXCOMP_INLINE void decode_run(const Codec& codec, const uint8_t* FXCOMP_RESTRICT packed, float* FXCOMP_RESTRICT out,
+                              float scale, int64_t size) {
+    using Word = typename Together<Codec::kBits>::Word;
+    alignas(64) Word words[kRun / sizeof(Word)];
+    if constexpr (Codec::kBits < 8) unpack<Codec::kBits>(packed, words, ceil_divide(size * Codec::kBits, 8));
+    const uint8_t* FXCOMP_RESTRICT const codes =
+        Codec::kBits == 8 ? packed : reinterpret_cast<const uint8_t*>(words);
+    for (int64_t i = 0; i < size; ++i) {
+        const float value = codec.decode(codes[i], scale);
+        out[i] = kAdd ? out[i] + value : value;
+    }
+}
+
+// Up to kRun values of all ranks, then their mean.
+template <class Codec>
+FXCOMP_INLINE void decode_ranks(const Codec& codec, const uint8_t* scales, const uint8_t* packed, int64_t ranks,
+                                int64_t payload_bytes, float* FXCOMP_RESTRICT out, int64_t size) {
+    decode_run<Codec, false>(codec, packed, out, load_float(scales), size);
+    for (int64_t rank = 1; rank < ranks; ++rank) {
+        const int64_t offset = rank * payload_bytes;
+        decode_run<Codec, true>(codec, packed + offset, out, load_float(scales + offset), size);
+    }
+    if (ranks == 1) return;
+    const float factor = mean_factor(ranks);
+    for (int64_t i = 0; i < size; ++i) out[i] *= factor;
+}
+
+template <class Codec, bool kStream>
+FXCOMP_BODY void decode_range(const Codec codec, const Cut cut, const uint8_t* payloads, int64_t ranks, float* out,
+                              int64_t begin, int64_t end) {
+    const int64_t scale_bytes = 4 * count_blocks(cut);
+    const int64_t payload_bytes = scale_bytes + round_up(count_code_bytes(cut, Codec::kBits), 4);
+    Place place = place_of(cut, Codec::kBits, begin);
+    LineWriter<kRun> writer;
+    if (kStream) start_lines(writer, out + place.element);
+    for (int64_t index = begin; index < end; ++index) {
+        const int64_t size = block_size(cut, place);
+        const uint8_t* const scales = payloads + 4 * index;
+        const uint8_t* const packed = payloads + scale_bytes + place.byte;
+        for (int64_t start = 0; start < size; start += kRun) {
+            const uint8_t* const bytes = packed + start * Codec::kBits / 8;
+            const int64_t in_run = std::min(kRun, size - start);
+            float* const values = kStream ? next_values(writer) : out + place.element + start;
+            if (in_run == kRun) {
+                decode_ranks(codec, scales, bytes, ranks, payload_bytes, values, kRun);
+            } else {
+                decode_ranks(codec, scales, bytes, ranks, payload_bytes, values, in_run);
+            }
+            if (kStream) commit_values(writer, in_run);
+        }
+        go_on(cut, Codec::kBits, size, place);
+    }
+    if (kStream) finish_lines(writer);
+}
+
+// All of a kernel's decode.
+template <class Codec>
+inline void decode_blocks(const Codec codec, const Cut cut, const uint8_t* payloads, int64_t ranks, float* out) {
+    const int64_t blocks = count_blocks(cut), grain = kGrain / cut.block / ranks;
+    int64_t elements = 0;
+    for (int64_t s = 0; s < cut.segment_count; ++s) elements += cut.segments[s];
+    if (kCanStream && elements >= kStreamedElements) {
+        in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
+            decode_range<Codec, true>(codec, cut, payloads, ranks, out, begin, end);
+        });
+    } else {
+        in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
+            decode_range<Codec, false>(codec, cut, payloads, ranks, out, begin, end);
+        });
+    }
+}
+
+// max|v| of a block as bits, not finite where a value is not.
+template <bool kFeedback>
+FXCOMP_INLINE float largest_magnitude(const float* bucket, const float* residual, int64_t size) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        largest = std::max(largest, magnitude_bits(compensated<kFeedback>(bucket, residual, i)));
+    }
+    return float_of(largest);
+}
+
+// Sums over a block run in 64 strided lanes, which then fold in halves: the same order at any vector width.
+constexpr int64_t kLanes = 64;
+
+// The sum of term(v) over a block.
+template <bool kFeedback, class Term>
+FXCOMP_INLINE float sum_in_lanes(const float* bucket, const float* residual, int64_t size, const Term& term) {
+    float lanes[kLanes] = {};
+    int64_t start = 0;
+    for (; start + kLanes <= size; start += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, start + lane));
+        }
+    }
+    for (int64_t lane = 0; lane < size - start; ++lane) {
+        lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, start + lane));
+    }
+    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+        for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    return lanes[0];
+}
+
+struct Magnitude {
+    float of(float value) const { return float_of(magnitude_bits(value)); }
+};
+
+template <bool kFeedback>
+FXCOMP_INLINE float mean_magnitude(const float* bucket, const float* residual, int64_t size) {
+    return sum_in_lanes<kFeedback>(bucket, residual, size, Magnitude{}) / static_cast<float>(size);
+}
+
+// Adding and subtracting 1.5 * 2^23 rounds to the nearest even integer, whose low bits are the sum's low bits.
+constexpr float kRound = 12582912.0f;
+
+FXCOMP_INLINE float clamp_to(float value, float limit) {
+    value = value < -limit ? -limit : value;
+    return value > limit ? limit : value;
+}
+
+// Exact for what an int32 holds, and vectorises everywhere.
+FXCOMP_INLINE int32_t floor_of(float value) {
+    const auto towards_zero = static_cast<int32_t>(value);
+    return towards_zero - (static_cast<float>(towards_zero) > value ? 1 : 0);
+}
+
+// v / scale rounded to a whole number within -levels..levels, to nearest or at random, in two's complement.
+template <int kBitsOfCode, bool kStochastic>
+struct Integers {
+    static constexpr int kBits = kBitsOfCode;
+    static constexpr bool kIsRandom = kStochastic;
+    static constexpr uint8_t kSignBit = 1 << (kBits - 1);
+
+    float levels;
+
+    template <bool kFeedback>
+    FXCOMP_METHOD float scale_of(const float* bucket, const float* residual, int64_t size) const {
+        return largest_magnitude<kFeedback>(bucket, residual, size) / levels;
+    }
+
+    FXCOMP_METHOD float divisor_of(float scale) const { return scale > 0.0f ? scale : 1.0f; }
+
+    FXCOMP_METHOD Coded encode(float value, float scale, float divisor, float u) const {
+        const float quotient = clamp_to(value / divisor, levels);
+        if (kStochastic) {
+            const float below = static_cast<float>(floor_of(quotient + u));
+            const float whole = below > levels ? levels : below;
+            return {static_cast<uint32_t>(static_cast<int32_t>(whole)) & (2 * kSignBit - 1), whole * scale};
+        }
+        const float shifted = quotient + kRound;
+        return {bits_of(shifted) & (2 * kSignBit - 1), (shifted - kRound) * scale};
+    }
+
+    FXCOMP_METHOD float decode(uint8_t code, float scale) const {
+        return static_cast<float>(static_cast<int8_t>((code ^ kSignBit) - kSignBit)) * scale;
+    }
+};

@@ -1,0 +1,80 @@
+// IEEE half precision: fxcomp/compressors/fp16.py has the formulas and the layout.
+//
+// One pass. Written out with integers, which every compiler vectorises, because C++17 has no fp16.
+#include "fp8.h"
+
+constexpr uint32_t kOverflow = 0x477ff000u;  // 65520, from which on rounding gives inf
+
+FXCOMP_INLINE uint16_t round_to_fp16(float value) {
+    const uint32_t magnitude = magnitude_bits(value), sign = (bits_of(value) >> 16) & 0x8000u;
+    const uint32_t finite = round_to_small_float<10, 15>(magnitude);
+    const uint32_t other = magnitude > kInfinityBits ? 0x7e00u : 0x7c00u;
+    return static_cast<uint16_t>((magnitude < kOverflow ? finite : other) | sign);
+}
+
+FXCOMP_INLINE float widen_fp16(uint16_t half) {
+    const uint32_t code = half & 0x7fffu, sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    const uint32_t finite = bits_of(widen_small_float<10, 15>(code));
+    return float_of((code < 0x7c00u ? finite : (code << 13) | kInfinityBits) | sign);
+}
+
+template <bool kFeedback>
+FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
+                        uint16_t* FXCOMP_RESTRICT payload, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const float value = compensated<kFeedback>(bucket, residual, i);
+        const uint16_t half = round_to_fp16(value);
+        payload[i] = half;
+        if (kFeedback) {
+            const float left_out = value - widen_fp16(half);
+            residual[i] = (half & 0x7fffu) < 0x7c00u ? left_out : residual[i];
+        }
+    }
+}
+
+FXCOMP_INLINE void decode_tile(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
+                               float* FXCOMP_RESTRICT tile, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) tile[i] = widen_fp16(payloads[i]);
+    for (int64_t rank = 1; rank < ranks; ++rank) {
+        const uint16_t* FXCOMP_RESTRICT const half = payloads + rank * elements;
+        for (int64_t i = 0; i < size; ++i) tile[i] += widen_fp16(half[i]);
+    }
+    if (ranks == 1) return;
+    const float factor = mean_factor(ranks);
+    for (int64_t i = 0; i < size; ++i) tile[i] *= factor;
+}
+
+template <bool kStream>
+FXCOMP_BODY void decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out, int64_t begin,
+                        int64_t end) {
+    LineWriter<kTile> writer;
+    if (kStream) start_lines(writer, out + begin);
+    for (int64_t start = begin; start < end; start += kTile) {
+        const int64_t size = std::min(kTile, end - start);
+        decode_tile(payloads + start, ranks, elements, kStream ? next_values(writer) : out + start, size);
+        if (kStream) commit_values(writer, size);
+    }
+    if (kStream) finish_lines(writer);
+}
+
+FXCOMP_EXPORT void fxcomp_fp16_encode(const float* bucket, float* residual, uint16_t* payload, int64_t elements) {
+    if (residual != nullptr) {
+        in_parallel(elements, kGrain,
+                    [=](int64_t begin, int64_t end) { encode<true>(bucket, residual, payload, begin, end); });
+    } else {
+        in_parallel(elements, kGrain,
+                    [=](int64_t begin, int64_t end) { encode<false>(bucket, residual, payload, begin, end); });
+    }
+}
+
+FXCOMP_EXPORT void fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out) {
+    if (kCanStream && elements >= kStreamedElements) {
+        in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
+            decode<true>(payloads, ranks, elements, out, begin, end);
+        });
+    } else {
+        in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
+            decode<false>(payloads, ranks, elements, out, begin, end);
+        });
+    }
+}

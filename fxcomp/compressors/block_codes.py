@@ -1,0 +1,235 @@
+"""A scale and codes of a few bits for each block: what int8, int4, int2, sign, qsgd and fp8 share.
+
+    scale   = of a block's values
+    code    = of a value and its block's scale, b bits
+    decoded = of a code and its block's scale
+
+Payload, as bytes: the fp32 scales of all blocks, then the codes, 8 / b a byte with the first in the lowest bits, then
+zeros up to a multiple of four, so that gathered payloads stay aligned. Blocks start anew with each segment and the last
+one of a segment may be short; a segment's codes start with a new byte, so that no byte is of two segments.
+
+A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual stays as it was.
+
+A random compressor draws u in [0, 1) for each value, at the value's place in its segment; ranks have streams of their
+own, so their errors do not add up.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fxcomp.compressors import kernels, randomness
+from fxcomp.compressors.base import BadCompressor, Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, split, to_blocks
+from fxcomp.compressors.facts import Feedback
+
+_LANES = 64  # the same number as in csrc/blocks.h
+
+
+class BlockCompressor(Compressor):
+    """A subclass says how a block becomes a scale, a value a code, and a code a value; rows are blocks."""
+
+    __slots__ = ()
+
+    block: int
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Of a code: 1, 2, 4 or 8."""
+
+    @property
+    def is_random(self) -> bool:
+        return False
+
+    @property
+    def kernel_parameters(self) -> tuple[int, ...]:
+        """What the kernels want to know besides the block."""
+        return ()
+
+    @abstractmethod
+    def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        """The scale of each row as a column; not finite where the row is not. `sizes` is a column as well."""
+
+    @abstractmethod
+    def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
+        """The code of each value, uint8. `uniform` is 0 where nothing is random."""
+
+    @abstractmethod
+    def values(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """What codes stand for."""
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        in_a_byte = 8 // self.bits
+        if self.block % in_a_byte:
+            raise BadCompressor(
+                f"{self.name} needs a block of whole bytes, a multiple of {in_a_byte}, not block={self.block}"
+            )
+
+    @property
+    def has_state(self) -> bool:
+        return self.is_random
+
+    def state_elements(self, size: int) -> int:
+        return randomness.STATE_ELEMENTS if self.is_random else 0
+
+    def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
+        if not self.is_random:
+            return Compressor.fresh_state(self, size, key, rank)
+        return randomness.fresh_state(randomness.key_of(key, rank))
+
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return sum(self._sections(segments))
+
+    def compress_reference(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> Compressed:
+        value = bucket if residual is None else bucket + residual
+        rows = to_blocks(value, segments, self.block)
+        scale = self.scales(rows, block_sizes(segments, self.block, device=rows.device))
+        is_finite = scale.isfinite()
+        scale = torch.where(is_finite, scale, torch.nan)
+        uniform = self._uniform(rows, segments, state)
+        codes = self.codes(torch.where(is_finite, rows, 0.0), torch.where(is_finite, scale, 0.0), uniform)
+        codes = torch.where(is_finite, codes, 0)
+
+        code_bytes = _pack(from_blocks(codes, segments, self.block), segments, self.bits)
+        filling = code_bytes.new_zeros(-len(code_bytes) % 4)
+        payload = torch.cat([scale.flatten().view(torch.uint8), code_bytes, filling])
+        new_state = empty_like_none(bucket, None if state is None else randomness.next_state(state))
+        if residual is None:
+            return Compressed(payload, bucket.new_empty(0), new_state)
+        old = to_blocks(residual, segments, self.block)
+        left_out = torch.where(is_finite, rows - self.values(codes, scale), old)
+        return Compressed(payload, from_blocks(left_out, segments, self.block), new_state)
+
+    def decompress_reference(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        agreed: Tensor | None,
+        state: Tensor | None,
+    ) -> Tensor:
+        return mean_over_ranks([self._decompress_one(payload, segments) for payload in payloads.view(ranks, -1)])
+
+    def encode_on_cpu(
+        self,
+        bucket: Tensor,
+        residual: Tensor | None,
+        payload: Tensor,
+        segments: Sequence[int],
+        state: Tensor | None,
+        agreed: Tensor | None,
+    ) -> bool:
+        cut = (tuple(segments), len(segments), self.block)
+        kernels.run(f"fxcomp_{self.name}_encode", bucket, residual, payload, *cut, state, *self.kernel_parameters)
+        return True
+
+    def decode_on_cpu(
+        self,
+        payloads: Tensor,
+        ranks: int,
+        segments: Sequence[int],
+        out: Tensor,
+        agreed: Tensor | None,
+        state: Tensor | None,
+    ) -> bool:
+        cut = (tuple(segments), len(segments), self.block)
+        kernels.run(f"fxcomp_{self.name}_decode", payloads, ranks, *cut, out, *self.kernel_parameters)
+        return True
+
+    def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
+        scale_bytes, code_bytes, _ = split(payload, self._sections(segments))
+        scale = scale_bytes.clone().view(torch.float32).view(-1, 1)
+        rows = to_blocks(_unpack(code_bytes, segments, self.bits), segments, self.block)
+        return from_blocks(self.values(rows, scale), segments, self.block)
+
+    def _uniform(self, rows: Tensor, segments: Sequence[int], state: Tensor | None) -> Tensor:
+        if state is None:
+            return torch.zeros_like(rows)
+        streams = [randomness.stream_of(state, index) for index in range(len(segments))]
+        drawn = [randomness.uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
+        return to_blocks(torch.cat([rows.new_empty(0), *drawn]), segments, self.block)
+
+    def _sections(self, segments: Sequence[int]) -> list[int]:
+        """Bytes of scales, of codes and of filling."""
+        code_bytes = sum(_bytes_of_codes(segments, self.bits))
+        return [4 * count_blocks(segments, self.block), code_bytes, -code_bytes % 4]
+
+
+def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
+    """mean|v| of each row as a column."""
+    return sum_in_lanes(rows.abs()) / sizes
+
+
+def sum_in_lanes(rows: Tensor) -> Tensor:
+    """The sum of each row as a column, in an order that any vector width can follow: 64 strided lanes, then halves."""
+    terms = pad(rows, (0, -rows.shape[1] % _LANES))
+    lanes = rows.new_zeros(len(rows), _LANES)
+    for start in range(0, terms.shape[1], _LANES):
+        lanes = lanes + terms[:, start : start + _LANES]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes
+
+
+def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
+    """v / scale as a whole number within -levels..levels, in two's complement of `bits`.
+
+    Rounded to nearest, ties to even; or down after adding u, which is right in the mean. With levels = max|v| / scale
+    the quotient ends at levels, but for its own rounding.
+    """
+    quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
+    whole = (quotient + uniform).floor().clamp_max(levels) if at_random else quotient.round()
+    return whole.to(torch.int8).view(torch.uint8) & (2**bits - 1)
+
+
+def whole_values(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """What the codes of `whole_codes` stand for."""
+    sign_bit = 2 ** (bits - 1)
+    return ((codes ^ sign_bit).float() - sign_bit) * scale
+
+
+def feedback_at_random(block: int, levels: float) -> Feedback:
+    """Whether rounding at random to steps of max|v| / levels may be fed back.
+
+    A value's variance is at most a quarter of a squared step, and the largest value has none; so the relative squared
+    error is at most (block - 1) / (4 levels^2). From 1 on a residual could grow from step to step.
+    """
+    return Feedback.OPTIONAL if block - 1 < 4 * levels**2 else Feedback.FORBIDDEN
+
+
+def _bytes_of_codes(segments: Sequence[int], bits: int) -> list[int]:
+    return [-(-size * bits // 8) for size in segments]
+
+
+def _pack(codes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
+    shifts = _shifts(codes, bits)
+    padded = [pad(piece, (0, -len(piece) % len(shifts))) for piece in split(codes, segments)]
+    bytes_of_codes = torch.cat([codes.new_empty(0), *padded]).view(-1, len(shifts))
+    return (bytes_of_codes << shifts).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack(code_bytes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
+    shifts = _shifts(code_bytes, bits)
+    pieces = split(code_bytes, _bytes_of_codes(segments, bits))
+    codes = [((piece.view(-1, 1) >> shifts) & (2**bits - 1)).flatten() for piece in pieces]
+    cut = [piece[:size] for piece, size in zip(codes, segments, strict=True)]
+    return torch.cat([code_bytes.new_empty(0), *cut])
+
+
+def _shifts(like: Tensor, bits: int) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
