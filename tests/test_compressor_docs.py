@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fxcomp.compressors import BF16, Int8, TopK, parse_compressor
-from fxcomp.compressors.describe import bits_per_value, describe, example_of, examples, ours, relative_error
+from fxcomp.describe import bits_per_value, describe, example_of, examples, ours, relative_error
 from fxcomp.testing.samples import gaussian
 
 PAGE = Path(__file__).parent.parent / "docs" / "compressors.md"

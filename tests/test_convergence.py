@@ -29,7 +29,7 @@ from tasks import TASKS, WORKERS, Task
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, Int8, Sign, TopK
-from fxcomp.compressors.describe import examples
+from fxcomp.describe import examples
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ FLOORS = [
     ["errors", "compat"],
     ["cluster", "compressors", "text"],
     ["strategy", "runtime", "job", "hosts", "testing"],
-    ["cost", "gpt"],
+    ["cost", "describe", "gpt"],
     ["graph"],
     ["capture", "passes", "search", "codegen"],
     ["feedback", "guards", "report"],

@@ -1,6 +1,6 @@
 """Write docs/compressors.md from what the compressors declare.
 
-    python -m fxcomp.compressors.describe > docs/compressors.md
+    python -m fxcomp.describe > docs/compressors.md
 
 Sizes are computed and errors are measured on seeded samples while the page is made; all else comes from `facts`.
 """
@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 
-import fxcomp
 from fxcomp.compressors import CATALOGUE, Bias, Compressor, Feedback, Parameter
 from fxcomp.testing.rounds import average, replicas_of
 from fxcomp.testing.samples import gaussian, laplace
@@ -35,7 +34,7 @@ _FEEDBACK = {
 HEAD = f"""\
 # Compressors
 
-Made from what each compressor declares, by `python -m fxcomp.compressors.describe`; edit `facts`, not this page.
+Made from what each compressor declares, by `python -m fxcomp.describe`; edit `facts`, not this page.
 
 A compressor is written as in the first column, in plans and strategies. n is the number of values of one parameter, B a
 block's size, ⌈ ⌉ rounds up. Bits count all that a rank hands to the network, agreement included, for a matrix of
@@ -72,7 +71,7 @@ def examples() -> list[Compressor]:
 
 def ours() -> list[type[Compressor]]:
     """The catalogue without what other packages have put into it."""
-    return [kind for kind in CATALOGUE.values() if kind.__module__.startswith(f"{fxcomp.__name__}.")]
+    return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
 
 
 def example_of(kind: type[Compressor], **values: float) -> Compressor:
