@@ -15,6 +15,8 @@
 // once.
 #pragma once
 
+#include <cmath>
+
 #include "common.h"
 #include "random.h"
 #include "stream.h"
@@ -302,10 +304,11 @@ FXCOMP_INLINE float largest_magnitude(const float* bucket, const float* residual
 // Sums over a block run in 64 strided lanes, which then fold in halves: the same order at any vector width.
 constexpr int64_t kLanes = 64;
 
-// The sum of term(v) over a block.
+// The sum of term(v) over a block, in the type that the terms have.
 template <bool kFeedback, class Term>
-FXCOMP_INLINE float sum_in_lanes(const float* bucket, const float* residual, int64_t size, const Term& term) {
-    float lanes[kLanes] = {};
+FXCOMP_INLINE typename Term::Sum sum_in_lanes(const float* bucket, const float* residual, int64_t size,
+                                              const Term& term) {
+    typename Term::Sum lanes[kLanes] = {};
     int64_t start = 0;
     for (; start + kLanes <= size; start += kLanes) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -322,12 +325,24 @@ FXCOMP_INLINE float sum_in_lanes(const float* bucket, const float* residual, int
 }
 
 struct Magnitude {
-    float of(float value) const { return float_of(magnitude_bits(value)); }
+    using Sum = float;
+    FXCOMP_METHOD float of(float value) const { return float_of(magnitude_bits(value)); }
+};
+
+// In double precision no square of a float overflows or vanishes.
+struct Square {
+    using Sum = double;
+    FXCOMP_METHOD double of(float value) const { return static_cast<double>(value) * static_cast<double>(value); }
 };
 
 template <bool kFeedback>
 FXCOMP_INLINE float mean_magnitude(const float* bucket, const float* residual, int64_t size) {
     return sum_in_lanes<kFeedback>(bucket, residual, size, Magnitude{}) / static_cast<float>(size);
+}
+
+template <bool kFeedback>
+FXCOMP_INLINE float norm_of(const float* bucket, const float* residual, int64_t size) {
+    return static_cast<float>(std::sqrt(sum_in_lanes<kFeedback>(bucket, residual, size, Square{})));
 }
 
 // Adding and subtracting 1.5 * 2^23 rounds to the nearest even integer, whose low bits are the sum's low bits.

@@ -14,6 +14,7 @@ from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.powersgd import PowerSGD
+from fxcomp.compressors.qsgd import QSGD
 from fxcomp.compressors.randomk import RandomK
 from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
@@ -29,6 +30,7 @@ __all__ = [
     "FP8E4M3",
     "FP8E5M2",
     "FP16",
+    "QSGD",
     "Agreement",
     "BadCompressor",
     "Bias",

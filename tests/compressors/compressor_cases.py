@@ -25,10 +25,11 @@ TYPICAL = {
 """For compressors that need a parameter, or whose edges deserve a try."""
 
 EXTREMES = {
-    "int8": ["int8", "int8(block=128)", "int8(block=7)", "int8(stochastic=true)"],
+    "int8": ["int8", "int8(block=128)", "int8(block=7)", "int8(block=9, stochastic=true)", "int8(stochastic=true)"],
     "int4": ["int4", "int4(block=2)", "int4(block=10)", "int4(block=1000)", "int4(block=6, stochastic=true)"],
     "int2": ["int2", "int2(block=4)", "int2(block=20, stochastic=true)"],
     "fp8_e4m3": ["fp8_e4m3", "fp8_e4m3(block=3)"],
+    "qsgd": ["qsgd", "qsgd(7, block=34)", "qsgd(1)", "qsgd(5, block=1000)"],
     "shared_int8": ["shared_int8", "shared_int8(block=9, stochastic=false)"],
     "sign": ["sign", "sign(block=8)"],
 }

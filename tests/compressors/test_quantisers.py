@@ -5,9 +5,22 @@ import torch
 from compressor_cases import decode, encode
 from torch import Tensor
 
-from fxcomp.compressors import FP8E4M3, FP8E5M2, FP16, BadCompressor, Bias, Compressor, Feedback, Int2, Int4, Int8, Sign
+from fxcomp.compressors import (
+    FP8E4M3,
+    FP8E5M2,
+    FP16,
+    QSGD,
+    BadCompressor,
+    Bias,
+    Compressor,
+    Feedback,
+    Int2,
+    Int4,
+    Int8,
+    Sign,
+)
 from fxcomp.testing.checks import plain_torch
-from fxcomp.testing.samples import gaussian, laplace
+from fxcomp.testing.samples import gaussian, heavy, laplace
 
 SIZE = 131_072
 
@@ -30,6 +43,10 @@ def relative_error(compressor: Compressor, values: Tensor) -> float:
         (Int4(stochastic=True), 0.027, 0.05),
         (Int2(), 0.134, 0.196),
         (Int2(stochastic=True), 0.8, 2.2),
+        (QSGD(), 0.0053, 0.0053),
+        (QSGD(7, 128), 0.44, 0.40),
+        (QSGD(7, 32), 0.11, 0.11),
+        (QSGD(1), 17.0, 15.0),
         (Sign(), 0.36, 0.50),
         (FP16(), 4e-8, 4e-8),
         (FP8E4M3(), 6.6e-4, 6.3e-4),
@@ -100,7 +117,9 @@ def test_int2_leaves_less_than_it_is_given_whatever_that_is() -> None:
         assert (left <= bound + 1e-4).all()
 
 
-@pytest.mark.parametrize("compressor", [Int8(stochastic=True), Int4(stochastic=True), Int2(stochastic=True)], ids=str)
+@pytest.mark.parametrize(
+    "compressor", [Int8(stochastic=True), Int4(stochastic=True), Int2(stochastic=True), QSGD(), QSGD(7)], ids=str
+)
 def test_rounding_at_random_is_right_in_the_mean(compressor: Compressor) -> None:
     """The mean of 400 draws differs from the value by less than six of its standard deviations, for all of 4096 values:
     a correct compressor fails once in 10^5 runs, and the seeds are fixed."""
@@ -128,6 +147,37 @@ def test_what_can_grow_under_feedback_is_forbidden_to_be_fed_back() -> None:
     assert Int2(stochastic=True).feedback is Feedback.FORBIDDEN
     assert Int2(8, stochastic=True).feedback is Feedback.OPTIONAL
     assert Int2(stochastic=True).bias is Bias.UNBIASED
+    assert QSGD().feedback is QSGD(7, 194).feedback is Feedback.OPTIONAL
+    assert QSGD(7, 196).feedback is QSGD(1).feedback is Feedback.FORBIDDEN
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("levels", [1, 3, 7, 60, 127])
+def test_qsgd_loses_no_more_than_its_bound(levels: int, seed: int) -> None:
+    """The bound holds in the mean; over 256 blocks of one kind the mean is within a few percent."""
+    block = 512
+    for values in (gaussian(SIZE, seed), laplace(SIZE, seed), gaussian(SIZE, seed).sign(), heavy(SIZE, seed)):
+        compressor = QSGD(levels, block)
+        state = compressor.fresh_state(SIZE, seed, 0)
+        payload = torch.empty(compressor.payload_elements((SIZE,)), dtype=torch.uint8)
+        compressor.encode(values, None, payload, (SIZE,), state)
+        left = (values - decode(compressor, payload, 1, (SIZE,))).square().view(-1, block).sum(dim=1)
+        of_blocks = left / values.square().view(-1, block).sum(dim=1)
+        assert of_blocks.mean() <= 1.1 * min(block / (4 * levels**2), block**0.5 / levels)
+
+
+def test_qsgd_takes_the_norm_of_values_whose_squares_do_not_fit() -> None:
+    for size in (1e30, 1e-30):
+        values = gaussian(512) * size
+        compressor = QSGD(127, 512)
+        payload = torch.empty(compressor.payload_elements((512,)), dtype=torch.uint8)
+        compressor.encode(values, None, payload, (512,), compressor.fresh_state(512, 1, 0))
+        norm = values.double().norm().item()
+        assert payload[:4].view(torch.float32).item() * 127 == pytest.approx(norm, rel=1e-6)
+
+
+def test_qsgd_packs_as_many_bits_as_its_levels_need() -> None:
+    assert [QSGD(levels).payload_bytes((1000,)) for levels in (1, 2, 7, 8, 127)] == [260, 508, 508, 1008, 1008]
 
 
 def test_only_a_random_quantiser_has_state() -> None:
