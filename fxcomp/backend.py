@@ -527,11 +527,11 @@ def _start(
     cluster = ranks.cluster_of(chosen.cluster)
     transport = ranks.transport(cluster)
     decided = _decide(labelled, chosen, cluster, ranks, transport, device)
-    check_plan(chosen.error_feedback, decided.plan, None)
+    shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
+    check_plan(chosen.error_feedback, decided.plan, shapes, cluster, None)
     log.info("%s\n%s", cluster, decided.plan)
     transport = ranks.extend(transport, decided.plan, cluster)
     seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
-    shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
     return CompiledModel(
         decided,
         cluster,

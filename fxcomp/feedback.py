@@ -11,16 +11,17 @@ payloads. Over all steps, payloads and the last residual add up to the gradients
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fxcomp.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, DivergingCombination
-from fxcomp.search.budget import POLLUTING_ERROR, POLLUTING_SHARE, compressor_error, polluting_share
+from fxcomp.search.budget import POLLUTING_ERROR, POLLUTING_SHARE, polluting_share, strategy_error
 from fxcomp.strategy import Bucket, CollectiveKind, Plan, Strategy
 
 FIRST_DENSITY = 0.25
@@ -156,11 +157,17 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
             )
 
 
-def check_plan(options: ErrorFeedback, plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+def check_plan(
+    options: ErrorFeedback,
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    cluster: Cluster,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
     """Refuse a plan that diverges by design or trains badly. `optimizer` is None where it is not known."""
     if options.allow_diverging:
         return
-    for compressor in _compressors(plan):
+    for compressor in _compressors(plan, shapes, cluster):
         if compressor.feedback is Feedback.FORBIDDEN and options.everywhere:
             raise DivergingCombination(
                 f"error feedback around {compressor} diverges: it is unbiased, and its error can be larger than what"
@@ -173,9 +180,9 @@ def check_plan(options: ErrorFeedback, plan: Plan, optimizer: torch.optim.Optimi
                 " direction, which steps add up.\n"
                 "  Leave off=True out, or use bf16, which can do without. To see it fail, add allow_diverging=True."
             )
-    share = polluting_share(plan)
+    share = polluting_share(plan, cluster)
     if optimizer is not None and is_adaptive(optimizer) and share > POLLUTING_SHARE and not options.off:
-        worst = max(_compressors(plan), key=compressor_error)
+        worst = max(plan.buckets, key=lambda bucket: strategy_error(bucket.strategy, cluster)).strategy.compressor
         raise DivergingCombination(
             f"{share:.0%} of all elements come through compressors such as {worst}, which leave out more than"
             f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. {type(optimizer).__name__}"
@@ -191,5 +198,9 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     return any("betas" in group for group in optimizer.param_groups)
 
 
-def _compressors(plan: Plan) -> Iterator[Compressor]:
-    yield from (compressor for bucket in plan.buckets if (compressor := bucket.strategy.compressor) is not None)
+def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
+    """As they are bound: what they need may follow from the number of ranks."""
+    for bucket in plan.buckets:
+        bound = bucket.strategy.bound([shapes[name] for name in bucket.names], cluster)
+        if bound is not None:
+            yield bound

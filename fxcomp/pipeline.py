@@ -231,10 +231,10 @@ def compile_step(
     decided = _decide(
         captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan
     )
-    check_plan(error_feedback, decided.plan, optimizer)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_plan(error_feedback, decided.plan, shapes, cluster, optimizer)
     groups = ranks.extend(transport, decided.plan, cluster)
     seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     @cache  # a second or so, when somebody asks for the report
     def flips() -> float | None:
@@ -384,7 +384,9 @@ def decide_as_told(
 ) -> Decided:
     """Follow the plan that rank 0 was given."""
     data = ranks.from_rank_0("the plan", lambda: given_plan(plan, workload, costs, cluster).to_json())
-    return Decided(Plan.from_json(data), costs, workload, notes=("the plan was given, not chosen",))
+    followed = Plan.from_json(data)
+    followed.check_covers(workload.sizes)
+    return Decided(followed, costs, workload, notes=("the plan was given, not chosen",))
 
 
 def decide_best(
@@ -475,8 +477,18 @@ def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayou
     layout: list[BucketLayout] = []
     for bucket in plan.buckets:
         shards, shard = shard_of(bucket, cluster, rank)
-        on_host = bucket.strategy.device is Device.CPU
-        layout.append(BucketLayout(bucket.names, bucket.sizes, shards, shard, on_host))
+        compressor = bucket.strategy.compressor
+        is_linear = compressor is not None and compressor.is_linear
+        layout.append(
+            BucketLayout(
+                bucket.names,
+                bucket.sizes,
+                shards,
+                shard,
+                on_host=bucket.strategy.device is Device.CPU,
+                divisor=cluster.ranks_at(bucket.strategy.level) if is_linear else 1,
+            )
+        )
     return layout
 
 
@@ -491,10 +503,9 @@ def state_layout(
             continue
         shards, shard = shard_of(bucket, cluster, rank)
         segments = bucket.segments(shards, shard)
-        level = bucket.strategy.collectives[0].level
-        whole = [shapes[name] for name in bucket.names]
+        level, whole = bucket.strategy.level, [shapes[name] for name in bucket.names]
         if bucket.strategy.is_hierarchical:
-            level, whole = Level.INTER, [(size,) for _, size in segments]
+            whole = [(size,) for _, size in segments]
         bound = compressor.bound_to(whole, cluster.ranks_at(level))
         place = cluster.group(level, rank).index(rank)
         layout[number] = StateLayout(bound, segments, place, shard, bucket.strategy.device is Device.CPU)

@@ -25,7 +25,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Span, Stream, Timeline
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.workload import Workload
-from fxcomp.strategy import Bucket, CollectiveKind, Compress, Decompress, Device, Plan, Propose, Strategy
+from fxcomp.strategy import Bucket, Collective, CollectiveKind, Compress, Device, Plan, Propose, Strategy
 
 WIDTH = 100
 _NARROW = 64  # below this many columns the tables leave out what is least needed
@@ -120,7 +120,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
                     "names": list(bucket.names),
                     "elements": bucket.elements,
                     "bytes": bucket.dense_bytes,
-                    "wire_bytes": round(sent_bytes(bucket, cluster)),
+                    "wire_bytes": round(sent_bytes(bucket, cluster, explanation.workload)),
                     "strategy": str(bucket.strategy),
                     "exposed_ms": waits.get(k, 0.0) / 1e3,
                 }
@@ -339,7 +339,7 @@ def _plan_table(explanation: Explanation, digits: int, width: int) -> Renderable
     table = _table(*columns, left=("strategy", "tensors"))
     for k, bucket in enumerate(explanation.plan.buckets):
         cells = [str(k), _mb(bucket.dense_bytes), short(bucket.strategy)]
-        cells += [_mb(sent_bytes(bucket, explanation.cluster))] if is_wide else []
+        cells += [_mb(sent_bytes(bucket, explanation.cluster, explanation.workload))] if is_wide else []
         cells.append(_ms(waits.get(k, 0.0), digits))
         cells += [_members(bucket)] if is_wide else []
         table.add_row(*cells)
@@ -370,16 +370,18 @@ def short(strategy: Strategy) -> str:
     return f"{name}{levels}{' on cpu' if strategy.device is Device.CPU else ''}"
 
 
-def sent_bytes(bucket: Bucket, cluster: Cluster) -> float:
+def sent_bytes(bucket: Bucket, cluster: Cluster, workload: Workload) -> float:
     """What one rank sends of a bucket over the slowest links on its way: between hosts, if there are several."""
+    shapes = workload.shapes
+    compressor = bucket.strategy.bound([shapes[name] for name in bucket.names], cluster)
     segments, payload = bucket.sizes, None
     sent: dict[bool, float] = {True: 0.0, False: 0.0}
     for step in bucket.strategy.steps:
-        if isinstance(step, Propose):
-            payload = step.compressor.proposal_bytes(segments)
-        elif isinstance(step, Compress):
-            payload = step.compressor.payload_bytes(segments)
-        elif not isinstance(step, Decompress):
+        if isinstance(step, Propose) and compressor is not None:
+            payload = compressor.proposal_bytes(segments)
+        elif isinstance(step, Compress) and compressor is not None:
+            payload = compressor.payload_bytes(segments)
+        elif isinstance(step, Collective):
             ranks = cluster.ranks_at(step.level)
             size = 4 * sum(segments) if payload is None else payload
             sent[step.level is Level.INTRA] += wire_bytes(step.kind, ranks, size)

@@ -178,7 +178,7 @@ class CompiledStep:
 
     def _run(self, variant: Variant, leaves: Sequence[Any]) -> Any:
         if self._feedback.scale_with_lr:
-            self._scale_residuals()
+            self._scale_residuals(variant)
         loss, aux = variant.module.step(self.runtime, *self.feed(variant, leaves))
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
@@ -274,10 +274,10 @@ class CompiledStep:
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self.runtime.forget_buffers()
 
-    def _scale_residuals(self) -> None:
+    def _scale_residuals(self, variant: Variant) -> None:
         """Multiply residuals by what the learning rate was over what it is, so that they weigh what they weighed."""
-        fed_back = [b for b in self.plan.buckets if (c := b.strategy.compressor) and self._feedback.surrounds(c)]
-        names = {name for bucket in fed_back for name in bucket.names}
+        fed_back = [source.index for source in variant.inputs if source.kind is InputKind.RESIDUAL]
+        names = {name for number in fed_back for name in self.plan.buckets[number].names}
         for index, numbers in enumerate(self._live_numbers()):
             rate = numbers["lr"]
             if rate <= 0:

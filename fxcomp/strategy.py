@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fxcomp.cluster import Level
+from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy, FxcompError
 
@@ -111,6 +112,11 @@ class Strategy:
         return any(step.kind is CollectiveKind.REDUCE_SCATTER for step in self.collectives)
 
     @property
+    def level(self) -> Level:
+        """Where gradients become their mean: the ranks whose payloads meet."""
+        return Level.INTER if self.is_hierarchical else self.collectives[0].level
+
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(step for step in self.steps if isinstance(step, Collective))
 
@@ -128,6 +134,14 @@ class Strategy:
                 stages.append(tuple(current))
                 current = []
         return (*stages, tuple(current))
+
+    def bound(self, shapes: Sequence[Sequence[int]], cluster: Cluster) -> Compressor | None:
+        """The compressor for parameters of these shapes; for an even part of each where a host's ranks share them."""
+        if self.compressor is None:
+            return None
+        if self.is_hierarchical:
+            shapes = [(-(-math.prod(shape) // cluster.ranks_per_host),) for shape in shapes]
+        return self.compressor.bound_to(shapes, cluster.ranks_at(self.level))
 
     def __str__(self) -> str:
         return " > ".join(map(str, self.steps))
@@ -314,6 +328,25 @@ class Plan:
         Behind the last region the rest follows in the same order. Final stages (the updates) are not in here.
         """
         return launch_order(tuple(len(bucket.strategy.collectives) for bucket in self.buckets))
+
+    def check_covers(self, sizes: Mapping[str, int]) -> None:
+        """Raise BadPlan unless the plan names exactly these gradients, with their sizes."""
+        planned = {name: size for bucket in self.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
+        unknown = [name for name in planned if name not in sizes]
+        missing = [name for name in sizes if name not in planned]
+        resized = [name for name in planned if name in sizes and planned[name] != sizes[name]]
+        if unknown or missing or resized:
+            parts = [
+                f"it plans {unknown[0]!r}, which has no gradient here ({len(unknown)} such)" if unknown else "",
+                f"it does not plan {missing[0]!r} ({len(missing)} such)" if missing else "",
+                f"it plans {planned[resized[0]]:,} elements for {resized[0]!r}, which has {sizes[resized[0]]:,}"
+                if resized
+                else "",
+            ]
+            raise BadPlan(
+                "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"
+                "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
+            )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
         """The same buckets with other strategies."""

@@ -22,7 +22,7 @@ from fxcomp.capture import Captured, capture, materialize_state, owned_parameter
 from fxcomp.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
-from fxcomp.errors import BadOption, BadPlan
+from fxcomp.errors import BadOption
 from fxcomp.graph.edit import clone
 from fxcomp.job import Job
 from fxcomp.passes.annotate_costs import annotate_costs
@@ -110,7 +110,8 @@ def what_if(
     tell("choosing")
     choice = choose(workload, costs, cluster, mode)
     wanted = choice.plan if plan is None else plan(workload, costs)
-    check_covers(wanted, workload)
+    if wanted.buckets:
+        wanted.check_covers(workload.sizes)
     return Answer(
         choice=choice,
         plan=wanted,
@@ -204,18 +205,6 @@ def scaled(workload: Workload, factor: float) -> Workload:
         broadcast_ready_us=workload.broadcast_ready_us * factor,
         buffers_us=workload.buffers_us * factor,
     )
-
-
-def check_covers(plan: Plan, workload: Workload) -> None:
-    """A plan is for a job if it names exactly its gradients, with their sizes."""
-    sizes = {gradient.name: gradient.elements for gradient in workload.gradients}
-    planned = {name: size for bucket in plan.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
-    wrong = [name for name in {**planned, **sizes} if planned.get(name) != sizes.get(name)]
-    if wrong and plan.buckets:
-        raise BadPlan(
-            f"the plan is for another model: it has {planned.get(wrong[0], 'no')} elements for {wrong[0]!r}, the job"
-            f" {sizes.get(wrong[0], 'none')} ({len(wrong)} such).\n  Leave --plan out to let fxcomp choose."
-        )
 
 
 def _notes(costs: CostTable, cluster: Cluster, step_ms: float | None) -> tuple[str, ...]:

@@ -44,6 +44,18 @@ def plan(*compressors: Compressor | None, sizes: tuple[int, ...] = (100, 100, 10
     return Plan(tuple(Bucket((f"p{k}",), (n,), s) for k, (n, s) in enumerate(zip(sizes, strategies, strict=False))))
 
 
+def checked(
+    options: ErrorFeedback, wanted: Plan, optimizer: torch.optim.Optimizer | None = None, ranks: int = 2
+) -> None:
+    """Check a plan of flat parameters among so many ranks."""
+    shapes = {name: (size,) for b in wanted.buckets for name, size in zip(b.names, b.sizes, strict=True)}
+    check_plan(options, wanted, shapes, among(ranks), optimizer)
+
+
+def among(ranks: int) -> Cluster:
+    return Cluster(ranks, 1, intra=Link(5.0, 20.0), inter=Link(50.0, 0.01))
+
+
 # Stages
 
 
@@ -137,41 +149,56 @@ def test_experiments_need_a_plan(name: str):
 
 
 def test_feedback_around_an_expanding_compressor_is_refused():
-    check_plan(ErrorFeedback(), plan(Expanding()), None)
+    checked(ErrorFeedback(), plan(Expanding()))
     with pytest.raises(DivergingCombination, match=r"around int8 diverges: .*unbiased.*\n.*Leave everywhere=True out"):
-        check_plan(ErrorFeedback(everywhere=True), plan(Expanding()), None)
-    check_plan(ErrorFeedback(everywhere=True, allow_diverging=True), plan(Expanding()), None)
+        checked(ErrorFeedback(everywhere=True), plan(Expanding()))
+    checked(ErrorFeedback(everywhere=True, allow_diverging=True), plan(Expanding()))
 
 
 def test_a_biased_compressor_without_feedback_is_refused():
-    check_plan(ErrorFeedback(off=True), plan(BF16(), None), None)
+    checked(ErrorFeedback(off=True), plan(BF16(), None))
     with pytest.raises(DivergingCombination, match=r"topk\(0.01\) without error feedback.*\n.*Leave off=True out"):
-        check_plan(ErrorFeedback(off=True), plan(TopK(0.01)), None)
-    check_plan(ErrorFeedback(off=True, allow_diverging=True), plan(TopK(0.01)), None)
+        checked(ErrorFeedback(off=True), plan(TopK(0.01)))
+    checked(ErrorFeedback(off=True, allow_diverging=True), plan(TopK(0.01)))
 
 
 def test_bursts_under_adam_are_refused_beyond_a_share():
     few, many = plan(TopK(0.01), Int8(), sizes=(14, 86)), plan(TopK(0.01), Int8(), sizes=(16, 84))
     for optimizer in OPTIMIZERS.values():
-        check_plan(ErrorFeedback(), few, optimizer())
-    check_plan(ErrorFeedback(), many, OPTIMIZERS["sgd"]())
+        checked(ErrorFeedback(), few, optimizer())
+    checked(ErrorFeedback(), many, OPTIMIZERS["sgd"]())
     for name in ("sign", "shared_int8", "bf16"):
-        check_plan(ErrorFeedback(), plan(parse_compressor(name)), OPTIMIZERS["adam"]())
+        checked(ErrorFeedback(), plan(parse_compressor(name)), OPTIMIZERS["adam"]())
     with pytest.raises(
         DivergingCombination, match=r"16% of all elements .* topk\(0.01\).*AdamW divides .*at most 15%.*\n.*Use int8"
     ):
-        check_plan(ErrorFeedback(), many, OPTIMIZERS["adam"]())
-    check_plan(ErrorFeedback(allow_diverging=True), many, OPTIMIZERS["adam"]())
+        checked(ErrorFeedback(), many, OPTIMIZERS["adam"]())
+    checked(ErrorFeedback(allow_diverging=True), many, OPTIMIZERS["adam"]())
+
+
+def test_what_a_compressor_needs_is_asked_among_so_many_ranks():
+    rounding, random = (plan(parse_compressor(f"shared_int8(stochastic={switch})")) for switch in ("false", "true"))
+    without, everywhere = ErrorFeedback(off=True), ErrorFeedback(everywhere=True)
+    checked(without, rounding, ranks=18)
+    with pytest.raises(DivergingCombination, match=r"shared_int8\(stochastic=false\) without error feedback"):
+        checked(without, rounding, ranks=19)
+    checked(everywhere, random, ranks=63)
+    with pytest.raises(DivergingCombination, match="error feedback around shared_int8 diverges"):
+        checked(everywhere, random, ranks=64)
+    # One level: what is below half a block's largest value waits, and comes in bursts.
+    checked(ErrorFeedback(), rounding, OPTIMIZERS["adam"](), ranks=63)
+    with pytest.raises(DivergingCombination, match="100% of all elements"):
+        checked(ErrorFeedback(), rounding, OPTIMIZERS["adam"](), ranks=64)
 
 
 def test_the_search_keeps_bursts_within_the_share():
     where = Cluster(2, 1, intra=Link(5.0, 20.0), inter=Link(50.0, 0.01))
-    gradients = tuple(Gradient(f"p{k}", 1 << 18, 500.0 * (k + 1), 10.0, False) for k in range(8))
+    gradients = tuple(Gradient(f"p{k}", (512, 512), 500.0 * (k + 1), 10.0) for k in range(8))
     workload, costs = Workload(gradients, 4000.0), fxcomp.CostTable(error=0.0)
     free = choose(workload, costs, where, Mode.AGGRESSIVE)
     bound = choose(workload, costs, where, Mode.AGGRESSIVE, bursts=POLLUTING_SHARE)
-    assert polluting_share(free.plan) > POLLUTING_SHARE
-    assert polluting_share(bound.plan) <= POLLUTING_SHARE
+    assert polluting_share(free.plan, where) > POLLUTING_SHARE
+    assert polluting_share(bound.plan, where) <= POLLUTING_SHARE
     assert not bound.plan.is_dense
 
 

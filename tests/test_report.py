@@ -39,10 +39,10 @@ def cluster(inter: str, hosts: int = 2, ranks_per_host: int = 1) -> Cluster:
 
 def workload() -> Workload:
     gradients = [
-        Gradient("head.weight", 400_000, 6_000.0, 100.0, False),
-        Gradient("body[1].weight", 1_200_000, 9_000.0, 300.0, False),
-        Gradient("body[1].bias", 1_000, 9_000.0, 2.0, True),
-        Gradient("embedding.weight", 800_000, 12_000.0, 200.0, False),
+        Gradient("head.weight", (1000, 400), 6_000.0, 100.0),
+        Gradient("body[1].weight", (1000, 1200), 9_000.0, 300.0),
+        Gradient("body[1].bias", (1000,), 9_000.0, 2.0),
+        Gradient("embedding.weight", (1000, 800), 12_000.0, 200.0),
     ]
     return Workload(tuple(gradients), backward_us=12_500.0)
 
@@ -231,10 +231,13 @@ def test_names_of_the_graph_and_of_the_search_lead_to_their_bucket():
 
 def test_sent_bytes_are_those_between_hosts():
     int8, where = parse_compressor("int8"), cluster("1gbit", 4, 2)
+    work = Workload((Gradient("w", (1000, 8), 1.0, 0.0),), 1.0)
     dense = Bucket(("w",), (8000,), Strategy.flat(None))
-    assert sent_bytes(dense, where) == 2 * 7 / 8 * 32_000
+    assert sent_bytes(dense, where, work) == 2 * 7 / 8 * 32_000
     levels = Bucket(("w",), (8000,), Strategy.hierarchical(int8))
-    assert sent_bytes(levels, where) == 3 * int8.payload_bytes((4000,))
+    assert sent_bytes(levels, where, work) == 3 * int8.payload_bytes((4000,))
+    thin = Bucket(("w",), (8000,), Strategy.flat(parse_compressor("powersgd(1)")))
+    assert sent_bytes(thin, where, work) == 2 * 7 / 8 * 4 * (1000 + 8)
 
 
 def test_strategies_have_short_names():

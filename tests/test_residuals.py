@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -178,6 +179,24 @@ def test_other_buckets_load_each_parameters_own_residual(layout: list[BucketLayo
     loaded = Residuals(layout, torch.device("cpu"))
     loaded.load_state_dict(filled(A).state_dict())
     assert same_by_parameter(filled(A), loaded)
+
+
+def test_a_residual_that_is_summed_on_the_wire_is_loaded_in_the_others_unit():
+    shared = [replace(bucket, divisor=4) for bucket in A]
+    loaded = Residuals(shared, torch.device("cpu"))
+    loaded.load_state_dict(filled(A).state_dict())
+    assert torch.equal(loaded.arena, filled(A).arena / 4)
+    back = Residuals(B, torch.device("cpu"))
+    back.load_state_dict(loaded.state_dict())
+    assert same_by_parameter(filled(A), back)
+
+
+def test_under_the_same_plan_residuals_come_back_bit_for_bit():
+    thirds = [replace(bucket, divisor=3) for bucket in A]
+    residuals, loaded = (Residuals(thirds, torch.device("cpu")) for _ in range(2))
+    residuals.arena.normal_(generator=torch.Generator().manual_seed(0))
+    loaded.load_state_dict(residuals.state_dict())
+    assert torch.equal(residuals.arena, loaded.arena)
 
 
 def test_a_permuted_load_would_be_seen():

@@ -20,7 +20,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.errors import BadPlan, UnsynchronizedGradient
+from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
@@ -28,7 +28,7 @@ from fxcomp.strategy import Bucket, Plan
 
 
 def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
-    _check_plan(gm, plan)
+    plan.check_covers({name: node.meta["val"].numel() for name, node in gradients(gm).items()})
     for number, bucket in enumerate(plan.buckets):
         _gather_bucket(gm, number, bucket)
     return gm
@@ -76,24 +76,3 @@ def _reduction(name: str, gradient: Node) -> Node:
             "  Reduce it in the step, or let fxcomp insert the reduction."
         )
     return reduction
-
-
-def _check_plan(gm: GraphModule, plan: Plan) -> None:
-    """A plan must name exactly the gradients of this step, with their sizes."""
-    sizes = {name: node.meta["val"].numel() for name, node in gradients(gm).items()}
-    planned = {name: size for bucket in plan.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
-    unknown = [name for name in planned if name not in sizes]
-    missing = [name for name in sizes if name not in planned]
-    resized = [name for name in planned if name in sizes and planned[name] != sizes[name]]
-    if unknown or missing or resized:
-        parts = [
-            f"it plans {unknown[0]!r}, which has no gradient here ({len(unknown)} such)" if unknown else "",
-            f"it does not plan {missing[0]!r} ({len(missing)} such)" if missing else "",
-            f"it plans {planned[resized[0]]:,} elements for {resized[0]!r}, which has {sizes[resized[0]]:,}"
-            if resized
-            else "",
-        ]
-        raise BadPlan(
-            "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"
-            "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
-        )

@@ -24,7 +24,8 @@ from fxcomp.errors import BadState
 class BucketLayout:
     """Where a bucket's residual lies: parameter names and sizes, and this rank's shard of the padded bucket.
 
-    `on_host` for a compressor that runs there: its residual never crosses the bus.
+    `on_host` for a compressor that runs there: its residual never crosses the bus. `divisor` is what the gradient is
+    divided by before it is compressed: the number of ranks where payloads are summed on the wire.
     """
 
     names: tuple[str, ...]
@@ -32,6 +33,7 @@ class BucketLayout:
     shards: int = 1
     shard: int = 0
     on_host: bool = False
+    divisor: int = 1
 
     @property
     def padded(self) -> int:
@@ -41,7 +43,8 @@ class BucketLayout:
 class Residuals:
     """The error-feedback state of one rank, fp32, zero at first.
 
-    Parameters lie in plan order. A sharded bucket uses only this rank's part of its slice; the rest stays zero.
+    Parameters lie in plan order. A sharded bucket uses only this rank's part of its slice; the rest stays zero. Saved
+    residuals come with their divisors: under the same plan they load bit for bit, and any other finds their unit.
     """
 
     def __init__(self, layout: Sequence[BucketLayout], device: torch.device):
@@ -49,6 +52,7 @@ class Residuals:
         self.arena = torch.zeros(sum(bucket.padded for bucket in layout), device=device)
         self._slices: list[Tensor] = []
         self._by_name: dict[str, Tensor] = {}
+        self._divisors = {name: bucket.divisor for bucket in layout for name in bucket.names}
         offset = 0
         for bucket in layout:
             whole = self.arena[offset : offset + bucket.padded]
@@ -80,6 +84,7 @@ class Residuals:
         return {
             "layout": self.layout_hash,
             "residuals": {name: piece.detach().clone() for name, piece in self._by_name.items()},
+            "divisors": dict(self._divisors),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,8 +102,12 @@ class Residuals:
         extra = [name for name in saved if name not in self._by_name]
         if extra or state.get("layout") != self.layout_hash:
             raise BadState(f"the saved residuals are of another model: they also hold {extra[:1]}")
+        divisors: Any = state.get("divisors", {})
         for name, piece in self._by_name.items():
             piece.copy_(saved[name])
+            before, now = divisors.get(name, 1), self._divisors[name]
+            if before != now:
+                piece.mul_(before / now)
 
 
 # What compressors remember

@@ -187,12 +187,14 @@ class _Search:
         self.choices = choices or {
             vector: strategies(mode, cluster, vector, offload=costs.has_spare_host) for vector in (False, True)
         }
-        self.errors = {vector: [strategy_error(s) for s in self.choices[vector]] for vector in (False, True)}
+        self.errors = {vector: [strategy_error(s, cluster) for s in self.choices[vector]] for vector in (False, True)}
+        self.bursts = {vector: [is_bursty(s, cluster) for s in self.choices[vector]] for vector in (False, True)}
         self.members = {
             vector: [k for k, gradient in enumerate(workload.gradients) if gradient.is_vector == vector]
             for vector in (False, True)
         }
-        elements = sum(gradient.elements for gradient in workload.gradients)
+        self.elements = [gradient.elements for gradient in workload.gradients]
+        elements = sum(self.elements)
         self.lossable = math.inf if choices else elements * error_limit(mode) * (1 + _SAME)
         self.bursty = math.inf if choices or bursts >= 1 else elements * bursts
         self.broadcast = broadcast_task(workload, costs, cluster)
@@ -218,9 +220,7 @@ class _Search:
 
     def _bursting(self, part: _Part) -> int:
         """The elements of a bucket that come in bursts."""
-        if not is_bursty(self._strategy(part)):
-            return 0
-        return sum(self.workload.gradients[k].elements for k in self._positions(part))
+        return self._elements(part) if self.bursts[part.is_vector][part.strategy] else 0
 
     def loss(self, parts: _Parts) -> float:
         """The squared error of a plan, in elements lost."""
@@ -263,7 +263,7 @@ class _Search:
             # Named by the last gradient and not by the place in the plan, which other buckets' changes move.
             tasks = self.priced[part] = price_bucket(
                 self._last(part),
-                tuple(gradient.elements for gradient in members),
+                [gradient.shape for gradient in members],
                 self._strategy(part),
                 sum(gradient.update_us for gradient in members),
                 self.costs,
@@ -282,8 +282,7 @@ class _Search:
     def _lost(self, part: _Part) -> float:
         lost = self.lost.get(part)
         if lost is None:
-            elements = sum(self.workload.gradients[k].elements for k in self._positions(part))
-            lost = self.lost[part] = elements * self.errors[part.is_vector][part.strategy]
+            lost = self.lost[part] = self._elements(part) * self.errors[part.is_vector][part.strategy]
         return lost
 
     # Buckets
@@ -293,6 +292,9 @@ class _Search:
 
     def _positions(self, part: _Part) -> list[int]:
         return self.members[part.is_vector][part.start : part.stop]
+
+    def _elements(self, part: _Part) -> int:
+        return sum(self.elements[k] for k in self._positions(part))
 
     def _strategy(self, part: _Part) -> Strategy:
         return self.choices[part.is_vector][part.strategy]
@@ -330,7 +332,7 @@ class _Search:
                 number = self.choices[True].index(wanted) if wanted in self.choices[True] else 0
             begun, size = 0, 0
             for k, position in enumerate(members):
-                more = 4 * self.workload.gradients[position].elements
+                more = 4 * self.elements[position]
                 if k > begun and size + more > cap:
                     parts.append(_Part(is_vector, begun, k, number))
                     begun, size = k, 0

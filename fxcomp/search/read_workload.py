@@ -24,10 +24,9 @@ def read_workload(gm: GraphModule) -> Workload:
         gradients=tuple(
             Gradient(
                 name=name,
-                elements=node.meta["val"].numel(),
+                shape=tuple(node.meta["val"].shape),
                 ready_us=ready[node],
                 update_us=_total(gm, Role.UPDATE, name),
-                is_vector=node.meta["val"].dim() <= 1,
             )
             for name, node in gradients(gm).items()
         ),

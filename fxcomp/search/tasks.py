@@ -10,10 +10,12 @@ The order of launches is `Plan.schedule()`; the emitted code follows the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxcomp.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Stream, Task
 from fxcomp.search.workload import Workload
@@ -125,18 +127,18 @@ def _behind(task: Task, before: Task) -> Task:
 
 def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
     """Price bucket k of a plan. What comes out depends on nothing else in the plan."""
-    members = set(bucket.names)
+    members, shapes = set(bucket.names), workload.shapes
     update_us = sum(gradient.update_us for gradient in workload.gradients if gradient.name in members)
-    return price_bucket(k, bucket.sizes, bucket.strategy, update_us, costs, cluster)
+    return price_bucket(k, [shapes[name] for name in bucket.names], bucket.strategy, update_us, costs, cluster)
 
 
 def price_bucket(
-    k: int, sizes: tuple[int, ...], strategy: Strategy, update_us: float, costs: CostTable, cluster: Cluster
+    k: int, shapes: Sequence[Sequence[int]], strategy: Strategy, update_us: float, costs: CostTable, cluster: Cluster
 ) -> BucketTasks:
     """`bucket_tasks` for a search, which knows its gradients by number."""
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    writer = _Writer(k, sizes, strategy, costs, cluster)
+    writer = _Writer(k, shapes, strategy, costs, cluster)
     stages = tuple(writer.stage(number) for number in range(len(writer.stages) - 1))
     final = writer.final()
     return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
@@ -145,10 +147,13 @@ def price_bucket(
 class _Writer:
     """Writes one bucket's tasks from its first step to its last; remembers what the tensor is at each point."""
 
-    def __init__(self, k: int, sizes: tuple[int, ...], strategy: Strategy, costs: CostTable, cluster: Cluster) -> None:
+    def __init__(
+        self, k: int, shapes: Sequence[Sequence[int]], strategy: Strategy, costs: CostTable, cluster: Cluster
+    ) -> None:
         self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
+        self.bound = strategy.bound(shapes, cluster)
         self.stages = strategy.stages
-        self.segments = sizes
+        self.segments = tuple(map(math.prod, shapes))
         self.proposal_bytes: int | None = None  # None but for what the ranks are agreeing on
         self.payload_bytes: int | None = None  # None while the tensor is dense
         self.on_pool = False
@@ -173,6 +178,11 @@ class _Writer:
         return tuple(task for step in self.stages[-1] for task in self._step(step))
 
     @property
+    def compressor(self) -> Compressor:
+        assert self.bound is not None, "a strategy decompresses what it compressed"
+        return self.bound
+
+    @property
     def elements(self) -> int:
         return sum(self.segments)
 
@@ -188,13 +198,13 @@ class _Writer:
         return self._compress(step) if isinstance(step, Compress) else self._decompress(step)
 
     def _propose(self, step: Propose) -> list[Task]:
-        us = self.costs.propose_us(step.compressor, self.elements, step.device)
-        self.proposal_bytes = step.compressor.proposal_bytes(self.segments)
+        us = self.costs.propose_us(self.compressor, self.elements, step.device)
+        self.proposal_bytes = self.compressor.proposal_bytes(self.segments)
         return [*self._to_host(step.device), self._task("propose", _device_stream(step.device), us)]
 
     def _compress(self, step: Compress) -> list[Task]:
-        us = self.costs.encode_us(step.compressor, self.elements, step.device)
-        self.payload_bytes = step.compressor.payload_bytes(self.segments)
+        us = self.costs.encode_us(self.compressor, self.elements, step.device)
+        self.payload_bytes = self.compressor.payload_bytes(self.segments)
         return [*self._to_host(step.device), self._task("compress", _device_stream(step.device), us)]
 
     def _to_host(self, device: Device) -> list[Task]:
@@ -204,8 +214,7 @@ class _Writer:
         return [self._task("d2h", Stream.D2H, copy_us)] if copy_us else []
 
     def _decompress(self, step: Decompress) -> list[Task]:
-        compressor = self.strategy.compressor
-        assert compressor is not None, "a strategy decompresses what it compressed"
+        compressor = self.compressor
         us = self.costs.decode_us(compressor, self.elements, self.ranks, step.device)
         if compressor.has_state and compressor.facts.state_from_payload:
             us += self.costs.keep_us(compressor.state_bytes(self.segments), step.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -12,13 +13,20 @@ class Gradient:
     """One parameter's gradient."""
 
     name: str
-    elements: int
+    shape: tuple[int, ...]
     ready_us: float
     """How long compute has worked, from the start of the step, when backward has made it."""
     update_us: float
     """What the optimizer needs for this parameter."""
-    is_vector: bool
-    """The parameter has at most one dimension: a bias or a norm's weight."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_vector(self) -> bool:
+        """The parameter has at most one dimension: a bias or a norm's weight."""
+        return len(self.shape) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class Workload:
     finish_us: float = 0.0
     """What follows when every gradient has arrived: the norm and the coefficient of clipping."""
     clips: bool = False
+    """Whether updates wait for all gradients: for the norm, or until it is known that all are finite."""
     broadcast_bytes: int = 0
     """Buffers that rank 0 shares with all, such as batch-norm statistics."""
     broadcast_ready_us: float = 0.0
@@ -48,6 +57,16 @@ class Workload:
         return self.backward_us + self.finish_us + sum(gradient.update_us for gradient in self.gradients)
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By parameter."""
+        return {gradient.name: gradient.shape for gradient in self.gradients}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements, by parameter."""
+        return {gradient.name: gradient.elements for gradient in self.gradients}
+
+    @property
     def dense_bytes(self) -> int:
         return sum(4 * gradient.elements for gradient in self.gradients)
 
@@ -57,7 +76,8 @@ class Workload:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Workload:
         fields = dict(data)
-        return cls(gradients=tuple(Gradient(**gradient) for gradient in fields.pop("gradients")), **fields)
+        gradients = [Gradient(**gradient) for gradient in fields.pop("gradients")]
+        return cls(gradients=tuple(replace(each, shape=tuple(each.shape)) for each in gradients), **fields)
 
     def __str__(self) -> str:
         elements = sum(gradient.elements for gradient in self.gradients)

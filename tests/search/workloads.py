@@ -30,7 +30,7 @@ def cluster(hosts: int, ranks_per_host: int, inter: str) -> Cluster:
 def matrices(*elements: int, backward_us: float = 10_000.0, **options: object) -> Workload:
     """Gradients of these sizes, ready at even distances."""
     gradients = tuple(
-        Gradient(f"w{k}", n, backward_us * (k + 1) / len(elements), n / 1e3, False) for k, n in enumerate(elements)
+        Gradient(f"w{k}", (n, 1), backward_us * (k + 1) / len(elements), n / 1e3) for k, n in enumerate(elements)
     )
     return Workload(gradients, backward_us, **options)
 
@@ -43,6 +43,6 @@ def layers(count: int, seed: int = 0, elements: int = 14_000_000, backward_us: f
     for k, share in enumerate(shares):
         size = int(elements * share / sum(shares))
         ready_us = backward_us * (1 + 2 * (k + 1) / count) / 3.001
-        gradients.append(Gradient(f"layer{k}.bias", 384, ready_us, 2.0, True))
-        gradients.append(Gradient(f"layer{k}.weight", size, ready_us, size / 1e3, False))
+        gradients.append(Gradient(f"layer{k}.bias", (384,), ready_us, 2.0))
+        gradients.append(Gradient(f"layer{k}.weight", (size, 1), ready_us, size / 1e3))
     return Workload(tuple(gradients), backward_us)

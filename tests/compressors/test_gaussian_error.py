@@ -1,0 +1,94 @@
+"""What a compressor loses of Gaussian values: as worked out where a formula is known, and the same everywhere."""
+
+import math
+import os
+import subprocess
+import sys
+from statistics import NormalDist
+
+import pytest
+import torch
+
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
+from fxcomp.describe import examples
+from fxcomp.testing.rounds import average, replicas_of
+from fxcomp.testing.samples import gaussian
+
+
+def largest(ratio: float) -> float:
+    """What is left of a Gaussian without its largest |g|: 1 - (δ + 2 t φ(t)), with P(|g| > t) = δ."""
+    normal = NormalDist()
+    threshold = -normal.inv_cdf(ratio / 2)
+    return 1 - (ratio + 2 * threshold * normal.pdf(threshold))
+
+
+ANALYTIC = {
+    "sign": 1 - 2 / math.pi,
+    **{f"topk({ratio})": largest(ratio) for ratio in (0.5, 0.1, 0.01, 0.001)},
+    **{f"sidco({ratio})": largest(ratio) for ratio in (0.1, 0.01)},
+    **{f"randomk({ratio})": 1 - ratio for ratio in (0.5, 0.1, 0.01)},
+    "threshold(2.5758293, 0.02)": largest(0.01),
+}
+
+
+@pytest.mark.parametrize("text", ANALYTIC)
+def test_errors_are_those_of_the_formulas(text: str) -> None:
+    assert gaussian_error(parse_compressor(text)) == pytest.approx(ANALYTIC[text], abs=0.006)
+
+
+@pytest.mark.parametrize(("text", "factor"), [("randomk(0.1, scaled=true)", 9.0), ("randomk(0.01, scaled=true)", 99.0)])
+def test_an_unbiased_error_may_exceed_what_it_is_given(text: str, factor: float) -> None:
+    assert gaussian_error(parse_compressor(text)) == pytest.approx(factor, rel=0.1)
+
+
+def test_what_keeps_everything_loses_nothing() -> None:
+    assert gaussian_error(parse_compressor("topk(1.0)")) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "levels"), [(1, 127), (4, 31), (16, 7)])
+def test_fewer_levels_among_more_ranks_lose_more(ranks: int, levels: int) -> None:
+    assert gaussian_error(parse_compressor("shared_int8"), ranks) == pytest.approx(1.8 / levels**2, rel=0.1)
+
+
+def test_low_rank_finds_little_in_noise_and_more_with_more_rank() -> None:
+    errors = [gaussian_error(parse_compressor(f"powersgd({rank})")) for rank in (1, 4, 16)]
+    rows, columns = SHAPE
+    best = [1 - rank * (math.sqrt(rows) + math.sqrt(columns)) ** 2 / (rows * columns) for rank in (1, 4, 16)]
+    assert errors == sorted(errors, reverse=True)
+    assert all(error > bound for error, bound in zip(errors, best, strict=True))
+    assert errors[0] < 1
+
+
+@pytest.mark.parametrize("compressor", examples(), ids=str)
+def test_every_compressor_loses_of_these_values_what_it_loses_of_drawn_ones(compressor: Compressor) -> None:
+    values, segments = gaussian(math.prod(SHAPE), seed=3), (math.prod(SHAPE),)
+    replicas = replicas_of(compressor.bound_to([SHAPE], 1), segments, feedback=False)
+    lost = values - average(compressor, [values], replicas, segments, [SHAPE])
+    drawn = (lost.square().sum() / values.square().sum()).item()
+    assert gaussian_error(compressor) == pytest.approx(drawn, rel=0.1, abs=1e-9)
+
+
+PRINT_ALL = """
+import torch
+torch.set_num_threads({threads})
+from fxcomp.compressors.gaussian_error import gaussian_error
+from fxcomp.describe import examples
+print([(str(c), gaussian_error(c, ranks).hex()) for c in examples() for ranks in (1, 3)])
+"""
+
+
+def test_every_processor_and_any_number_of_threads_finds_the_same_bits() -> None:
+    def printed(capability: str, threads: int) -> str:
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+        code = PRINT_ALL.format(threads=threads)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert printed("default", 1) == printed("avx2", 2)
+
+
+def test_the_measurement_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    gaussian_error(parse_compressor("int8(block=96)"))
+    assert torch.equal(before, torch.get_rng_state())
