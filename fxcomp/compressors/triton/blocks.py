@@ -13,17 +13,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, tl
-from fxcomp.compressors.triton.randomness import stream_of, uniform
+from fxcomp.compressors.block_codes import BlockCompressor
+from fxcomp.compressors.blocks import count_blocks
+from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.randomness import raise_step, stream_of, uniform
 
 TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
 COLUMNS = constant(6)
 INFINITY = constant(0x7F800000)  # magnitudes as bits: not finite from here on
 ROUND = constant(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest even integer
+LANES = constant(64)  # the same number as in block_codes.py
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,39 @@ def largest_magnitude(value: Value):
 
 
 @jit
+def places_in_lanes(start_in_block: Value, size: Value, BLOCK: constexpr, ROWS: constexpr):
+    """Of up to 64 values of each block of a tile, from `start_in_block` on."""
+    column = start_in_block + tl.arange(0, LANES)[None, :]
+    place = tl.arange(0, ROWS)[:, None] * BLOCK + column
+    return place, (place < size) & (column < BLOCK)
+
+
+@jit
+def _fold(lanes: Value, ROWS: constexpr, HALF: constexpr):
+    """Add the upper half of the lanes to the lower."""
+    low, high = tl.split(tl.permute(tl.reshape(lanes, [ROWS, 2, HALF]), (0, 2, 1)))
+    return low + high
+
+
+@jit
+def mean_magnitude(bucket: Value, residual: Value, size: Value, BLOCK: constexpr, ROWS: constexpr):
+    """Of each block of a tile that begins at `bucket`; summed row by row in 64 lanes, which are then folded."""
+    lanes = tl.zeros([ROWS, LANES], tl.float32)
+    for column in range(0, BLOCK, LANES):
+        place, is_there = places_in_lanes(column, size, BLOCK, ROWS)
+        value, _ = compensated(bucket, residual, place, is_there)
+        lanes += tl.abs(value)
+    lanes = _fold(lanes, ROWS, 32)
+    lanes = _fold(lanes, ROWS, 16)
+    lanes = _fold(lanes, ROWS, 8)
+    lanes = _fold(lanes, ROWS, 4)
+    lanes = _fold(lanes, ROWS, 2)
+    total = tl.reshape(_fold(lanes, ROWS, 1), [ROWS])
+    values = tl.maximum(tl.minimum(size - tl.arange(0, ROWS) * BLOCK, BLOCK), 1)
+    return tl.div_rn(total, values.to(tl.float32))
+
+
+@jit
 def nearest_codes(value: Value, scale: Value, LEVELS: constexpr):
     """v / scale as integers within -LEVELS..LEVELS, ties to even; as floats and as int8."""
     quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0)[:, None])
@@ -113,10 +150,17 @@ def nearest_codes(value: Value, scale: Value, LEVELS: constexpr):
 
 
 @jit
+def whole_below(value: Value):
+    """The floor of magnitudes below 2^22; the compiler's own takes a denormal for zero."""
+    nearest = (value + ROUND) - ROUND
+    return tl.where(nearest > value, nearest - 1.0, nearest)
+
+
+@jit
 def random_codes(value: Value, scale: Value, drawn: Value, LEVELS: constexpr):
     """floor(v / scale + drawn) within -LEVELS..LEVELS; as floats and as int8."""
     quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0)[:, None])
-    whole = tl.floor(tl.minimum(tl.maximum(quotient, -LEVELS), LEVELS) + drawn)
+    whole = whole_below(tl.minimum(tl.maximum(quotient, -LEVELS), LEVELS) + drawn)
     whole = tl.minimum(whole, LEVELS)
     return whole, (whole + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
@@ -127,6 +171,12 @@ def draw(state: Value, table: Value, place: Value):
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     low, high = stream_of(state, tl.load(entry + 4))
     return uniform(low, high, tl.load(entry + 5) + place)
+
+
+@jit
+def nothing(SHAPE: constexpr):
+    """Negative zeros: plus x they are x, whatever x. `tl.full` makes zeros of them."""
+    return tl.full(SHAPE, -2147483648, tl.int32).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -153,3 +203,47 @@ def fill_up(payload: Value, end: Value):
 def is_aligned(payload: Tensor) -> bool:
     """A device reads no fp32 from an address that is not a multiple of four; nobody promises one for a payload."""
     return payload.data_ptr() % 4 == 0
+
+
+def encode_blocks(
+    kernel: Any,
+    compressor: BlockCompressor,
+    bucket: Tensor,
+    residual: Tensor | None,
+    payload: Tensor,
+    segments: tuple[int, ...],
+    state: Tensor | None,
+    *numbers: float,
+    **constants: float,
+) -> bool:
+    """Launch a block compressor's encoding; `numbers` and `constants` are what its kernel takes besides."""
+    if not is_aligned(payload):
+        return False
+    values_per_byte = 8 // compressor.bits
+    tiles = cut(segments, compressor.block, values_per_byte, bucket.device)
+    codes_at = 4 * count_blocks(segments, compressor.block)
+    end = codes_at + sum(-(-size // values_per_byte) for size in segments)
+    arguments = (bucket, residual, payload, state, tiles.table, codes_at, end, *numbers)
+    launch(kernel, len(tiles), *arguments, warps=tiles.warps, **tiles.constants, **constants)
+    raise_step(state)
+    return True
+
+
+def decode_blocks(
+    kernel: Any,
+    compressor: BlockCompressor,
+    payloads: Tensor,
+    ranks: int,
+    segments: tuple[int, ...],
+    out: Tensor,
+    *numbers: float,
+    **constants: float,
+) -> bool:
+    """Launch a block compressor's decoding."""
+    if not is_aligned(payloads):
+        return False
+    tiles = cut(segments, compressor.block, 8 // compressor.bits, out.device)
+    codes_at, payload_bytes = 4 * count_blocks(segments, compressor.block), len(payloads) // ranks
+    arguments = (payloads, out, tiles.table, codes_at, payload_bytes, 1.0 / ranks, *numbers)
+    launch(kernel, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants, **constants)
+    return True

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fxcomp.compressors.blocks import count_blocks
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
     compensated,
-    cut,
+    decode_blocks,
     draw,
+    encode_blocks,
     fill_up,
-    is_aligned,
     largest_magnitude,
     load_scales,
     nearest_codes,
+    nothing,
     places,
     random_codes,
     store_scales,
     tile_of,
 )
-from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.randomness import raise_step
+from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
 
 
 @jit
@@ -86,7 +85,7 @@ def _decode(
 ):
     start, size, first_block, first_byte = tile_of(table, ALIGNMENT)
     pair, is_pair = _places_of_pairs(size, BLOCK, WIDTH, ROWS)
-    low = tl.full([ROWS, WIDTH // 2], -0.0, tl.float32)  # plus x is x, whatever x
+    low = nothing([ROWS, WIDTH // 2])
     high = low
     for _ in range(RANKS):
         scale = load_scales(payloads, first_block, size, BLOCK, ROWS)[:, None]
@@ -108,15 +107,7 @@ def encode(
     state: Tensor | None,
     agreed: Tensor | None,
 ) -> bool:
-    if not is_aligned(payload):
-        return False
-    tiles = cut(segments, compressor.block, 2, bucket.device)
-    codes_at = 4 * count_blocks(segments, compressor.block)
-    end = codes_at + sum(-(-size // 2) for size in segments)
-    arguments = (bucket, residual, payload, state, tiles.table, codes_at, end)
-    launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
-    raise_step(state)
-    return True
+    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, state)
 
 
 def decode(
@@ -128,10 +119,4 @@ def decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> bool:
-    if not is_aligned(payloads):
-        return False
-    tiles = cut(segments, compressor.block, 2, out.device)
-    codes_at, payload_bytes = 4 * count_blocks(segments, compressor.block), len(payloads) // ranks
-    arguments = (payloads, out, tiles.table, codes_at, payload_bytes, 1.0 / ranks)
-    launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
-    return True
+    return decode_blocks(_decode, compressor, payloads, ranks, segments, out)

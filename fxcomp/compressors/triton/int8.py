@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fxcomp.compressors.blocks import count_blocks
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
     compensated,
-    cut,
+    decode_blocks,
     draw,
+    encode_blocks,
     fill_up,
-    is_aligned,
     largest_magnitude,
     load_scales,
     nearest_codes,
+    nothing,
     places,
     random_codes,
     store_scales,
     tile_of,
 )
-from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.randomness import raise_step
+from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
 
 
 @jit
@@ -74,7 +73,7 @@ def _decode(
 ):
     start, size, first_block, first_byte = tile_of(table, ALIGNMENT)
     place, is_there = places(size, BLOCK, WIDTH, ROWS)
-    total = tl.full([ROWS, WIDTH], -0.0, tl.float32)  # plus x is x, whatever x
+    total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         scale = load_scales(payloads, first_block, size, BLOCK, ROWS)
         code = tl.load(payloads + codes_at + first_byte + place, is_there, other=0).to(tl.int8, bitcast=True)
@@ -92,14 +91,7 @@ def encode(
     state: Tensor | None,
     agreed: Tensor | None,
 ) -> bool:
-    if not is_aligned(payload):
-        return False
-    tiles = cut(segments, compressor.block, 1, bucket.device)
-    codes_at = 4 * count_blocks(segments, compressor.block)
-    arguments = (bucket, residual, payload, state, tiles.table, codes_at, codes_at + len(bucket))
-    launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
-    raise_step(state)
-    return True
+    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, state)
 
 
 def decode(
@@ -111,10 +103,4 @@ def decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> bool:
-    if not is_aligned(payloads):
-        return False
-    tiles = cut(segments, compressor.block, 1, out.device)
-    codes_at, payload_bytes = 4 * count_blocks(segments, compressor.block), len(payloads) // ranks
-    arguments = (payloads, out, tiles.table, codes_at, payload_bytes, 1.0 / ranks)
-    launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
-    return True
+    return decode_blocks(_decode, compressor, payloads, ranks, segments, out)

@@ -38,4 +38,8 @@ def launch(
 ) -> None:
     """Run a kernel on so many programs, with multiplication and addition kept apart as in the references."""
     if programs > 0:
-        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        start(kernel, programs, arguments, warps, constants)
+
+
+def start(kernel: Any, programs: int, arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]) -> None:
+    kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)

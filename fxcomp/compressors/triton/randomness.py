@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fxcomp.compressors.randomness import STATE_ELEMENTS
-from fxcomp.compressors.triton.language import Value, jit, tl
+from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
 
 
 @jit
-def _mix(x: Value):
+def mix(x: Value):
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0xD35A2D97
     return x ^ (x >> 15)
@@ -18,18 +18,29 @@ def _mix(x: Value):
 @jit
 def stream_of(state: Value, segment: Value):
     """The two keys of a segment's stream at this step."""
+    return stream_at(state, segment, 0)
+
+
+@jit
+def stream_at(state: Value, segment: Value, STEPS_BACK: constexpr):
+    """The two keys of a segment's stream, so many steps ago."""
     key = tl.load(state + 2 * segment)
-    step = tl.load(state + 2 * segment + 1)
-    low = _mix((key ^ step).to(tl.uint32))
-    return low, _mix((key >> 32).to(tl.uint32) ^ (step >> 32).to(tl.uint32) ^ low)
+    step = tl.load(state + 2 * segment + 1) - STEPS_BACK
+    low = mix((key ^ step).to(tl.uint32))
+    return low, mix((key >> 32).to(tl.uint32) ^ (step >> 32).to(tl.uint32) ^ low)
+
+
+@jit
+def bits_at(low: Value, high: Value, counter: Value):
+    """The random bits at a counter, uint32."""
+    x = counter.to(tl.uint32) + low
+    return mix((x ^ (x >> 16)) * 0x7FEB352D + high)
 
 
 @jit
 def uniform(low: Value, high: Value, counter: Value):
     """In [0, 1), multiples of 2^-24."""
-    x = counter.to(tl.uint32) + low
-    x = (x ^ (x >> 16)) * 0x7FEB352D + high
-    return (_mix(x) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return (bits_at(low, high, counter) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 def raise_step(state: Tensor | None) -> None:

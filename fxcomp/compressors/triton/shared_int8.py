@@ -12,6 +12,7 @@ from fxcomp.compressors.triton.blocks import (
     cut,
     draw,
     largest_magnitude,
+    nothing,
     places,
     tile_of,
 )
@@ -96,7 +97,7 @@ def _decode(
     start, size, first_block, _ = tile_of(table, ALIGNMENT)
     place, is_there = places(size, BLOCK, WIDTH, ROWS)
     scale, _ = _scales(agreed, first_block, size, levels, BLOCK, ROWS)
-    total = tl.full([ROWS, WIDTH], -0.0, tl.float32)  # plus x is x, whatever x
+    total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         total += tl.load(payloads + start + place, is_there, other=0).to(tl.float32) * scale
         payloads += elements

@@ -7,43 +7,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fxcomp.compressors.blocks import count_blocks
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
+    LANES,
     compensated,
-    cut,
+    decode_blocks,
+    encode_blocks,
     fill_up,
-    is_aligned,
     load_scales,
+    mean_magnitude,
+    nothing,
+    places_in_lanes,
     store_scales,
     tile_of,
 )
-from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, launch, tl
-
-LANES = constant(64)
-
-
-@jit
-def _places(start_in_block: Value, size: Value, BLOCK: constexpr, ROWS: constexpr):
-    """Of up to 64 values of each block of a tile, from `start_in_block` on."""
-    column = start_in_block + tl.arange(0, LANES)[None, :]
-    place = tl.arange(0, ROWS)[:, None] * BLOCK + column
-    return place, (place < size) & (column < BLOCK)
-
-
-@jit
-def _fold(lanes: Value, ROWS: constexpr, HALF: constexpr):
-    """Add the upper half of the lanes to the lower."""
-    low, high = tl.split(tl.permute(tl.reshape(lanes, [ROWS, 2, HALF]), (0, 2, 1)))
-    return low + high
-
+from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
 
 @jit
 def _encode(
     bucket: Value,
     residual: Value,
     payload: Value,
+    state: Value,
     table: Value,
     codes_at: Value,
     end: Value,
@@ -56,27 +42,15 @@ def _encode(
     bucket += start
     if residual is not None:
         residual += start
-    lanes = tl.zeros([ROWS, LANES], tl.float32)
-    for column in range(0, BLOCK, LANES):
-        place, is_there = _places(column, size, BLOCK, ROWS)
-        value, _ = compensated(bucket, residual, place, is_there)
-        lanes += tl.abs(value)
-    lanes = _fold(lanes, ROWS, 32)
-    lanes = _fold(lanes, ROWS, 16)
-    lanes = _fold(lanes, ROWS, 8)
-    lanes = _fold(lanes, ROWS, 4)
-    lanes = _fold(lanes, ROWS, 2)
-    total = tl.reshape(_fold(lanes, ROWS, 1), [ROWS])
-    row = tl.arange(0, ROWS)
-    values = tl.maximum(tl.minimum(size - row * BLOCK, BLOCK), 1)
-    scale = tl.div_rn(total, values.to(tl.float32))
+    scale = mean_magnitude(bucket, residual, size, BLOCK, ROWS)
     is_finite = (scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
     scale = tl.where(is_finite, scale, float("nan"))
+    row = tl.arange(0, ROWS)
     store_scales(payload, first_block, size, scale, BLOCK, ROWS)
 
     payload_of_codes = payload + codes_at + first_byte
     for column in range(0, BLOCK, LANES):
-        place, is_there = _places(column, size, BLOCK, ROWS)
+        place, is_there = places_in_lanes(column, size, BLOCK, ROWS)
         value, old = compensated(bucket, residual, place, is_there)
         is_positive = value >= 0
         bit = (is_positive & is_there & is_finite[:, None]).to(tl.int32)
@@ -86,7 +60,7 @@ def _encode(
         is_byte = (8 * byte_place < size) & (8 * byte < BLOCK)
         tl.store(payload_of_codes + byte_place, tl.sum(weighed, axis=2).to(tl.uint8), is_byte)
         if residual is not None:
-            left_out = value - tl.where(is_positive, scale[:, None], -scale[:, None])
+            left_out = value - tl.where(is_positive, 1.0, -1.0) * scale[:, None]
             tl.store(residual + place, tl.where(is_finite[:, None], left_out, old), is_there)
     fill_up(payload, end)
 
@@ -110,11 +84,11 @@ def _decode(
     column = tl.arange(0, WIDTH)[None, :]
     place = row * BLOCK + column
     is_there = (place < size) & (column < BLOCK)
-    total = tl.full([ROWS, WIDTH], -0.0, tl.float32)  # plus x is x, whatever x
+    total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         scale = load_scales(payloads, first_block, size, BLOCK, ROWS)[:, None]
         byte = tl.load(payloads + codes_at + first_byte + place // 8, is_there, other=0).to(tl.int32)
-        total += tl.where(((byte >> (place % 8)) & 1) != 0, scale, -scale)
+        total += tl.where(((byte >> (place % 8)) & 1) != 0, 1.0, -1.0) * scale  # -x would be 0 - x, and lose -0
         payloads += payload_bytes
     tl.store(out + start + place, total * factor, is_there)
 
@@ -128,14 +102,7 @@ def encode(
     state: Tensor | None,
     agreed: Tensor | None,
 ) -> bool:
-    if not is_aligned(payload):
-        return False
-    tiles = cut(segments, compressor.block, 8, bucket.device)
-    codes_at = 4 * count_blocks(segments, compressor.block)
-    end = codes_at + sum(-(-size // 8) for size in segments)
-    arguments = (bucket, residual, payload, tiles.table, codes_at, end)
-    launch(_encode, len(tiles), *arguments, **tiles.constants)
-    return True
+    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, state)
 
 
 def decode(
@@ -147,10 +114,4 @@ def decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> bool:
-    if not is_aligned(payloads):
-        return False
-    tiles = cut(segments, compressor.block, 8, out.device)
-    codes_at, payload_bytes = 4 * count_blocks(segments, compressor.block), len(payloads) // ranks
-    arguments = (payloads, out, tiles.table, codes_at, payload_bytes, 1.0 / ranks)
-    launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
-    return True
+    return decode_blocks(_decode, compressor, payloads, ranks, segments, out)
