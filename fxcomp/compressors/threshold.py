@@ -61,7 +61,7 @@ class Threshold(Compressor):
         state: Tensor | None,
         agreed: Tensor | None,
     ) -> Compressed:
-        bits = self._bits
+        bits = self.bits
         sent = survivors.compress(bucket, residual, segments, self.ratio, [survivors.Cut(bits, bits)] * len(segments))
         return Compressed(sent.payload, sent.residual, empty_like_none(bucket, state))
 
@@ -86,7 +86,7 @@ class Threshold(Compressor):
     ) -> bool:
         segments = tuple(segments)
         ks, slots = counts(segments, self.ratio), survivors.capacities(segments, self.ratio)
-        kernels.run("fxcomp_threshold_encode", bucket, residual, payload, segments, ks, slots, len(ks), self._bits)
+        kernels.run("fxcomp_threshold_encode", bucket, residual, payload, segments, ks, slots, len(ks), self.bits)
         return True
 
     def decode_on_cpu(
@@ -101,5 +101,5 @@ class Threshold(Compressor):
         return survivors.decode_on_cpu(payloads, ranks, segments, self.ratio, out)
 
     @property
-    def _bits(self) -> int:
+    def bits(self) -> int:
         return int(survivors.magnitude_bits(torch.tensor(self.value, dtype=torch.float32)))

@@ -24,7 +24,7 @@ from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on
 
 FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
-HELPERS = {"__init__", "dispatch", "language", "small_floats"}
+HELPERS = {"__init__", "dispatch", "language", "select", "small_floats"}
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -95,7 +95,7 @@ def test_the_kernels_compile_and_keep_multiplication_and_addition_apart(compress
     programs: list[str] = []
 
     def compile_only(
-        kernel: Any, _: int, arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
+        kernel: Any, _: tuple[int, int], arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
     ) -> None:
         programs.append(_compile(kernel, arguments, constants, warps))
 

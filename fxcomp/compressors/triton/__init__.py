@@ -7,6 +7,7 @@ and every file can be imported where Triton is not installed. What has no kernel
   for each division of a bucket. Nothing waits for the device or asks it for a size.
 - Encoding adds the residual, compresses and writes the new residual in one kernel; decoding adds up all ranks and
   writes the mean in one kernel.
+- What selects by size (`select.py`) keeps its decisions on the device: counts, thresholds, places in the payload.
 - The payload is that of the reference. So are the bits: division rounds correctly (`div_rn`), multiplication and
   addition stay apart (`launch`), sums have the reference's order, and random bits come from the same counters. Where a
   file promises less, it says so.

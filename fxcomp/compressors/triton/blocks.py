@@ -117,10 +117,21 @@ def places_in_lanes(start_in_block: Value, size: Value, BLOCK: constexpr, ROWS: 
 
 
 @jit
-def _fold(lanes: Value, ROWS: constexpr, HALF: constexpr):
+def _halved(lanes: Value, ROWS: constexpr, HALF: constexpr):
     """Add the upper half of the lanes to the lower."""
     low, high = tl.split(tl.permute(tl.reshape(lanes, [ROWS, 2, HALF]), (0, 2, 1)))
     return low + high
+
+
+@jit
+def _folded(lanes: Value, ROWS: constexpr):
+    """The sum of each row's 64 lanes, in halves."""
+    lanes = _halved(lanes, ROWS, 32)
+    lanes = _halved(lanes, ROWS, 16)
+    lanes = _halved(lanes, ROWS, 8)
+    lanes = _halved(lanes, ROWS, 4)
+    lanes = _halved(lanes, ROWS, 2)
+    return tl.reshape(_halved(lanes, ROWS, 1), [ROWS])
 
 
 @jit
@@ -131,14 +142,20 @@ def mean_magnitude(bucket: Value, residual: Value, size: Value, BLOCK: constexpr
         place, is_there = places_in_lanes(column, size, BLOCK, ROWS)
         value, _ = compensated(bucket, residual, place, is_there)
         lanes += tl.abs(value)
-    lanes = _fold(lanes, ROWS, 32)
-    lanes = _fold(lanes, ROWS, 16)
-    lanes = _fold(lanes, ROWS, 8)
-    lanes = _fold(lanes, ROWS, 4)
-    lanes = _fold(lanes, ROWS, 2)
-    total = tl.reshape(_fold(lanes, ROWS, 1), [ROWS])
     values = tl.maximum(tl.minimum(size - tl.arange(0, ROWS) * BLOCK, BLOCK), 1)
-    return tl.div_rn(total, values.to(tl.float32))
+    return tl.div_rn(_folded(lanes, ROWS), values.to(tl.float32))
+
+
+@jit
+def norm(bucket: Value, residual: Value, size: Value, BLOCK: constexpr, ROWS: constexpr):
+    """The L2 norm of each block of a tile that begins at `bucket`, summed in the same order in fp64."""
+    lanes = tl.zeros([ROWS, LANES], tl.float64)
+    for column in range(0, BLOCK, LANES):
+        place, is_there = places_in_lanes(column, size, BLOCK, ROWS)
+        value, _ = compensated(bucket, residual, place, is_there)
+        wide = value.to(tl.float64)
+        lanes += wide * wide
+    return tl.sqrt(_folded(lanes, ROWS)).to(tl.float32)
 
 
 @jit
@@ -163,6 +180,31 @@ def random_codes(value: Value, scale: Value, drawn: Value, LEVELS: constexpr):
     whole = whole_below(tl.minimum(tl.maximum(quotient, -LEVELS), LEVELS) + drawn)
     whole = tl.minimum(whole, LEVELS)
     return whole, (whole + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@jit
+def store_codes(
+    codes: Value, code: Value, size: Value, BLOCK: constexpr, WIDTH: constexpr, ROWS: constexpr, BITS: constexpr
+):
+    """A tile's codes, int32 and 0 where there is no value, at the byte `codes`, the first in a byte's lowest bits."""
+    IN_A_BYTE: constexpr = 8 // BITS
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH // IN_A_BYTE)[None, :]
+    place = row * (BLOCK // IN_A_BYTE) + column
+    byte = code
+    if IN_A_BYTE > 1:
+        shift = (BITS * tl.arange(0, IN_A_BYTE))[None, None, :]
+        byte = tl.sum(tl.reshape(code, [ROWS, WIDTH // IN_A_BYTE, IN_A_BYTE]) << shift, axis=2)
+    is_byte = (IN_A_BYTE * place < size) & (IN_A_BYTE * column < BLOCK)
+    tl.store(codes + place, byte.to(tl.uint8), is_byte)
+
+
+@jit
+def load_codes(codes: Value, place: Value, is_there: Value, BITS: constexpr):
+    """What `store_codes` stored for each place of a tile."""
+    IN_A_BYTE: constexpr = 8 // BITS
+    byte = tl.load(codes + place // IN_A_BYTE, is_there, other=0).to(tl.int32)
+    return (byte >> (BITS * (place % IN_A_BYTE))) & ((1 << BITS) - 1)
 
 
 @jit
@@ -214,7 +256,7 @@ def encode_blocks(
     segments: tuple[int, ...],
     state: Tensor | None,
     *numbers: float,
-    **constants: float,
+    **constants: int,
 ) -> bool:
     """Launch a block compressor's encoding; `numbers` and `constants` are what its kernel takes besides."""
     if not is_aligned(payload):
@@ -237,7 +279,7 @@ def decode_blocks(
     segments: tuple[int, ...],
     out: Tensor,
     *numbers: float,
-    **constants: float,
+    **constants: int,
 ) -> bool:
     """Launch a block compressor's decoding."""
     if not is_aligned(payloads):

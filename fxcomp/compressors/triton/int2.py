@@ -13,10 +13,12 @@ from fxcomp.compressors.triton.blocks import (
     encode_blocks,
     fill_up,
     largest_magnitude,
+    load_codes,
     load_scales,
     mean_magnitude,
     nothing,
     places,
+    store_codes,
     store_scales,
     tile_of,
     whole_below,
@@ -61,13 +63,7 @@ def _encode(
     code = tl.where(is_finite & is_there, code, 0)
     scale = tl.where((scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY, scale, float("nan"))
     store_scales(payload, first_block, size, scale, BLOCK, ROWS)
-
-    row = tl.arange(0, ROWS)[:, None]
-    quarter = tl.arange(0, WIDTH // 4)[None, :]
-    byte_place = row * (BLOCK // 4) + quarter
-    weighed = tl.reshape(code, [ROWS, WIDTH // 4, 4]) << (2 * tl.arange(0, 4))[None, None, :]
-    is_byte = (4 * byte_place < size) & (4 * quarter < BLOCK)
-    tl.store(payload + codes_at + first_byte + byte_place, tl.sum(weighed, axis=2).to(tl.uint8), is_byte)
+    store_codes(payload + codes_at + first_byte, code, size, BLOCK, WIDTH, ROWS, 2)
     if residual is not None:
         left_out = tl.where(is_finite, value - (code.to(tl.float32) - OUTER) * scale[:, None], old)
         tl.store(residual + place, left_out, is_there)
@@ -93,8 +89,7 @@ def _decode(
     total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         scale = load_scales(payloads, first_block, size, BLOCK, ROWS)[:, None]
-        byte = tl.load(payloads + codes_at + first_byte + place // 4, is_there, other=0).to(tl.int32)
-        code = (byte >> (2 * (place % 4))) & 3
+        code = load_codes(payloads + codes_at + first_byte, place, is_there, 2)
         total += (code.to(tl.float32) - OUTER) * scale
         payloads += payload_bytes
     tl.store(out + start + place, total * factor, is_there)

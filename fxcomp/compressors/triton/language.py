@@ -34,12 +34,19 @@ else:
 
 
 def launch(
-    kernel: Any, programs: int, *arguments: Tensor | float | None, warps: int = 4, **constants: float | bool
+    kernel: Any,
+    programs: int,
+    *arguments: Tensor | float | None,
+    rows: int = 1,
+    warps: int = 4,
+    **constants: float | bool,
 ) -> None:
-    """Run a kernel on so many programs, with multiplication and addition kept apart as in the references."""
+    """Run a kernel on programs * rows, with multiplication and addition kept apart as in the references."""
     if programs > 0:
-        start(kernel, programs, arguments, warps, constants)
+        start(kernel, (programs, rows), arguments, warps, constants)
 
 
-def start(kernel: Any, programs: int, arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]) -> None:
-    kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+def start(
+    kernel: Any, programs: tuple[int, int], arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
+) -> None:
+    kernel[programs](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)

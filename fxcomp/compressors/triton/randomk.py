@@ -124,7 +124,7 @@ def _go_over(
 
 @jit
 def _put_back(residual: Value, payload: Value, spare: Value, state: Value, table: Value, RUNS: constexpr):
-    """The residuals that were set aside: of what was sent, and of a segment's first value if something is not finite."""
+    """The residuals that were set aside: of what was sent, and of the first value if something is not finite."""
     _, k, start, section, number, place, is_there = _drawn(state, table, 0, RUNS)
     is_finite = tl.load(payload + section + k) == 0.0
     left_out = tl.load(spare + section + number, is_there, other=0.0)

@@ -24,6 +24,7 @@ from fxcomp.compressors.triton.blocks import (
 )
 from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
 
+
 @jit
 def _encode(
     bucket: Value,
