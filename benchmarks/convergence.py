@@ -255,6 +255,7 @@ CONTROLS: dict[str, tuple[Callable[[Task], Exchange], dict[str, Band]]] = {
 # What to expect
 
 LOSSLESS, SMALL = 1e-3, 0.1  # the largest ω of these classes, on Gaussian values
+TOO_LATE = 0.98  # a value waits about 1 / (1 - ω) steps: at 50 these learning rates are too large to promise anything
 TOLERANCES = {  # by task: of lossless compressors, of small errors, and under error feedback
     "logreg": (0.002, 0.01, 0.005),
     "charlm": (0.015, 0.02, 0.13),
@@ -278,7 +279,8 @@ def expected(trial: Trial) -> Band | None:
         return Band(-small, small)
     if not trial.feedback:
         return WITHOUT_FEEDBACK.get(trial.method) if trial.task != "images" else None
-    return Band(-fed_back, fed_back) if compressor.feedback is Feedback.REQUIRED else None
+    promises = compressor.feedback is Feedback.REQUIRED and omega < TOO_LATE
+    return Band(-fed_back, fed_back) if promises else None
 
 
 @cache

@@ -431,22 +431,27 @@ def plain_torch() -> Generator[None]:
 
 def _compare(bound: Compressor, bucket: Tensor, segments: Sequence[int], where: str) -> None:
     """One step by kernel against the same in plain torch, with and without a residual, from a state that has moved."""
+    if not _has_kernel(bound):
+        return
     for feedback in {False, _may_feed_back(bound)}:
-        results: list[list[Tensor]] = []
-        for plain in (False, True) if _has_kernel(bound) else (True,):
-            with plain_torch() if plain else contextlib.nullcontext():
-                [replica] = replicas_of(bound, segments, feedback=feedback)
-                average(bound, [gaussian(sum(segments), 5)], [replica], segments)
-                if replica.residual is not None:
-                    replica.residual = 0.1 * gaussian(sum(segments), 7)
-                agreed = agree(bound, [bucket], [replica], segments)
-                payload = encode(bound, bucket, replica, segments, agreed)
-                copies = 1 if bound.is_linear else 2
-                decoded = decode(bound, payload.repeat(copies), copies, segments, agreed, replica.state)
-            kept = [t for t in (agreed, replica.residual, replica.state) if t is not None]
-            results.append([payload, decoded, *kept])
-        for by_kernel, by_torch in zip(results[0], results[-1], strict=True):
-            assert_same_bits(by_kernel, by_torch, f"{where}, {tuple(segments)}, feedback {feedback}")
+        by_kernel = second_step(bound, bucket, segments, feedback=feedback)
+        with plain_torch():
+            by_torch = second_step(bound, bucket, segments, feedback=feedback)
+        for one, two in zip(by_kernel, by_torch, strict=True):
+            assert_same_bits(one, two, f"{where}, {tuple(segments)}, feedback {feedback}")
+
+
+def second_step(bound: Compressor, bucket: Tensor, segments: Sequence[int], *, feedback: bool) -> list[Tensor]:
+    """All that comes of compressing `bucket`, after one step that moved the state: payload, mean, and what is kept."""
+    [replica] = replicas_of(bound, segments, feedback=feedback)
+    average(bound, [gaussian(sum(segments), 5)], [replica], segments)
+    if replica.residual is not None:
+        replica.residual = 0.1 * gaussian(sum(segments), 7)
+    agreed = agree(bound, [bucket], [replica], segments)
+    payload = encode(bound, bucket, replica, segments, agreed)
+    copies = 1 if bound.is_linear else 2
+    decoded = decode(bound, payload.repeat(copies), copies, segments, agreed, replica.state)
+    return [payload, decoded, *(t for t in (agreed, replica.residual, replica.state) if t is not None)]
 
 
 def _has_kernel(compressor: Compressor) -> bool:
