@@ -19,6 +19,7 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.load import replace_regions
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, kernels_available
+from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
 from fxcomp.cost.table import CostTable, Measured
@@ -46,24 +47,31 @@ class StepMeasurement:
 
 
 def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
-    """Compressors and memory of this machine, from the user's cache or measured now (about 2 s)."""
+    """Compressors and memory of this machine, from the user's cache or measured now (about half a second each)."""
 
-    def build() -> CostTable:
-        pack, roofline = measure_memory(device)
-        table = CostTable(
-            hardware=hardware(device),
-            versions=versions(),
-            date=date.today().isoformat(),
-            source="measured",
-            roofline=roofline,
-            pack_gb_per_s=pack,
-            copy_gb_per_s=measure_copy(device),
-        )
-        points = measure_compressors(compressors, on=device)
-        points |= measure_compressors(compressors, device=Device.CPU)
-        return replace(table, compressors=points)
+    def complete(known: CostTable | None) -> CostTable:
+        table = known or _without_compressors(device)
+        missing = [c for c in dict.fromkeys(compressors) if not all(table.has_measured(c, place) for place in Device)]
+        if not missing:
+            return table
+        points = measure_compressors(missing, on=device)
+        points |= measure_compressors(missing, device=Device.CPU)
+        return replace(table, compressors={**table.compressors, **points})
 
-    return CostTable.cached(hardware(device), versions(), build)
+    return CostTable.cached(hardware(device), versions(), complete)
+
+
+def _without_compressors(device: torch.device) -> CostTable:
+    pack, roofline = measure_memory(device)
+    return CostTable(
+        hardware=hardware(device),
+        versions=versions(),
+        date=date.today().isoformat(),
+        source="measured",
+        roofline=roofline,
+        pack_gb_per_s=pack,
+        copy_gb_per_s=measure_copy(device),
+    )
 
 
 def hardware(device: torch.device) -> str:
@@ -74,8 +82,8 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> str:
-    """What else changes the numbers: torch, Python, and whether the kernels are built."""
-    kernels = "kernels" if kernels_available() else "no kernels"
+    """What else changes the numbers: torch, Python, and which kernels are built."""
+    kernels = f"kernels {fingerprint()}" if kernels_available() else "no kernels"
     return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
 
 

@@ -6,6 +6,7 @@ The shared library is torch-free: kernels take raw pointers, and ctypes releases
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,13 @@ def available() -> bool:
 
 def can_run_on(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and available()
+
+
+@cache
+def fingerprint() -> str:
+    """What a rebuilt library differs in; empty without one."""
+    path = kernel_path()
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path is not None else ""
 
 
 def describe() -> str:

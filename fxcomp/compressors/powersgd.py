@@ -140,7 +140,7 @@ def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _near_square(size: int) -> tuple[int, int]:
+def near_square(size: int) -> tuple[int, int]:
     """Rows and columns of the matrix nearest to a square that so many values fill."""
     rows = next((rows for rows in range(isqrt(size), 0, -1) if size % rows == 0), 1)
     return rows, size // rows
@@ -272,7 +272,7 @@ class PowerSGD(Compressor):
         if self.columns:
             assert len(self.columns) == len(segments), f"{self} is bound to {len(self.columns)} segments"
             return self.columns
-        return tuple(self._columns_of(size, _near_square(size)) for size in segments)
+        return tuple(self._columns_of(size, near_square(size)) for size in segments)
 
     def _columns_of(self, size: int, shape: Sequence[int]) -> int:
         """Of the matrix that a parameter of this shape is; 0 if it goes dense."""

@@ -10,6 +10,7 @@ import torch
 
 from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
+from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.table import AlphaBeta, CompressorPoint, Roofline
 from fxcomp.strategy import CollectiveKind, Device
@@ -21,6 +22,7 @@ SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 16 << 20
 GROWTH = 4
 REPEATS = 3
+RANKS = 2  # whose payloads a compressor is timed with
 
 
 def measure_collectives(
@@ -112,16 +114,16 @@ def measure_compressors(
     *,
     device: Device = Device.GPU,
     on: torch.device | None = None,
-    budget_s: float = 1.5,
+    each_s: float = 0.25,
 ) -> dict[str, tuple[CompressorPoint, ...]]:
-    """Time encode and decode at growing sizes, keyed as a cost table wants it.
+    """Time proposing, encoding and decoding at growing sizes, keyed as a cost table wants it.
 
     `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
-    threads are those that the caller allows). A compressor without a fast kernel stops at a smaller size.
+    threads are those that the caller allows). A compressor stops at a smaller size where more would take it longer than
+    `each_s`. One that knows shapes is given a matrix, as square as its size allows.
     """
     on = on or torch.device("cpu")
     source = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).to(on)
-    each_s = budget_s / max(1, len(compressors))
     return {f"{c}@{device.value}": _measure_compressor(c, source, sorted(sizes), each_s) for c in compressors}
 
 
@@ -129,29 +131,35 @@ def _measure_compressor(
     compressor: Compressor, source: torch.Tensor, sizes: Sequence[int], budget_s: float
 ) -> tuple[CompressorPoint, ...]:
     points: list[CompressorPoint] = []
-    ranks = 1 if compressor.is_linear else 2
     begun = time.perf_counter()
     for size in sizes:
         if points and time.perf_counter() - begun + _cost_of_next_s(points[-1], size) > budget_s:
             break
-        bucket, segments = source[:size], (size,)
-        residual = torch.zeros_like(bucket) if compressor.needs_error_feedback else None
-        payloads = torch.zeros(
-            ranks * compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=source.device
-        )
-        payload, out = payloads[: payloads.numel() // ranks], torch.zeros_like(bucket)
-        encode = median_us(
-            lambda b=bucket, r=residual, p=payload, s=segments: compressor.encode(b, r, p, s), on=source.device
-        )
-        payloads.copy_(payload.repeat(ranks))
-        decode = median_us(lambda p=payloads, s=segments, o=out: compressor.decode(p, ranks, s, o), on=source.device)
-        points.append(CompressorPoint(size, encode, decode / ranks))
+        points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), source[:size]))
     return tuple(points)
 
 
+def _measure_point(compressor: Compressor, bucket: torch.Tensor) -> CompressorPoint:
+    """Time one size, for one of `RANKS` ranks that bring the same."""
+    facts, segments, on = compressor.facts, (bucket.numel(),), bucket.device
+    residual = torch.zeros_like(bucket) if compressor.needs_error_feedback else None
+    state = compressor.fresh_state(bucket.numel(), 0, 0).to(on) if compressor.has_state else None
+    proposal = torch.zeros(compressor.proposal_elements(segments), dtype=facts.proposal_dtype, device=on)
+    propose_us, agreed = 0.0, None
+    if facts.agreement is not None:
+        propose_us = median_us(lambda: compressor.propose(bucket, residual, segments, state, proposal), on=on)
+        agreed = proposal
+    payload = torch.zeros(compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=on)
+    encode_us = median_us(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed), on=on)
+    copies, out = 1 if compressor.is_linear else RANKS, torch.zeros_like(bucket)
+    payloads, known = payload.repeat(copies), state if facts.decode_needs_state else None
+    decode_us = median_us(lambda: compressor.decode(payloads, copies, segments, out, agreed, known), on=on)
+    return CompressorPoint(bucket.numel(), encode_us, decode_us / copies, propose_us)
+
+
 def _cost_of_next_s(last: CompressorPoint, size: int) -> float:
-    growth = size / last.elements
-    return 1e-6 * growth * (REPEATS + 1) * (last.encode_us + 2 * last.decode_us)
+    once_us = last.propose_us + last.encode_us + RANKS * last.decode_us
+    return 1e-6 * size / last.elements * 2 * REPEATS * once_us
 
 
 def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:

@@ -151,9 +151,13 @@ class CostTable:
         """The time to make a summed payload of `size` bytes a compressor's next state."""
         return self._busy(self.pack_us(size), device)
 
+    def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
+        """Whether this very compressor was timed there."""
+        return f"{compressor}@{device.value}" in self.compressors
+
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
         """`measured` if this very compressor was timed, or what its cost was taken from."""
-        if f"{compressor}@{device.value}" in self.compressors:
+        if self.has_measured(compressor, device):
             return "measured"
         key = self._key(compressor, device)
         return f"{ASSUMED}, as {key}" if key else f"{ASSUMED}, by memory bandwidth"
@@ -247,12 +251,12 @@ class CostTable:
             return None
 
     @classmethod
-    def cached(cls, hardware: str, versions: str, build: Callable[[], CostTable]) -> CostTable:
-        """The table of this machine from the user's cache, or built and put there."""
+    def cached(cls, hardware: str, versions: str, complete: Callable[[CostTable | None], CostTable]) -> CostTable:
+        """The table of this machine from the user's cache, made or completed, and put back if that changed it."""
         path = cache_path(hardware, versions)
-        table = cls.load(path)
-        if table is None:
-            table = build()
+        known = cls.load(path)
+        table = complete(known)
+        if table is not known:
             try:
                 table.save(path)
             except OSError as error:

@@ -1,15 +1,20 @@
 """Measuring: a fit finds the link again, decisions follow the returned numbers, kernels give plausible points."""
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from fxcomp import calibrate
 from fxcomp.cluster import Cluster, Level, Link
-from fxcomp.compressors import parse_compressor
+from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.measure import fit_alpha_beta, measure_collectives, measure_compressors, measure_copy, measure_memory
-from fxcomp.strategy import CollectiveKind
+from fxcomp.cost.table import CompressorPoint
+from fxcomp.describe import examples
+from fxcomp.strategy import CollectiveKind, Device
 
 FLAT = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
 
@@ -78,12 +83,38 @@ def test_a_fit_never_gives_a_negative_latency_or_an_infinite_bandwidth():
     assert fit_alpha_beta(CollectiveKind.ALL_REDUCE, 2, curved).alpha_us == 0.0
 
 
-@pytest.mark.parametrize("text", ["bf16", "int8", "int4", "sign", "topk(0.01)"])
-def test_a_compressor_is_measured_at_growing_sizes(text: str):
-    compressor = parse_compressor(text)
-    points = measure_compressors([compressor], sizes=(1024, 4096), budget_s=0.5)[f"{compressor}@gpu"]
-    assert points[0].elements == 1024
+@pytest.mark.parametrize("compressor", examples(), ids=str)
+def test_every_compressor_is_measured_at_growing_sizes(compressor: Compressor):
+    points = measure_compressors([compressor], sizes=(1024, 4096), each_s=10.0)[f"{compressor}@gpu"]
+    assert [point.elements for point in points] == [1024, 4096]
     assert all(point.encode_us > 0 and point.decode_us > 0 for point in points)
+    assert all((point.propose_us > 0) == (compressor.facts.agreement is not None) for point in points)
+
+
+def test_a_compressor_that_takes_too_long_stops_early():
+    (points,) = measure_compressors([parse_compressor("int8")], sizes=(1024, 4096, 1 << 20), each_s=0.0).values()
+    assert [point.elements for point in points] == [1024]
+
+
+def test_compressors_that_a_cached_table_lacks_are_measured_and_only_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[list[str]] = []
+
+    def points(compressors: Sequence[Compressor], *, device: Device = Device.GPU, **_: object) -> object:
+        asked.append([str(c) for c in compressors])
+        return {f"{c}@{device.value}": (CompressorPoint(1000, 1.0, 1.0),) for c in compressors}
+
+    monkeypatch.setattr(calibrate, "measure_compressors", points)
+    int8, sidco = parse_compressor("int8"), parse_compressor("sidco(0.01)")
+    here = torch.device("cpu")
+    calibrate.machine_costs([int8], here)
+    table = calibrate.machine_costs([int8, sidco, sidco], here)
+    assert asked == [["int8"], ["int8"], ["sidco(0.01)"], ["sidco(0.01)"]]
+    assert table.compressor_source(sidco) == table.compressor_source(int8) == "measured"
+    assert calibrate.machine_costs([sidco], here) == table
+    assert len(asked) == 4
 
 
 def test_memory_and_matrix_products_are_measured():

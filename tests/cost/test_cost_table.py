@@ -93,10 +93,23 @@ def test_the_pool_is_the_device_where_there_is_no_other_but_slower_beside_comput
 
 def test_a_table_survives_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert CostTable.cached("a machine", "1", lambda: TABLE) == TABLE
-    assert CostTable.cached("a machine", "1", lambda: pytest.fail("measured twice")) == TABLE
+    assert CostTable.cached("a machine", "1", lambda _: TABLE) == TABLE
+    assert CostTable.cached("a machine", "1", lambda known: known or pytest.fail("measured twice")) == TABLE
     assert [path.name for path in (tmp_path / "fxcomp").iterdir()] == [cache_path("a machine", "1").name]
     assert cache_path("a machine", "1") != cache_path("a machine", "2")
+
+
+def test_a_cached_table_is_completed_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    point = (CompressorPoint(1000, 1.0, 1.0, 3.0),)
+
+    def with_sign(known: CostTable | None) -> CostTable:
+        assert known is not None
+        return replace(known, compressors={**known.compressors, "sign@gpu": point})
+
+    CostTable.cached("a machine", "1", lambda _: TABLE)
+    assert CostTable.cached("a machine", "1", with_sign).compressors["sign@gpu"] == point
+    assert CostTable.load(cache_path("a machine", "1")) == with_sign(TABLE)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 7}', b"\xff\xfe"])
@@ -110,7 +123,7 @@ def test_a_corrupt_cache_is_kept_and_measured_again(
     for suffix in (".corrupt", ".corrupt.2"):
         path.write_bytes(raw)
         with pytest.warns(UserWarning, match=r"cannot read the cost table .*kept as .*\.corrupt"):
-            assert CostTable.cached("a machine", "1", lambda: TABLE) == TABLE
+            assert CostTable.cached("a machine", "1", lambda _: TABLE) == TABLE
         assert path.with_name(path.name + suffix).read_bytes() == raw
         assert CostTable.load(path) == TABLE
 
@@ -119,7 +132,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch
     (tmp_path / "fxcomp").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="cost table"):
-        assert CostTable.cached("a machine", "1", lambda: TABLE) == TABLE
+        assert CostTable.cached("a machine", "1", lambda _: TABLE) == TABLE
 
 
 def test_data_that_is_no_table_is_refused():
