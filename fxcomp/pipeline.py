@@ -71,14 +71,18 @@ P = ParamSpec("P")
 # The compiler
 
 
-def analyze(graph: GraphModule, costs: CostTable, cluster: Cluster) -> Workload:
+def analyze(graph: GraphModule, costs: CostTable, cluster: Cluster, *, skip_nonfinite: bool = False) -> Workload:
     """What there is to decide about."""
     run = PassRunner()
     gm = run(canonicalize_sync, graph, cluster.world_size)
     gm = run(broadcast_buffers, gm, cluster.world_size)
     gm = run(label_gradients, gm)
     gm = run(annotate_costs, gm, costs, cluster)
-    return read_workload(gm)
+    workload = read_workload(gm)
+    if not skip_nonfinite:
+        return workload
+    look_us = costs.pack_us(workload.dense_bytes) / 2  # as annotate_costs prices it
+    return replace(workload, commits=True, finish_us=workload.finish_us + look_us)
 
 
 def rewrite(
@@ -229,8 +233,9 @@ def compile_step(
         return emitted(again, plan)
 
     decided = _decide(
-        captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan
-    )
+        captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan,
+        skip_nonfinite=skip_nonfinite,
+    )  # fmt: skip
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_plan(error_feedback, decided.plan, shapes, cluster, optimizer)
     groups = ranks.extend(transport, decided.plan, cluster)
@@ -354,14 +359,18 @@ def _decide(
     mode: Mode,
     costs: CostTable | None,
     plan: Plan | str | Path | None,
+    skip_nonfinite: bool,
 ) -> Decided:
+    def analyzed(table: CostTable) -> Workload:
+        return analyze(captured.graph, table, cluster, skip_nonfinite=skip_nonfinite)
+
     if cluster.world_size == 1:
         table = costs or CostTable()
-        workload = analyze(captured.graph, table, cluster)
+        workload = analyzed(table)
         return Decided(Plan(()), table, workload, notes=("one rank: nothing to communicate",))
     if plan is not None:
         table = costs or CostTable()
-        return decide_as_told(plan, analyze(captured.graph, table, cluster), table, cluster, ranks)
+        return decide_as_told(plan, analyzed(table), table, cluster, ranks)
 
     dense: StepMeasurement | None = None
     if costs is None:
@@ -369,9 +378,11 @@ def _decide(
         costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
         if ranks.fits_links:
             costs = with_live_links(costs, transport, cluster, device)
-        costs, dense = _measured_on_job(captured, training, batch, costs, cluster, ranks, transport)
-    workload, bursts = analyze(captured.graph, costs, cluster), bursts_of(training.optimizer)
-    return replace(decide_best(mode, workload, costs, cluster, ranks, bursts), dense=dense)
+        costs, dense = _measured_on_job(
+            captured, training, batch, costs, cluster, ranks, transport, skip_nonfinite=skip_nonfinite
+        )
+    bursts = bursts_of(training.optimizer)
+    return replace(decide_best(mode, analyzed(costs), costs, cluster, ranks, bursts), dense=dense)
 
 
 def bursts_of(optimizer: torch.optim.Optimizer) -> float:
@@ -417,15 +428,21 @@ def given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cl
         return plan
     if isinstance(plan, Path) or plan.endswith(".json") or "/" in plan:
         return Plan.load(plan)
-    if plan != "dense":
-        try:
-            parse_compressor(plan)
-        except ValueError as error:
-            raise BadPlan(
-                f"plan={plan!r} is neither the path of a saved plan nor a compressor: {error}.\n"
-                "  Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
-            ) from None
+    check_names_compressor(plan)
     return uniform(plan, workload, costs, cluster)
+
+
+def check_names_compressor(plan: str) -> None:
+    """Raise BadPlan unless a plan's text is `dense` or a compressor."""
+    if plan == "dense":
+        return
+    try:
+        parse_compressor(plan)
+    except ValueError as error:
+        raise BadPlan(
+            f"plan={plan!r} is neither the path of a saved plan nor a compressor: {error}.\n"
+            "  Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
+        ) from None
 
 
 def _measured_on_job(
@@ -436,12 +453,14 @@ def _measured_on_job(
     cluster: Cluster,
     ranks: Ranks,
     transport: Transport,
+    *,
+    skip_nonfinite: bool,
 ) -> tuple[CostTable, StepMeasurement]:
     """Add what this job's regions cost, from its own dense step, all ranks running, and how far prediction was off."""
-    workload = analyze(captured.graph, costs, cluster)
+    workload = analyze(captured.graph, costs, cluster, skip_nonfinite=skip_nonfinite)
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     plan = Plan.from_json(data)
-    variant = rewrite(captured, plan, costs, cluster, ranks.rank)
+    variant = rewrite(captured, plan, costs, cluster, ranks.rank, skip_nonfinite=skip_nonfinite)
 
     def no_rebuild(*_: Any) -> Variant:
         raise AssertionError("a step that is only measured is captured once")
@@ -457,7 +476,8 @@ def _measured_on_job(
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
     compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
     costs = replace(costs, compute={**costs.compute, **compute})
-    predicted = simulate(graph_tasks(rewrite(captured, plan, costs, cluster, ranks.rank).graph)).step_time_us
+    rewritten = rewrite(captured, plan, costs, cluster, ranks.rank, skip_nonfinite=skip_nonfinite)
+    predicted = simulate(graph_tasks(rewritten.graph)).step_time_us
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
 

@@ -20,6 +20,7 @@ from fxcomp import compat
 from fxcomp.calibrate import StepMeasurement, apportion, machine_costs, measure_step
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster
+from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.errors import BadOption
@@ -27,7 +28,7 @@ from fxcomp.graph.edit import clone
 from fxcomp.job import Job
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.label_gradients import label_gradients
-from fxcomp.pipeline import analyze, given_plan, rewrite
+from fxcomp.pipeline import analyze, check_names_compressor, given_plan, rewrite
 from fxcomp.report import Explanation
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
@@ -40,8 +41,14 @@ from fxcomp.search.workload import Workload
 from fxcomp.step import CompiledStep, Training, Variant
 from fxcomp.strategy import Plan
 
-PlanOf = Callable[[Workload, CostTable], Plan]
-"""A plan that was asked about, once it is known what there is to plan."""
+
+@dataclass(frozen=True, slots=True)
+class AskedPlan:
+    """A plan that was asked about: what it needs measured, and how it is made once there is something to plan."""
+
+    compressors: tuple[Compressor, ...]
+    make: Callable[[Workload, CostTable], Plan]
+
 
 QUICK_STEP_US = 300_000.0
 """A step shorter than this is measured again, more often: there is time."""
@@ -86,7 +93,7 @@ def what_if(
     cluster: Cluster,
     *,
     mode: Mode = Mode.BALANCED,
-    plan: PlanOf | None = None,
+    plan: AskedPlan | None = None,
     step_ms: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Answer:
@@ -100,7 +107,7 @@ def what_if(
     training, captured = capture_job(job)
     device = training.device
     tell("measuring what compression costs on this machine")
-    costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
+    costs = machine_costs((*compressors_of(Mode.AGGRESSIVE), *(plan.compressors if plan else ())), device)
     has_spare = device.type != "cpu" or compat.processors() > torch.get_num_threads()
     costs = replace(costs, has_spare_host=has_spare)
     tell("measuring the step on this machine")
@@ -109,7 +116,7 @@ def what_if(
         workload = scaled(workload, 1e3 * step_ms / workload.free_us)
     tell("choosing")
     choice = choose(workload, costs, cluster, mode)
-    wanted = choice.plan if plan is None else plan(workload, costs)
+    wanted = choice.plan if plan is None else plan.make(workload, costs)
     if wanted.buckets:
         wanted.check_covers(workload.sizes)
     return Answer(
@@ -126,12 +133,12 @@ def what_if(
     )
 
 
-def rewritten(job: Job, cluster: Cluster, *, plan: PlanOf | None = None) -> Variant:
+def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:
     """The job's step for a cluster by assumed costs alone: the same on every machine."""
     _, captured = capture_job(job)
     costs = CostTable()
     workload = analyze(captured.graph, costs, cluster)
-    wanted = plan(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED).plan
+    wanted = plan.make(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED).plan
     if cluster.world_size == 1:
         wanted = Plan(())
     return rewrite(captured, wanted, costs, cluster, 0)
@@ -225,9 +232,12 @@ def _notes(costs: CostTable, cluster: Cluster, step_ms: float | None) -> tuple[s
     return tuple(notes)
 
 
-def plan_named(text: str, cluster: Cluster) -> PlanOf:
+def plan_named(text: str, cluster: Cluster) -> AskedPlan:
     """What `--plan` means: the path of a saved plan, or one compressor for all matrices."""
     if text.endswith(".json") or "/" in text:
         loaded = Plan.load(Path(text))
-        return lambda _workload, _costs: loaded
-    return lambda workload, costs: given_plan(text, workload, costs, cluster)
+        used = [c for bucket in loaded.buckets if (c := bucket.strategy.compressor) is not None]
+        return AskedPlan(tuple(used), lambda _workload, _costs: loaded)
+    check_names_compressor(text)
+    used = [] if text == "dense" else [parse_compressor(text)]
+    return AskedPlan(tuple(used), lambda workload, costs: given_plan(text, workload, costs, cluster))

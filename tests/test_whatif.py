@@ -1,5 +1,7 @@
 """Asking about a cluster that is not here, on one process."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -7,14 +9,21 @@ import torch
 import torch.distributed as dist
 
 from fxcomp.cluster import Cluster, Link
+from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import simulate
+from fxcomp.describe import examples
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.job import Job, load_job
+from fxcomp.pipeline import analyze
+from fxcomp.report import Explanation, to_text
+from fxcomp.search.budget import plan_error
 from fxcomp.search.choose import uniform
 from fxcomp.search.space import Mode
+from fxcomp.search.tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
 from fxcomp.strategy import Plan
-from fxcomp.whatif import graph_after, plan_named, rewritten, scaled, what_if
+from fxcomp.whatif import capture_job, graph_after, plan_named, rewritten, scaled, what_if
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "mlp.py")
 
@@ -69,6 +78,35 @@ def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
     answer = what_if(job, where, plan=plan_named("dense", where))
     assert answer.plan.is_dense
     assert answer.timeline.step_time_us >= answer.choice.step_us
+
+
+@pytest.mark.parametrize("text", [str(example) for example in examples()])
+def test_any_compressor_may_be_asked_about(text: str, job: Job):
+    """On assumed costs here, which is quick; machine_costs measures every one in test_cost_measure.py."""
+    where = cluster("3x1", "100mbit")
+    _, captured = capture_job(job)
+    costs = CostTable(error=0.0)
+    workload = analyze(captured.graph, costs, where)
+    asked = plan_named(text, where)
+    assert [str(compressor) for compressor in asked.compressors] == [text]
+    plan = asked.make(workload, costs)
+    timeline = simulate(plan_tasks(workload, plan, costs, where))
+    shown = to_text(Explanation(plan, timeline, workload, costs, where))
+    assert f"{text}@gpu" in shown
+    assert "assumed, by memory bandwidth" in shown
+    assert math.isfinite(plan_error(plan, where))
+
+
+def test_what_a_plan_needs_is_measured(job: Job):
+    where = cluster("2x1", "100mbit")
+    shown = to_text(what_if(job, where, plan=plan_named("powersgd(2)", where)).explanation())
+    assert re.search(r"powersgd\(2\)@gpu +measured\n", shown)
+
+
+def test_more_ranks_than_a_compressor_can_sum_are_refused(job: Job):
+    where = cluster("64x2", "100mbit")
+    with pytest.raises(BadCompressor, match="cannot sum the codes of 128 ranks"):
+        what_if(job, where, plan=plan_named("shared_int8", where))
 
 
 def test_a_step_of_no_time_is_refused(job: Job):

@@ -17,7 +17,7 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.cost.timeline import Stream
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role, info, update_info
-from fxcomp.graph.ops import D2H, H2D
+from fxcomp.graph.ops import D2H, H2D, SAVE
 
 
 def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:
@@ -37,5 +37,5 @@ def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
         return Stream.D2H
     if node.target is H2D:
         return Stream.H2D
-    on_pool = (Role.PROPOSE, Role.COMPRESS, Role.KEEP, Role.DECOMPRESS)
-    return Stream.CPU if on_host and info(node).role in on_pool else Stream.COMPUTE
+    is_on_pool = info(node).role in (Role.PROPOSE, Role.COMPRESS, Role.KEEP, Role.DECOMPRESS) or node.target is SAVE
+    return Stream.CPU if on_host and is_on_pool else Stream.COMPUTE

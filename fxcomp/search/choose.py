@@ -268,6 +268,7 @@ class _Search:
                 sum(gradient.update_us for gradient in members),
                 self.costs,
                 self.cluster,
+                commits=self.workload.commits,
             )
         return tasks
 

@@ -103,14 +103,17 @@ def assemble(
     shares = any(task.name == BROADCAST for task in tasks)
     for bucket in buckets:
         tasks.extend(bucket.final)
-        if not workload.clips:
+        if not workload.updates_wait:
             tasks.append(bucket.update)
-    if workload.clips:
+    buffers = Task("update buffers", Stream.COMPUTE, workload.buffers_us, after=(BROADCAST,))
+    if shares and workload.commits:  # before the step may return early: what the forward pass changed stays
+        tasks.append(buffers)
+    if workload.updates_wait:
         arrived = tuple(name for bucket in buckets for name in bucket.update.after)
         tasks.append(Task("finish", Stream.COMPUTE, workload.finish_us, after=arrived))
         tasks.extend(bucket.update for bucket in buckets)
-    if shares:
-        tasks.append(Task("update buffers", Stream.COMPUTE, workload.buffers_us, after=(BROADCAST,)))
+    if shares and not workload.commits:
+        tasks.append(buffers)
     return tasks
 
 
@@ -127,18 +130,26 @@ def _behind(task: Task, before: Task) -> Task:
 
 def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
     """Price bucket k of a plan. What comes out depends on nothing else in the plan."""
-    members, shapes = set(bucket.names), workload.shapes
-    update_us = sum(gradient.update_us for gradient in workload.gradients if gradient.name in members)
-    return price_bucket(k, [shapes[name] for name in bucket.names], bucket.strategy, update_us, costs, cluster)
+    names, shapes = set(bucket.names), workload.shapes
+    update_us = sum(gradient.update_us for gradient in workload.gradients if gradient.name in names)
+    members = [shapes[name] for name in bucket.names]
+    return price_bucket(k, members, bucket.strategy, update_us, costs, cluster, commits=workload.commits)
 
 
 def price_bucket(
-    k: int, shapes: Sequence[Sequence[int]], strategy: Strategy, update_us: float, costs: CostTable, cluster: Cluster
+    k: int,
+    shapes: Sequence[Sequence[int]],
+    strategy: Strategy,
+    update_us: float,
+    costs: CostTable,
+    cluster: Cluster,
+    *,
+    commits: bool,
 ) -> BucketTasks:
     """`bucket_tasks` for a search, which knows its gradients by number."""
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    writer = _Writer(k, shapes, strategy, costs, cluster)
+    writer = _Writer(k, shapes, strategy, costs, cluster, commits=commits)
     stages = tuple(writer.stage(number) for number in range(len(writer.stages) - 1))
     final = writer.final()
     return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
@@ -148,8 +159,16 @@ class _Writer:
     """Writes one bucket's tasks from its first step to its last; remembers what the tensor is at each point."""
 
     def __init__(
-        self, k: int, shapes: Sequence[Sequence[int]], strategy: Strategy, costs: CostTable, cluster: Cluster
+        self,
+        k: int,
+        shapes: Sequence[Sequence[int]],
+        strategy: Strategy,
+        costs: CostTable,
+        cluster: Cluster,
+        *,
+        commits: bool,
     ) -> None:
+        self.commits = commits
         self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
         self.bound = strategy.bound(shapes, cluster)
         self.stages = strategy.stages
@@ -205,7 +224,23 @@ class _Writer:
     def _compress(self, step: Compress) -> list[Task]:
         us = self.costs.encode_us(self.compressor, self.elements, step.device)
         self.payload_bytes = self.compressor.payload_bytes(self.segments)
-        return [*self._to_host(step.device), self._task("compress", _device_stream(step.device), us)]
+        moved = self._to_host(step.device)
+        before = self._saved_state()
+        return [*moved, *before, self._task("compress", _device_stream(step.device), us), *self._saved_payload(step)]
+
+    def _saved_state(self) -> list[Task]:
+        if not self.commits or not self.compressor.has_state:
+            return []
+        return [
+            self._task("save state", Stream.COMPUTE, self.costs.pack_us(self.compressor.state_bytes(self.segments)))
+        ]
+
+    def _saved_payload(self, step: Compress) -> list[Task]:
+        """A payload that is summed in place is needed again to roll a residual back."""
+        if not self.commits or not self.compressor.is_linear or not self.compressor.needs_error_feedback:
+            return []
+        us = self.costs.pack_us(self.compressor.payload_bytes(self.segments))
+        return [self._task("save", _device_stream(step.device), us)]
 
     def _to_host(self, device: Device) -> list[Task]:
         """A copy, if the compressor runs where the tensor is not yet."""

@@ -37,9 +37,10 @@ class Workload:
     backward_us: float
     """The end of forward and backward."""
     finish_us: float = 0.0
-    """What follows when every gradient has arrived: the norm and the coefficient of clipping."""
+    """What follows when every gradient has arrived: whether all are finite, the norm, the coefficient of clipping."""
     clips: bool = False
-    """Whether updates wait for all gradients: for the norm, or until it is known that all are finite."""
+    commits: bool = False
+    """Updates wait until it is known that every gradient is finite; what must be taken back where not is saved."""
     broadcast_bytes: int = 0
     """Buffers that rank 0 shares with all, such as batch-norm statistics."""
     broadcast_ready_us: float = 0.0
@@ -50,6 +51,11 @@ class Workload:
         ready = [gradient.ready_us for gradient in self.gradients]
         assert ready == sorted(ready), "a workload's gradients are in ready order"
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
+
+    @property
+    def updates_wait(self) -> bool:
+        """For every gradient, and not only for those of their own bucket."""
+        return self.clips or self.commits
 
     @property
     def free_us(self) -> float:

@@ -34,6 +34,20 @@ LEVELS = [
     Strategy.hierarchical(TOPK, Device.CPU),
 ]
 
+AGREED = [
+    Strategy.flat(parse_compressor("powersgd(1)")),
+    Strategy.flat(parse_compressor("shared_int8")),
+    Strategy.flat(parse_compressor("sidco(0.1)"), Device.CPU),
+    Strategy.flat(parse_compressor("randomk(0.1)")),
+    Strategy.flat(parse_compressor("powersgd(1)"), Device.CPU),
+    Strategy.flat(parse_compressor("int8(stochastic=true)")),
+]
+AGREED_BETWEEN_HOSTS = [
+    Strategy.hierarchical(parse_compressor("shared_int8")),
+    Strategy.hierarchical(parse_compressor("randomk(0.1)"), Device.CPU),
+    Strategy.hierarchical(parse_compressor("sidco(0.1)")),
+]
+
 PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
     "dense, one bucket": (SLOW, [Strategy.flat(None)], 99),
     "dense, many buckets": (SLOW, [Strategy.flat(None)], 2),
@@ -42,6 +56,9 @@ PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
     "mixed, fast network": (FAST, MIXED, 2),
     "hierarchical": (SHARED, LEVELS, 2),
     "hierarchical, one bucket": (SHARED, LEVELS, 99),
+    "agreements and states": (SLOW, AGREED, 1),
+    "agreements and states, two tensors": (FAST, AGREED, 2),
+    "agreements and states between hosts": (SHARED, AGREED_BETWEEN_HOSTS, 2),
 }
 
 
@@ -61,14 +78,15 @@ def step(request: pytest.FixtureRequest) -> tuple[str, Captured]:
     return job, captured_step(job, 1.0 if clipped else None)[0]
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])
 @pytest.mark.parametrize("name", PLANS)
-def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured], name: str):
+def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured], name: str, skip: bool):
     job, captured = step
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
-    workload = pipeline.analyze(captured.graph, COSTS, cluster)
+    workload = pipeline.analyze(captured.graph, COSTS, cluster, skip_nonfinite=skip)
     searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
-    emitted = pipeline.rewrite(captured, plan, COSTS, cluster, 0).timeline.step_time_us
+    emitted = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=skip).timeline.step_time_us
     assert emitted == pytest.approx(searched, rel=0.01)
 
 
