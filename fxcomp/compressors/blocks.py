@@ -40,5 +40,10 @@ def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) -> Tensor:
     """How many values of each row are not filling, as a column."""
-    sizes = [min(block, size - start) for size in segments for start in range(0, size, block)]
-    return torch.tensor(sizes, dtype=torch.int64, device=device).view(-1, 1)
+    sizes = torch.full((count_blocks(segments, block), 1), block, dtype=torch.int64, device=device)
+    end = 0
+    for size in segments:
+        end += count_blocks((size,), block)
+        if size % block:
+            sizes[end - 1].fill_(size % block)
+    return sizes

@@ -54,7 +54,10 @@ def read(section: Tensor, n: int, k: int) -> Tensor:
     form = form_of(n, k)
     low, packed = torch.split_with_sizes(section, [_low_bytes(k, form), _bit_bytes(n, k, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
-    ones = bits.flatten().nonzero().flatten()
+    bits = bits.flatten()
+    # Each 1 goes to its number, each 0 behind them all: unlike nonzero, a GPU need not say how many there are.
+    number = torch.where(bits > 0, bits.cumsum(0) - 1, k)
+    ones = number.new_empty(k + 1).scatter_(0, number, torch.arange(len(bits), device=section.device))[:k]
     if form == BITMAP:
         return ones
     high = (ones - torch.arange(k, device=section.device)) << form

@@ -109,15 +109,14 @@ def _add_halves(terms: Tensor) -> Tensor:
 
 def _orthonormal(factors: Tensor) -> Tensor:
     """An orthonormal basis of what the vectors span, filled up with random directions; NaN if one is not finite."""
-    if not factors.isfinite().all():
-        return torch.full_like(factors, torch.nan)
     basis: list[Tensor] = []
     for index, vector in enumerate(factors.double()):
         left, length = _clean(vector, basis)
-        if not length > _NOTHING_LEFT * _dot(vector, vector).sqrt():
-            left, length = _clean(_random(0, index, len(vector), factors.device), basis)
-        basis.append(left / length)
-    return torch.stack(basis).float()
+        # Both are computed, and one is taken: a branch would make the host wait for a GPU.
+        other, other_length = _clean(_random(0, index, len(vector), factors.device), basis)
+        is_enough = length > _NOTHING_LEFT * _dot(vector, vector).sqrt()
+        basis.append(torch.where(is_enough, left / length, other / other_length))
+    return torch.where(factors.isfinite().all(), torch.stack(basis).float(), torch.nan)
 
 
 def _clean(vector: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -134,7 +133,9 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
     """Sums of four random bytes, about their mean: whole numbers, nearly Gaussian, and no logarithm to round."""
-    stream = randomness.stream_of(torch.tensor([key, step], device=device), 0)
+    state = torch.full((randomness.STATE_ELEMENTS,), key, dtype=torch.int64, device=device)
+    state[1].fill_(step)
+    stream = randomness.stream_of(state, 0)
     bits = randomness.bits(stream, 0, count)
     return ((bits & 255) + ((bits >> 8) & 255) + ((bits >> 16) & 255) + (bits >> 24) - 510).double()
 

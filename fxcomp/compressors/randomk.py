@@ -82,7 +82,7 @@ def _compress(
 
 
 def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], state: Tensor, ks: Sequence[int]) -> Tensor:
-    before = state - torch.tensor([0, 1], device=state.device).repeat(len(segments))
+    before = state - randomness.one_step(state)
     places = [
         draw_places(randomness.stream_of(before, segment), n, k) if k else payloads.new_empty(0, dtype=torch.int64)
         for segment, (n, k) in enumerate(zip(segments, ks, strict=True))

@@ -30,7 +30,12 @@ def fresh_state(key: int) -> Tensor:
 
 def next_state(state: Tensor) -> Tensor:
     """All segments' streams one step on."""
-    return state + torch.tensor([0, 1], device=state.device).repeat(state.numel() // STATE_ELEMENTS)
+    return state + one_step(state)
+
+
+def one_step(state: Tensor) -> Tensor:
+    """What a step adds to a state: nothing to keys, 1 to steps. Made on the device: a copy would have to be waited for."""
+    return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 
 def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
