@@ -34,7 +34,7 @@ def next_state(state: Tensor) -> Tensor:
 
 
 def one_step(state: Tensor) -> Tensor:
-    """What a step adds to a state: nothing to keys, 1 to steps. Made on the device: a copy would have to be waited for."""
+    """What a step adds to a state: nothing to keys, 1 to steps. Made on the device: the host would wait for a copy."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 
