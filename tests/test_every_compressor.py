@@ -34,7 +34,12 @@ def text_of(name: str) -> str:
         return f"{name}({PARAMETERS.get(name, '0.05')})"
 
 
-COMPRESSORS = [text_of(name) for name in CATALOGUE]
+COMPRESSORS = [
+    *map(text_of, CATALOGUE),
+    "int8(stochastic=true)",
+    "int2(stochastic=true)",
+    "shared_int8(stochastic=false)",
+]
 PLACES = ["uniform", "gpu", "cpu"]
 WHOLE = [text for text in COMPRESSORS if not parse_compressor(text).facts.needs_whole_parameters]
 

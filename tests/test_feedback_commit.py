@@ -31,6 +31,11 @@ PLANS = {
     "mixed": [flat("int8"), DENSE, flat("sign"), flat("topk(0.1)")],
     "pool": [DENSE, flat("int8", Device.CPU), flat("topk(0.1)", Device.CPU), flat("bf16")],
     "linear": [flat("bf16"), flat("bf16", Device.CPU), DENSE, flat("int4")],
+    "states": [flat("shared_int8(block=8)"), flat("powersgd(1)"), flat("sidco(0.3)"), flat("int8(stochastic=true)")],
+    "states on the pool": [
+        *(flat(name, Device.CPU) for name in ("randomk(0.5)", "powersgd(2)", "shared_int8")),
+        flat("dgc(0.3)"),
+    ],
 }
 """The strategies of 2.bias, 2.weight, 0.bias and 0.weight."""
 
@@ -59,6 +64,10 @@ CASES = [
     Case("pool", "0.bias", INF, 1),
     Case("linear", "2.bias", NAN, 0, everywhere=True),
     Case("linear", "2.weight", INF, 1, everywhere=True),
+    *(Case("states", name, value, 1) for name, value in (("2.bias", NAN), ("2.weight", INF), ("0.bias", NAN))),
+    Case("states", "0.weight", INF, 0, everywhere=True),
+    Case("states on the pool", "2.bias", NAN, 1),
+    Case("states on the pool", "2.weight", NAN, 0),
 ]
 
 
@@ -114,9 +123,12 @@ def follow(case: Case) -> dict[str, Any]:
     for i in range(STEPS):
         if i == case.bad_step:
             exact, residual = numbers(step, optimizer)
+            kept = step.compressor_states.state_dict()["compressors"]
             step(batch(i, case))
             exact_after, residual_after = numbers(step, optimizer)
+            kept_after = step.compressor_states.state_dict()["compressors"]
             unchanged = all(map(torch.equal, exact, exact_after))
+            unchanged &= all(torch.equal(kept[name]["state"], kept_after[name]["state"]) for name in kept)
             rolled_back = (residual_after - residual).abs().max().item()
         else:
             step(batch(i, None))

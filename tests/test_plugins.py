@@ -40,6 +40,43 @@ def test_an_installed_compressor_is_found_by_name_and_travels_in_a_plan(tmp_path
     assert done.stdout == "fxcomp_pool.pool\n"
 
 
+def test_an_emitted_step_imports_it_from_its_own_package(tmp_path: Path) -> None:
+    tests = Path(__file__).parent
+    done = _python(
+        "from graphs import TWO, one_bucket\n"
+        "from stages import compressed\n"
+        "from fxcomp.codegen.emit import emit\n"
+        "from fxcomp.passes.remove_dead_nodes import remove_dead_nodes\n"
+        "from fxcomp.passes.thread_state import thread_state\n"
+        "plan = one_bucket('compress(pool(width=4))@gpu > all_reduce@world > decompress@gpu')\n"
+        "source = emit(remove_dead_nodes(thread_state(compressed(plan, TWO))))\n"
+        "compile(source, 'step', 'exec')\n"
+        "print(source)",
+        _installed(tmp_path),
+        EXAMPLE,
+        tests,
+        tests / "passes",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert "from fxcomp_pool.pool import Pool" in lines
+    assert "pool = Pool(width=4)" in lines
+    assert 'payload_0 = rt.compress("payload_0", pool, pack_0, residual_0, (4, 8))' in lines
+    assert not any(line.startswith("from fxcomp.compressors import") for line in lines)
+
+
+def test_its_error_is_measured_without_its_doing_anything(tmp_path: Path) -> None:
+    done = _python(
+        "from fxcomp.compressors import parse_compressor\n"
+        "from fxcomp.compressors.gaussian_error import gaussian_error\n"
+        "print(gaussian_error(parse_compressor('pool(width=16)')))",
+        _installed(tmp_path),
+        EXAMPLE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(1 - 1 / 16, abs=0.01)
+
+
 def test_the_example_passes_its_own_tests() -> None:
     done = _python(
         "sys.path.insert(0, sys.path[0] + '/tests')\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fxcomp.cluster import Level
+from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
 from fxcomp.strategy import DENSE, Bucket, Device, Plan, Strategy
@@ -161,3 +161,28 @@ def test_shards_cover_the_padded_bucket_once(sizes: tuple[int, ...], shards: int
             offset += segment
             found.add(offset)
     assert borders <= found
+
+
+def test_what_needs_whole_parameters_is_refused_where_each_rank_has_a_shard():
+    powersgd = parse_compressor("powersgd(2)")
+    with pytest.raises(BadStrategy) as error:
+        Strategy.hierarchical(powersgd)
+    assert str(error.value) == (
+        "powersgd(2) compresses whole parameters, but in 'reduce_scatter@intra > propose(powersgd(2))@gpu >"
+        " all_reduce@inter > compress(powersgd(2))@gpu > all_reduce@inter > decompress@gpu > all_gather@intra' each"
+        " rank has a shard of the bucket.\n"
+        "  Write propose(powersgd(2))@gpu > all_reduce@world > compress(powersgd(2))@gpu > all_reduce@world >"
+        " decompress@gpu"
+    )
+    assert Strategy.flat(powersgd).compressor == powersgd
+
+
+def test_a_compressor_is_bound_to_shapes_or_to_even_parts_of_them():
+    where = Cluster(3, 2, intra=Link(1, 10), inter=Link(10, 1))
+    shared = parse_compressor("shared_int8")
+    assert Strategy.flat(shared).bound([(4, 5)], where) == shared.bound_to([(4, 5)], 6)
+    assert Strategy.hierarchical(shared).bound([(4, 5)], where) == shared.bound_to([(10,)], 3)
+    assert DENSE.bound([(4, 5)], where) is None
+    bound = Strategy.flat(parse_compressor("powersgd(1)")).bound([(40, 5), (7,)], where)
+    assert bound is not None
+    assert bound.payload_bytes((200, 7)) == 4 * (5 + 7)

@@ -11,7 +11,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.timeline import Stream, simulate
 from fxcomp.search.space import Mode, strategies
 from fxcomp.search.tasks import plan_tasks
-from fxcomp.search.workload import Workload
+from fxcomp.search.workload import Gradient, Workload
 from fxcomp.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
 
 INT8 = parse_compressor("int8")
@@ -90,6 +90,28 @@ def test_clipping_waits_for_every_gradient_before_any_update():
     finish = plan_tasks(workload, plan_of(FLAT, DENSE), COSTS, PAIR)[-3]
     assert finish.after == ("decompress 0", "all_reduce 1")
     assert finish.duration_us == 7.0
+
+
+def test_a_commit_waits_for_every_gradient_and_saves_what_it_may_have_to_put_back():
+    workload = matrices(1000, 3000, commits=True, finish_us=7.0)
+    last = ["backward", "decompress 0", "finish", "update 0", "update 1"]
+    assert names(FLAT, DENSE, workload=workload)[-5:] == last
+    shared = names(Strategy.flat(parse_compressor("randomk(0.1)")), DENSE, workload=workload)
+    assert shared[1:6] == ["pack 0", "save state 0", "compress 0", "save 0", "start all_reduce 0"]
+    buffers = replace(workload, broadcast_bytes=800, broadcast_ready_us=2000.0, buffers_us=3.0)
+    assert names(FLAT, DENSE, workload=buffers)[-5:] == ["decompress 0", "update buffers", *last[2:]]
+
+
+def test_a_compressor_that_knows_shapes_is_priced_by_them():
+    square, tall = (Workload((Gradient("w", shape, 10_000.0, 1.0),), 10_000.0) for shape in ((100, 100), (1000, 10)))
+    plan = Plan((Bucket(("w",), (10_000,), Strategy.flat(parse_compressor("powersgd(1)"))),))
+    sent = [{t.name: t.duration_us for t in plan_tasks(w, plan, COSTS, PAIR)} for w in (square, tall)]
+    us = [[tasks["agree 0"], tasks["all_reduce 0"]] for tasks in sent]
+    by_bytes = [
+        [COSTS.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 4 * side, PAIR) for side in sides]
+        for sides in ((100, 100), (1000, 10))
+    ]
+    assert us == by_bytes
 
 
 def test_buffers_are_broadcast_as_soon_as_they_are_ready_and_copied_back_last():

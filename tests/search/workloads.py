@@ -19,6 +19,7 @@ COSTS = CostTable(
         f"{parse_compressor('int4')}@gpu": _points(0.5, 0.3),
         f"{parse_compressor('sign')}@gpu": _points(0.5, 0.3),
         f"{parse_compressor('topk(0.01)')}@gpu": _points(1.5, 0.05),
+        f"{parse_compressor('sidco(0.01)')}@gpu": _points(0.6, 0.05),
     }
 )
 
