@@ -183,7 +183,7 @@ def _check_feedback(feedback: object, *, planned: bool) -> None:
     """Only what needs neither the optimizer nor a count of its steps."""
     if not isinstance(feedback, ErrorFeedback):
         raise BadOption(f"options['error_feedback'] must be an ErrorFeedback; it is a {type(feedback).__name__}")
-    for name in ("scale_with_lr", "dense_steps", "density_steps"):
+    for name in ("scale_with_lr", "dense_steps", "density_steps", "momentum"):
         if getattr(feedback, name):
             raise BadOption(
                 f"ErrorFeedback.{name} needs the optimizer, which torch.compile leaves yours.\n"
@@ -610,7 +610,7 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
         given = tuple(values)
         values.clear()
         with torch.no_grad():
-            _, results = module.step(compiled.runtime, (), (), (), (), residuals, states, given)
+            _, results = module.step(compiled.runtime, (), (), (), (), (), residuals, states, given)
             compiled.passes += 1
             if compiled.model is None and compiled.passes <= COMPARED_PASSES:
                 _compare(compiled, {name: results[place] for name, place in places.items()})

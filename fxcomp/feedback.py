@@ -5,7 +5,14 @@
 
 A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs behind the mean of the
 payloads. Over all steps, payloads and the last residual add up to the gradients (Stich et al. 2018, Karimireddy et al.
-2019). `ErrorFeedback` holds the variants; `check_experiment` and `check_plan` refuse what diverges or trains badly.
+2019). With momentum correction a rank compresses its own momentum instead of its gradient (Lin et al. 2018):
+
+    u <- m u + g         the velocity of its own gradients
+    p = u + e
+    u <- 0               where a value was sent as it is: momentum does not go on from before what is new by then
+
+`ErrorFeedback` holds the variants; `check_experiment`, `check_momentum` and `check_plan` refuse what diverges or trains
+badly.
 """
 
 from __future__ import annotations
@@ -42,6 +49,14 @@ class ErrorFeedback:
     `density_steps`: over so many steps, behind the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
     on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
 
+    `momentum`: each rank keeps the momentum of its own gradients before compression, in the place of the optimizer's,
+    which must have none (Lin et al. 2018). What waits in a residual then gathers momentum as it would have if it had
+    been sent at once. Where compressors send values as they are, such as topk, the velocity of what was sent starts
+    anew. In all other buckets, dense ones too, the mean of the ranks' velocities is the velocity of the mean: a dense
+    plan trains as with the optimizer's momentum. One more fp32 value an element and rank, in the optimizer's stead.
+    The optimizer's weight decay stays behind it, outside of the velocity: what `SGD(momentum=m, weight_decay=w)`
+    does needs about w / (1 - m) here.
+
     `everywhere`: also around compressors that can do without, such as bf16: what a rank rounds away is not lost, for
     one more pass. Sums on the wire still round.
 
@@ -51,6 +66,7 @@ class ErrorFeedback:
     scale_with_lr: bool = False
     dense_steps: int = 0
     density_steps: int = 0
+    momentum: float = 0.0
     everywhere: bool = False
     off: bool = False
     allow_diverging: bool = False
@@ -59,9 +75,11 @@ class ErrorFeedback:
         for name in ("dense_steps", "density_steps"):
             if getattr(self, name) < 0:
                 raise BadOption(f"ErrorFeedback.{name} is a number of steps; it is {getattr(self, name)}")
-        if self.off and (self.everywhere or self.scale_with_lr):
+        if not 0 <= self.momentum < 1:
+            raise BadOption(f"ErrorFeedback.momentum is from 0 (none) to below 1; it is {self.momentum}")
+        if self.off and (self.everywhere or self.scale_with_lr or self.momentum):
             raise BadOption(
-                "ErrorFeedback(off=True) has nothing to scale or to put everywhere.\n"
+                "ErrorFeedback(off=True) has nothing to scale, to correct or to put everywhere.\n"
                 "  Leave off=True out, or the other options."
             )
 
@@ -155,6 +173,38 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
                 f"ErrorFeedback({name}=True) is for experiments with a given plan: fxcomp chooses none that needs it.\n"
                 f"  Pass plan=, or leave {name}=True out."
             )
+
+
+def check_momentum(
+    options: ErrorFeedback, optimizer: torch.optim.Optimizer, *, clips: bool = False, alone: bool = False
+) -> None:
+    """Refuse what momentum correction cannot go with: another momentum, clipping, and one rank alone."""
+    if not options.momentum:
+        return
+    which = f"ErrorFeedback(momentum={options.momentum:g})"
+    kind = type(optimizer).__name__
+    if is_adaptive(optimizer):
+        raise BadOption(
+            f"{which} keeps the momentum of gradients, but {kind} has one of its own, and divides by the root of the"
+            f" mean square of what it is given.\n  Use torch.optim.SGD without momentum, or leave momentum= out."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("momentum", 0.0) != 0:
+            raise BadOption(
+                f"{which} keeps the momentum before compression, but parameter group {number} of {kind} has"
+                f" momentum={group['momentum']:g}: it would be applied twice.\n"
+                f"  Give {kind} momentum=0, or leave momentum= of ErrorFeedback out."
+            )
+    if clips:
+        raise BadOption(
+            f"max_grad_norm clips the mean of what the ranks send, which with {which} is momentum and no gradient.\n"
+            "  Leave max_grad_norm or momentum= of ErrorFeedback out."
+        )
+    if alone:
+        raise BadOption(
+            f"{which} keeps the momentum of what ranks send each other, and there is one rank: nothing is sent.\n"
+            f"  On one rank, give momentum={options.momentum:g} to {kind}."
+        )
 
 
 def check_plan(

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -35,7 +35,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
-from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan, is_adaptive
+from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_momentum, check_plan, is_adaptive
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -46,6 +46,7 @@ from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.commit_if_finite import commit_if_finite
+from fxcomp.passes.correct_momentum import correct_momentum
 from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.order_for_overlap import order_for_overlap
@@ -55,7 +56,7 @@ from fxcomp.passes.thread_state import thread_state
 from fxcomp.ranks import Ranks
 from fxcomp.report import explain_step
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout
+from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout, Velocities
 from fxcomp.runtime.transport import Nowhere, Transport
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
@@ -120,6 +121,7 @@ def follow(
     gm = run(split_by_level, gm, plan, cluster)
     gm = run(insert_compression, gm, plan, cluster, cluster.local_rank(rank))
     gm = run(thread_state, gm, feedback.surrounds)
+    gm = run(correct_momentum, gm, feedback.momentum)
     gm = run(remove_dead_nodes, gm)
     if skip_nonfinite:
         gm = run(commit_if_finite, gm)
@@ -203,6 +205,7 @@ def compile_step(
 
     def checked() -> Mode:
         check_experiment(error_feedback, planned=plan is not None)
+        check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
         return _checked_mode(mode, max_grad_norm, verify_every)
 
     chosen_mode = ranks.attempt("checking options", checked)
@@ -228,13 +231,18 @@ def compile_step(
         return rewrite(captured, plan, costs, cluster, ranks.rank, error_feedback, skip_nonfinite=skip_nonfinite)
 
     def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
+        check_momentum(error_feedback, optimizer)
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
         return emitted(again, plan)
 
+    def fresh_velocities(plan: Plan) -> Velocities:
+        return Velocities(residual_layout(plan, cluster, ranks.rank), device)
+
+    velocities_of = fresh_velocities if error_feedback.momentum else None
     decided = _decide(
         captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan,
-        skip_nonfinite=skip_nonfinite,
+        skip_nonfinite=skip_nonfinite, feedback=error_feedback, velocities_of=velocities_of,
     )  # fmt: skip
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_plan(error_feedback, decided.plan, shapes, cluster, optimizer)
@@ -257,6 +265,7 @@ def compile_step(
         Runtime(groups, device),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
         CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
+        velocities_of=velocities_of,
         feedback=error_feedback,
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
@@ -360,14 +369,16 @@ def _decide(
     costs: CostTable | None,
     plan: Plan | str | Path | None,
     skip_nonfinite: bool,
+    feedback: ErrorFeedback,
+    velocities_of: Callable[[Plan], Velocities] | None,
 ) -> Decided:
     def analyzed(table: CostTable) -> Workload:
-        return analyze(captured.graph, table, cluster, skip_nonfinite=skip_nonfinite)
+        workload = analyze(captured.graph, table, cluster, skip_nonfinite=skip_nonfinite)
+        return replace(workload, keeps_velocity=feedback.momentum > 0)
 
     if cluster.world_size == 1:
         table = costs or CostTable()
-        workload = analyzed(table)
-        return Decided(Plan(()), table, workload, notes=("one rank: nothing to communicate",))
+        return Decided(Plan(()), table, analyzed(table), notes=("one rank: nothing to communicate",))
     if plan is not None:
         table = costs or CostTable()
         return decide_as_told(plan, analyzed(table), table, cluster, ranks)
@@ -379,7 +390,16 @@ def _decide(
         if ranks.fits_links:
             costs = with_live_links(costs, transport, cluster, device)
         costs, dense = _measured_on_job(
-            captured, training, batch, costs, cluster, ranks, transport, skip_nonfinite=skip_nonfinite
+            captured,
+            training,
+            batch,
+            costs,
+            cluster,
+            ranks,
+            transport,
+            skip_nonfinite=skip_nonfinite,
+            feedback=feedback,
+            velocities_of=velocities_of,
         )
     bursts = bursts_of(training.optimizer)
     return replace(decide_best(mode, analyzed(costs), costs, cluster, ranks, bursts), dense=dense)
@@ -455,19 +475,22 @@ def _measured_on_job(
     transport: Transport,
     *,
     skip_nonfinite: bool,
+    feedback: ErrorFeedback,
+    velocities_of: Callable[[Plan], Velocities] | None,
 ) -> tuple[CostTable, StepMeasurement]:
     """Add what this job's regions cost, from its own dense step, all ranks running, and how far prediction was off."""
     workload = analyze(captured.graph, costs, cluster, skip_nonfinite=skip_nonfinite)
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     plan = Plan.from_json(data)
-    variant = rewrite(captured, plan, costs, cluster, ranks.rank, skip_nonfinite=skip_nonfinite)
+    rewriting = partial(rewrite, cluster=cluster, rank=ranks.rank, feedback=feedback, skip_nonfinite=skip_nonfinite)
+    variant = rewriting(captured, plan, costs)
 
     def no_rebuild(*_: Any) -> Variant:
         raise AssertionError("a step that is only measured is captured once")
 
     device = training.device
     nothing = Residuals((), device), CompressorStates({}, device)
-    step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), *nothing)
+    step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), *nothing, velocities_of=velocities_of)
     leaves = pytree.tree_leaves(batch)
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
     repeats = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
@@ -476,8 +499,7 @@ def _measured_on_job(
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
     compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
     costs = replace(costs, compute={**costs.compute, **compute})
-    rewritten = rewrite(captured, plan, costs, cluster, ranks.rank, skip_nonfinite=skip_nonfinite)
-    predicted = simulate(graph_tasks(rewritten.graph)).step_time_us
+    predicted = simulate(graph_tasks(rewriting(captured, plan, costs).graph)).step_time_us
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
 
@@ -498,7 +520,7 @@ def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayou
     for bucket in plan.buckets:
         shards, shard = shard_of(bucket, cluster, rank)
         compressor = bucket.strategy.compressor
-        is_linear = compressor is not None and compressor.is_linear
+        is_summed = compressor is None or compressor.is_linear
         layout.append(
             BucketLayout(
                 bucket.names,
@@ -506,7 +528,7 @@ def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayou
                 shards,
                 shard,
                 on_host=bucket.strategy.device is Device.CPU,
-                divisor=cluster.ranks_at(bucket.strategy.level) if is_linear else 1,
+                divisor=cluster.ranks_at(bucket.strategy.level) if is_summed else 1,
             )
         )
     return layout

@@ -303,6 +303,9 @@ _WORK = {
     "backward": "compute",
     "update": "compute",
     "finish": "compute",
+    "accumulate": "compute",  # the optimizer's momentum, before the wire
+    "corrected": "compute",  # what the graph calls it
+    "mask": "compression",
     "propose": "compression",
     "proposal": "compression",  # what the graph calls it
     "compress": "compression",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source, info
 from fxcomp.guards import BatchType, StepGuard, batch_type, settled
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import CompressorStates, Residuals
+from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
 from fxcomp.strategy import Plan
 
 CAPTURES = 8
@@ -120,6 +121,7 @@ class CompiledStep:
         residuals: Residuals,
         compressor_states: CompressorStates,
         *,
+        velocities_of: Callable[[Plan], Velocities] | None = None,
         feedback: ErrorFeedback = CLASSIC,
         verify_every: int = 0,
         dense_ms: float | None = None,
@@ -136,6 +138,9 @@ class CompiledStep:
         self.runtime = runtime
         self.residuals = residuals
         self.compressor_states = compressor_states
+        self._velocities_of = velocities_of
+        self.velocities = velocities_of(self.plan) if velocities_of is not None else None
+        """This rank's own momentum; None where it is the optimizer's."""
         self.steps = 0
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
@@ -203,6 +208,7 @@ class CompiledStep:
             InputKind.BUFFER,
             InputKind.STATE,
             InputKind.HYPER,
+            InputKind.VELOCITY,
             InputKind.RESIDUAL,
             InputKind.COMPRESSOR_STATE,
             InputKind.BATCH,
@@ -225,6 +231,9 @@ class CompiledStep:
                 return self.training.optimizer.state[self._parameters[source.name]][source.key]
             case InputKind.HYPER:
                 return numbers[source.index][source.key]
+            case InputKind.VELOCITY:
+                assert self.velocities is not None, "a step with momentum correction has velocities"
+                return self.velocities.of_bucket(source.index)
             case InputKind.RESIDUAL:
                 return self.residuals.of_bucket(source.index)
             case InputKind.COMPRESSOR_STATE:
@@ -271,8 +280,15 @@ class CompiledStep:
         if stage == self._stage or not self._stages:
             return
         self._stage, self.plan = stage, self._stages[stage].plan
+        if self.velocities is not None:
+            before, self.velocities = self.velocities, self._fresh_velocities()
+            self.velocities.take_over(before)
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self.runtime.forget_buffers()
+
+    def _fresh_velocities(self) -> Velocities:
+        assert self._velocities_of is not None, "asked only where there are some"
+        return self._velocities_of(self.plan)
 
     def _scale_residuals(self, variant: Variant) -> None:
         """Multiply residuals by what the learning rate was over what it is, so that they weigh what they weighed."""
@@ -439,6 +455,9 @@ class CompiledStep:
         )
         self.plan = self._dense_plan
         self._stages = tuple[Stage, ...]()
+        if self.velocities is not None:
+            before, self.velocities = self.velocities, self._fresh_velocities()
+            self.velocities.take_over_mean(before, self._sum_over_ranks, dist.get_world_size())
         self.runtime.close()
         self.runtime = Runtime(self.runtime.transport, self.training.device)
         for known in (self._variants, self._symbolic, self._shapes):
@@ -449,6 +468,9 @@ class CompiledStep:
         everyone = torch.zeros(dist.get_world_size(), device=self.training.device)
         self.runtime.transport.all_gather(mine, everyone, "world", "main").wait()
         return [float(each) for each in everyone]
+
+    def _sum_over_ranks(self, value: Tensor) -> None:
+        self.runtime.transport.all_reduce(value, "world", "main").wait()
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
@@ -505,9 +527,10 @@ class CompiledStep:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and compressors' states; the model's and the optimizer's state are their own."""
+        """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
         own = {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, "learning_rates": dict(self._rates)}
-        return {**own, **self.residuals.state_dict(), **self.compressor_states.state_dict()}
+        velocities = self.velocities.state_dict() if self.velocities is not None else {}
+        return {**own, **self.residuals.state_dict(), **velocities, **self.compressor_states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state of this rank. Raises BadState."""
@@ -520,6 +543,13 @@ class CompiledStep:
         self.compressor_states.load_state_dict(state)
         self.steps = int(state.get("steps", 0))
         self._rates = dict(state.get("learning_rates", {}))
+        self._enter_stage()
+        if self.velocities is not None:
+            self.velocities.load_state_dict(state)
+        elif state.get("velocities"):
+            warnings.warn(
+                "fxcomp: the state holds velocities of momentum correction, which this step does not use.", stacklevel=2
+            )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Compute regions become functions; the lines between them, one for each node, pack, compress, launch and wait:
 
-    def step(rt, parameters, buffers, states, numbers, residuals, compressor_states, batch):
+    def step(rt, parameters, buffers, states, numbers, velocities, residuals, compressor_states, batch):
         ...
         pack_0 = rt.pack("pack_0", ("fc.weight",), (mm_1,), 1.0)
         payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))
@@ -30,7 +30,20 @@ from fxcomp import compat
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import BadCompressor, Compressor, compressor_of
 from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, KEEP, PACK, PAD, REDUCE_SCATTER, ROLL_BACK, SAVE
+from fxcomp.graph.ops import (
+    ACCUMULATE,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    D2H,
+    KEEP,
+    MASK_VELOCITY,
+    PACK,
+    PAD,
+    REDUCE_SCATTER,
+    ROLL_BACK,
+    SAVE,
+)
 from fxcomp.graph.work import is_sequence
 
 WIDTH = 120
@@ -45,6 +58,7 @@ _ARGUMENTS = {
     InputKind.BUFFER: "buffers",
     InputKind.STATE: "states",
     InputKind.HYPER: "numbers",
+    InputKind.VELOCITY: "velocities",
     InputKind.RESIDUAL: "residuals",
     InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",
@@ -345,8 +359,12 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
     if role is Role.COPY:
         copy = "d2h" if node.target is D2H else "h2d"
         return [f"    {node.name} = rt.{copy}({quoted}, {arguments[0]})"]
-    if node.target is KEEP:
-        return [f"    rt.keep({arguments[0]}, {arguments[1]})"]
+    if node.target is ACCUMULATE:
+        return [f"    {node.name} = rt.accumulate({', '.join(arguments)})"]
+    if node.target is MASK_VELOCITY:
+        return [f"    rt.mask_velocity({arguments[1]}, {arguments[0]}, {_replaced(node.args[2])})"]
+    if node.target is KEEP:  # a velocity was replaced in place
+        return [] if role is Role.VELOCITY else [f"    rt.keep({arguments[0]}, {arguments[1]})"]
     compressor = _compressor(node)
     return [] if compressor is None else [_compressor_line(node, compressors[compressor])]
 

@@ -120,6 +120,11 @@ class Compressor(ABC):
         """With these parameters."""
         return self.facts.bias
 
+    @property
+    def sends_values(self) -> bool:
+        """With these parameters."""
+        return self.facts.sends_values
+
     # Kernels: they return whether they did it
 
     def encode_on_cpu(

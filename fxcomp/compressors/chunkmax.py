@@ -99,6 +99,7 @@ class ChunkMax(Compressor):
         payload="5m where 1/ratio ≤ 256, 6m beyond, filled up to four; m = ⌈n/⌈1/ratio⌉⌉",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
+        sends_values=True,
         parameters=(Parameter("ratio", "share of values sent", 1 / _PLACES, 0.5),),
         use="Slow links and few ranks: about half of top-k's time, and its quality where energy is spread.",
         avoid="Where few rows of a parameter hold most of the energy: embeddings.",

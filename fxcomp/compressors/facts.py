@@ -75,6 +75,8 @@ class Facts:
     proposal: str = "none"
     """Bytes of the proposal, as a formula."""
     proposal_dtype: torch.dtype = torch.float32
+    sends_values: bool = False
+    """What it sends it sends exactly: the residual is 0 where a value was sent, and the whole value elsewhere."""
     needs_whole_parameters: bool = False
     """Cannot compress a shard of a bucket: it uses the parameters' shapes."""
     use: str

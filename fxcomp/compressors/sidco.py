@@ -451,6 +451,7 @@ def _facts(name: str, summary: str, use: str, avoid: str) -> Facts:
         payload="4 + 8⌈1.3⌈ratio·n⌉⌉",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
+        sends_values=True,
         parameters=(Parameter("ratio", "share of values to send", 1e-6, 1.0),),
         state="36",
         use=use,

@@ -41,6 +41,7 @@ class Threshold(Compressor):
         payload="4 + 8⌈1.3⌈ratio·n⌉⌉",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
+        sends_values=True,
         parameters=(
             Parameter("value", "smallest magnitude sent", 1e-30, 1e30),
             Parameter("ratio", "share of values for which the payload has room, and 30 % more", 1e-6, 1.0),

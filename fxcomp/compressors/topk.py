@@ -108,6 +108,7 @@ class TopK(Compressor):
         payload="4k + P(n, k), k = ⌈ratio·n⌉, P = min(n, 9k + n/2⁸, 17k + n/2¹⁶)/8",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
+        sends_values=True,
         passes=2,
         parameters=(Parameter("ratio", "share of values sent", 1e-6, 1.0),),
         use="Slow links and few ranks.",

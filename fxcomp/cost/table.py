@@ -151,6 +151,14 @@ class CostTable:
         """The time to make a summed payload of `size` bytes a compressor's next state."""
         return self._busy(self.pack_us(size), device)
 
+    def accumulate_us(self, size: float, device: Device = Device.GPU) -> float:
+        """The time to raise a bucket of `size` bytes and its velocity, which is twice what a copy moves."""
+        return self._busy(2 * self.pack_us(size), device)
+
+    def mask_us(self, size: float, device: Device = Device.GPU) -> float:
+        """The time to forget the velocity where a value was sent: reads the residual, and writes little."""
+        return self._busy(self.pack_us(size), device)
+
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
         """Whether this very compressor was timed there."""
         return f"{compressor}@{device.value}" in self.compressors

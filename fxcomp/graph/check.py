@@ -57,7 +57,7 @@ def _reduced_twice(gm: GraphModule) -> list[Violation]:
 
 
 def _lost_state(gm: GraphModule) -> list[Violation]:
-    """Every residual and every state of a compressor that comes in goes out."""
+    """Every velocity, residual and state of a compressor that comes in goes out."""
     entering = [n for n in gm.graph.nodes if _is_carried(n)]
     returned: Any = gm.graph.output_node().args[0]
     leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
@@ -68,7 +68,10 @@ def _lost_state(gm: GraphModule) -> list[Violation]:
 
 def _is_carried(node: Node) -> bool:
     source = info(node).source
-    return source is not None and source.kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
+    return source is not None and source.kind in _CARRIED
+
+
+_CARRIED = (InputKind.VELOCITY, InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _early_updates(gm: GraphModule) -> list[Violation]:

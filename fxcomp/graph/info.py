@@ -20,6 +20,7 @@ class Role(Enum):
     COMPUTE = "compute"
     GRADIENT = "gradient"  # the node that makes a parameter's local gradient
     PACK = "pack"  # gradients into one flat bucket
+    VELOCITY = "velocity"  # a rank's own momentum, before what is compressed
     PROPOSE = "propose"  # what ranks agree on before they compress
     COMPRESS = "compress"
     COLLECTIVE = "collective"
@@ -43,6 +44,7 @@ class InputKind(Enum):
     STATE = "state"  # the optimizer's, of one parameter
     HYPER = "hyper"  # a number of a parameter group, live: schedulers may change it
     BATCH = "batch"
+    VELOCITY = "velocity"  # a rank's own momentum of a bucket
     RESIDUAL = "residual"  # what compression left out of a bucket
     COMPRESSOR_STATE = "compressor state"  # what else a bucket's compressor keeps from step to step
 

@@ -7,7 +7,9 @@
     fxcomp::save(Tensor value) -> Tensor                         a copy of what will be overwritten
     fxcomp::all_finite(Tensor[] values) -> Tensor                whether parameters may change
     fxcomp::roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor    the residual before it was replaced
-    fxcomp::keep(Tensor state, Tensor value) -> Tensor           a compressor's next state: the value where it is finite
+    fxcomp::keep(Tensor state, Tensor value) -> Tensor           the next state: the value where it is finite
+    fxcomp::accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor    momentum · velocity + bucket
+    fxcomp::mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor        the next one: 0 where it was sent
 
 They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
 """
@@ -86,6 +88,22 @@ def _keep_fake(state: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
     return torch.empty_like(state)
 
 
+def _accumulate(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:
+    return velocity * momentum + bucket
+
+
+def _accumulate_fake(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(bucket)
+
+
+def _mask_velocity(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:
+    return torch.where(new.isfinite(), torch.where(residual == 0, 0.0, new), old)
+
+
+def _mask_velocity_fake(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(old)
+
+
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
 _define("pad(Tensor bucket, int ranks) -> Tensor", _shard, _shard_fake)
 _define("d2h(Tensor value) -> Tensor", _same, _same_fake)
@@ -94,6 +112,8 @@ _define("save(Tensor value) -> Tensor", _same, _same_fake)
 _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
 _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _roll_back_fake)
 _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _keep_fake)
+_define("accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor", _accumulate, _accumulate_fake)
+_define("mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor", _mask_velocity, _mask_velocity_fake)
 
 PACK = torch.ops.fxcomp.pack.default
 PAD = torch.ops.fxcomp.pad.default
@@ -103,6 +123,8 @@ SAVE = torch.ops.fxcomp.save.default
 ALL_FINITE = torch.ops.fxcomp.all_finite.default
 ROLL_BACK = torch.ops.fxcomp.roll_back.default
 KEEP = torch.ops.fxcomp.keep.default
+ACCUMULATE = torch.ops.fxcomp.accumulate.default
+MASK_VELOCITY = torch.ops.fxcomp.mask_velocity.default
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

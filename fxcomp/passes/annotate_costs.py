@@ -20,7 +20,19 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import compressor_of
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.info import Role, info, update_info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, BROADCAST, D2H, H2D, PACK, PAD, REDUCE_SCATTER, SAVE
+from fxcomp.graph.ops import (
+    ACCUMULATE,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    D2H,
+    H2D,
+    MASK_VELOCITY,
+    PACK,
+    PAD,
+    REDUCE_SCATTER,
+    SAVE,
+)
 from fxcomp.graph.work import flops, is_free, touched_bytes, work_key
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -61,6 +73,8 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         return costs.pack_us(_bytes(node))
     if role is Role.COPY:
         return costs.copy_us(_bytes(node))
+    if role is Role.VELOCITY:
+        return _velocity_us(node, costs, device)
     if role is Role.KEEP:
         return costs.keep_us(_bytes(node), device)
     if role is Role.PROPOSE:
@@ -74,6 +88,13 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     if is_free(node):
         return 0.0
     return costs.compute_us(work_key(node), flops(node), touched_bytes(node)).us
+
+
+def _velocity_us(node: Node, costs: CostTable, device: Device) -> float:
+    """Keeping costs nothing: a velocity is replaced while it is accumulated."""
+    if node.target is ACCUMULATE:
+        return costs.accumulate_us(_bytes(node), device)
+    return costs.mask_us(_bytes(node), device) if node.target is MASK_VELOCITY else 0.0
 
 
 def _bytes(node: object) -> int:

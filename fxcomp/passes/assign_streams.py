@@ -37,5 +37,6 @@ def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
         return Stream.D2H
     if node.target is H2D:
         return Stream.H2D
-    is_on_pool = info(node).role in (Role.PROPOSE, Role.COMPRESS, Role.KEEP, Role.DECOMPRESS) or node.target is SAVE
+    on_pool = (Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.KEEP, Role.DECOMPRESS)
+    is_on_pool = info(node).role in on_pool or node.target is SAVE
     return Stream.CPU if on_host and is_on_pool else Stream.COMPUTE

@@ -16,7 +16,8 @@
 Every payload decodes to something not finite where a rank's gradient was not, and sums on the wire keep what is not
 finite: all ranks find the same in what arrived, without a word to each other. A residual that a kernel has replaced is
 what it was, to rounding, once the rank's own payload is added and its bucket taken off; where something was not finite
-the kernel has left it alone. A payload that is summed in place is saved before it leaves; so is a compressor's state.
+the kernel has left it alone. A payload that is summed in place is saved before it leaves; so are a compressor's state
+and a velocity.
 
 The emitted step does the roll back in the branch where it returns early. Updates are moved behind by order_for_overlap.
 """
@@ -31,7 +32,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import call, gradients
 from fxcomp.graph.info import NodeInfo, Role, info
-from fxcomp.graph.ops import ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
+from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
 
 
 def commit_if_finite(gm: GraphModule) -> GraphModule:
@@ -41,7 +42,10 @@ def commit_if_finite(gm: GraphModule) -> GraphModule:
             _roll_back(gm, compress)
         state = compress.kwargs.get("state")
         if isinstance(state, Node):
-            _restore(gm, compress, state)
+            _restore(gm, compress, state, "")
+    for accumulate in [n for n in graph.nodes if n.target is ACCUMULATE]:
+        velocity: Any = accumulate.args[1]
+        _restore(gm, accumulate, velocity, "velocity_")
     if arrived:
         with graph.inserting_before(graph.output_node()):
             call(graph, ALL_FINITE, (arrived,), NodeInfo(Role.COMMIT), name="finite")
@@ -75,14 +79,14 @@ def _roll_back(gm: GraphModule, compress: Node) -> None:
         call(graph, ROLL_BACK, (left_out, own, compress.args[0]), label, name=f"before_{number}")
 
 
-def _restore(gm: GraphModule, compress: Node, state: Node) -> None:
-    """Compressors change their state in place, from random numbers or from the payload: keep a copy."""
-    number = info(compress).bucket
-    with gm.graph.inserting_before(compress):
-        saved = call(gm.graph, SAVE, (state,), _beside(compress), name=f"saved_{number}")
+def _restore(gm: GraphModule, node: Node, state: Node, kind: str) -> None:
+    """The node changes the state in place, and nothing that is left tells what it was: keep a copy."""
+    number = info(node).bucket
+    with gm.graph.inserting_before(node):
+        saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{number}")
     with gm.graph.inserting_before(gm.graph.output_node()):
         label = NodeInfo(Role.ROLL_BACK, bucket=number)
-        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{number}")
+        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{kind}{number}")
 
 
 def _saved(gm: GraphModule, payload: Node, name: str) -> Node:

@@ -24,7 +24,7 @@ from fxcomp.graph.info import Role, info
 from fxcomp.strategy import Plan
 
 _SYNC = (
-    *(Role.PACK, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
+    *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
 _BODY = (Role.COMPUTE, Role.GRADIENT)

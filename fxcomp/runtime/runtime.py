@@ -105,6 +105,30 @@ class Runtime:
         padded[bucket.numel() :].zero_()
         return padded
 
+    def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
+        """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
+
+        def run(value: Tensor) -> Tensor:
+            if _have_kernel(value, velocity):
+                kernels.run("fxcomp_accumulate", value, velocity, momentum, value.numel())
+            else:
+                torch.add(velocity * momentum, value, out=value)
+                torch.where(value.isfinite(), value, velocity, out=velocity)
+            return value
+
+        return self._then(run, bucket)
+
+    def mask_velocity(self, velocity: Tensor, bucket: Tensor | OnHost, residual: Tensor) -> None:
+        """Forget the velocity where the bucket's value was sent, so that nothing is left out of it."""
+
+        def run(value: Tensor) -> Tensor:
+            if _have_kernel(value, velocity, residual):
+                kernels.run("fxcomp_mask_velocity", value, velocity, residual, value.numel())
+                return velocity
+            return velocity.masked_fill_((residual == 0) & value.isfinite(), 0.0)
+
+        self._then(run, bucket)
+
     def propose(
         self,
         name: str,
@@ -298,8 +322,13 @@ def _now(value: Tensor | OnHost) -> Tensor:
     return value.future.result() if isinstance(value, OnHost) else value
 
 
+def _have_kernel(*values: Tensor) -> bool:
+    """Whether values are what kernels take."""
+    return all(v.dtype is torch.float32 and v.is_contiguous() and kernels.can_run_on(v) for v in values)
+
+
 def _is_finite(value: Tensor) -> bool:
-    if value.dtype is torch.float32 and value.is_contiguous() and kernels.can_run_on(value):
+    if _have_kernel(value):
         return bool(kernels.run("fxcomp_all_finite", value, value.numel()))
     return bool(value.isfinite().all())
 

@@ -1,14 +1,14 @@
-"""Keep what compression left out, and what else compressors remember; both are saved by parameter name.
+"""Keep what compression left out, ranks' own momentum, and what else compressors remember; all saved by parameter name.
 
-Residuals are one flat arena with a slice for each bucket. Compressors' states are a tensor for each bucket, in which
-the states of its parameters, or of their parts in this rank's shard, lie in order.
+Residuals and velocities are one flat arena each, with a slice for each bucket. Compressors' states are a tensor for
+each bucket, in which the states of its parameters, or of their parts in this rank's shard, lie in order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ class BucketLayout:
     """Where a bucket's residual lies: parameter names and sizes, and this rank's shard of the padded bucket.
 
     `on_host` for a compressor that runs there: its residual never crosses the bus. `divisor` is what the gradient is
-    divided by before it is compressed: the number of ranks where payloads are summed on the wire.
+    divided by before: the number of ranks where buckets or payloads are summed on the wire.
     """
 
     names: tuple[str, ...]
@@ -40,33 +40,35 @@ class BucketLayout:
         return sum(self.sizes) + -sum(self.sizes) % self.shards
 
 
-class Residuals:
-    """The error-feedback state of one rank, fp32, zero at first.
+class Arena:
+    """An fp32 value for each element of all buckets, zero at first.
 
-    Parameters lie in plan order. A sharded bucket uses only this rank's part of its slice; the rest stays zero. Saved
-    residuals come with their divisors: under the same plan they load bit for bit, and any other finds their unit.
+    Parameters lie in plan order. A sharded bucket uses only this rank's part of its slice; the rest stays zero.
     """
 
     def __init__(self, layout: Sequence[BucketLayout], device: torch.device):
         self.layout = tuple(layout)
         self.arena = torch.zeros(sum(bucket.padded for bucket in layout), device=device)
+        self._wholes: list[Tensor] = []
         self._slices: list[Tensor] = []
         self._by_name: dict[str, Tensor] = {}
-        self._divisors = {name: bucket.divisor for bucket in layout for name in bucket.names}
+        self._bucket_of: dict[str, BucketLayout] = {}
         offset = 0
         for bucket in layout:
             whole = self.arena[offset : offset + bucket.padded]
             if bucket.on_host and device.type != "cpu":
                 whole = torch.zeros(bucket.padded, pin_memory=True)
+            self._wholes.append(whole)
             part = bucket.padded // bucket.shards
             self._slices.append(whole[bucket.shard * part : (bucket.shard + 1) * part])
             pieces = torch.split(whole[: sum(bucket.sizes)], list(bucket.sizes))
             for name, piece in zip(bucket.names, pieces, strict=True):
                 self._by_name[name] = piece
+                self._bucket_of[name] = bucket
             offset += bucket.padded
 
     def of_bucket(self, number: int) -> Tensor:
-        """The slice that a bucket's compressor reads and replaces."""
+        """The slice that a bucket reads and replaces."""
         return self._slices[number]
 
     def of_parameter(self, name: str) -> Tensor:
@@ -79,12 +81,19 @@ class Residuals:
         sizes = sorted((name, piece.numel()) for name, piece in self._by_name.items())
         return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
+
+class Residuals(Arena):
+    """The error-feedback state of one rank.
+
+    Saved residuals come with their divisors: under the same plan they load bit for bit, and any other finds their unit.
+    """
+
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, so that another bucketing can load it."""
         return {
             "layout": self.layout_hash,
             "residuals": {name: piece.detach().clone() for name, piece in self._by_name.items()},
-            "divisors": dict(self._divisors),
+            "divisors": {name: bucket.divisor for name, bucket in self._bucket_of.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,9 +114,98 @@ class Residuals:
         divisors: Any = state.get("divisors", {})
         for name, piece in self._by_name.items():
             piece.copy_(saved[name])
-            before, now = divisors.get(name, 1), self._divisors[name]
+            before, now = divisors.get(name, 1), self._bucket_of[name].divisor
             if before != now:
                 piece.mul_(before / now)
+
+
+class Velocities(Arena):
+    """The momentum of one rank's own gradients, or in a sharded bucket of its host's mean, in the buckets' units.
+
+    The mean over all ranks is the momentum of the mean gradient, whatever the buckets.
+    """
+
+    def take_over(self, other: Velocities) -> None:
+        """Go on from where another plan, with the same shards, has come on this rank."""
+        for name, piece in self._by_name.items():
+            old, new = other._bucket_of[name], self._bucket_of[name]
+            assert (old.shards, old.shard) == (new.shards, new.shard), f"{name!r} would change hands between ranks"
+            piece.copy_(other.of_parameter(name)).mul_(old.divisor / new.divisor)
+
+    def take_over_mean(self, other: Velocities, all_reduce: Callable[[Tensor], None], ranks: int) -> None:
+        """Go on from the mean over all ranks of another plan's velocities; all ranks call it."""
+        parts: list[Tensor] = []
+        for name in self._by_name:
+            old = other._bucket_of[name]
+            parts.append(other.of_parameter(name).to(self.arena.device) * (old.shards * old.divisor / ranks))
+        mean = torch.cat([self.arena.new_empty(0), *parts])
+        all_reduce(mean)
+        means = torch.split(mean, [part.numel() for part in parts])
+        for name, part in zip(self._by_name, means, strict=True):
+            self.of_parameter(name).copy_(part).div_(self._bucket_of[name].divisor)
+        self._clear_other_shards()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy keyed by parameter name, with its divisor and the shard that it is of."""
+        return {"velocities": {name: self._described(name) for name in self._by_name}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy a saved state in. Raises BadState if it belongs to other parameters.
+
+        Whole velocities go on in other buckets as they were. A shard's stand for nothing outside of it, and where whole
+        ones become a shard's, this rank's own stand for its host's mean; both with a warning.
+        """
+        saved: Any = state.get("velocities")
+        if not saved:
+            for whole in self._wholes:
+                whole.zero_()
+            warnings.warn(
+                "fxcomp: the state was saved without momentum correction: velocities start at zero.", stacklevel=2
+            )
+            return
+        sizes = {name: part["value"].numel() for name, part in saved.items()}
+        if sizes != {name: piece.numel() for name, piece in self._by_name.items()}:
+            differ = sorted(set(sizes) ^ set(self._by_name)) or [
+                n for n in sizes if sizes[n] != self._by_name[n].numel()
+            ]
+            raise BadState(
+                f"the saved velocities are of another model: they differ in {differ[0]!r}.\n"
+                "  Load the state of the same model, saved by the same rank."
+            )
+        changed: list[str] = []
+        for name, piece in self._by_name.items():
+            part, new = saved[name], self._bucket_of[name]
+            shards = int(part["shards"]) if new.shards == 1 else 1
+            factor = shards * int(part["divisor"]) / new.divisor
+            piece.copy_(part["value"])
+            if factor != 1:
+                piece.mul_(factor)
+            if new.shards > 1 and part["place"] != self._place(name):
+                changed.append(name)
+        self._clear_other_shards()
+        if changed:
+            warnings.warn(
+                f"fxcomp: velocities of {len(changed)} of {len(self._by_name)} parameters, {changed[0]!r} first, were"
+                " saved by a plan that shares them otherwise among the host's ranks: they go on approximately.",
+                stacklevel=2,
+            )
+
+    def _described(self, name: str) -> dict[str, Any]:
+        bucket = self._bucket_of[name]
+        value = self.of_parameter(name).detach().clone()
+        return {"value": value, "divisor": bucket.divisor, "shards": bucket.shards, "place": self._place(name)}
+
+    def _place(self, name: str) -> list[int]:
+        """Which part of a parameter this rank has."""
+        bucket = self._bucket_of[name]
+        offset = sum(bucket.sizes[: bucket.names.index(name)])
+        return [bucket.shards, bucket.shard, offset, bucket.padded] if bucket.shards > 1 else [1, 0, 0, 0]
+
+    def _clear_other_shards(self) -> None:
+        for bucket, whole, own in zip(self.layout, self._wholes, self._slices, strict=True):
+            part = len(own)
+            whole[: bucket.shard * part].zero_()
+            whole[(bucket.shard + 1) * part :].zero_()
 
 
 # What compressors remember

@@ -269,6 +269,7 @@ class _Search:
                 self.costs,
                 self.cluster,
                 commits=self.workload.commits,
+                velocity=self.workload.keeps_velocity,
             )
         return tasks
 

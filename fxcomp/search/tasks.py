@@ -132,8 +132,16 @@ def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, c
     """Price bucket k of a plan. What comes out depends on nothing else in the plan."""
     names, shapes = set(bucket.names), workload.shapes
     update_us = sum(gradient.update_us for gradient in workload.gradients if gradient.name in names)
-    members = [shapes[name] for name in bucket.names]
-    return price_bucket(k, members, bucket.strategy, update_us, costs, cluster, commits=workload.commits)
+    return price_bucket(
+        k,
+        [shapes[name] for name in bucket.names],
+        bucket.strategy,
+        update_us,
+        costs,
+        cluster,
+        commits=workload.commits,
+        velocity=workload.keeps_velocity,
+    )
 
 
 def price_bucket(
@@ -145,11 +153,12 @@ def price_bucket(
     cluster: Cluster,
     *,
     commits: bool,
+    velocity: bool,
 ) -> BucketTasks:
-    """`bucket_tasks` for a search, which knows its gradients by number."""
+    """`bucket_tasks` for a search, which knows its gradients by number. `velocity`: momentum is corrected."""
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    writer = _Writer(k, shapes, strategy, costs, cluster, commits=commits)
+    writer = _Writer(k, shapes, strategy, costs, cluster, commits=commits, velocity=velocity)
     stages = tuple(writer.stage(number) for number in range(len(writer.stages) - 1))
     final = writer.final()
     return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
@@ -167,10 +176,12 @@ class _Writer:
         cluster: Cluster,
         *,
         commits: bool,
+        velocity: bool,
     ) -> None:
         self.commits = commits
         self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
         self.bound = strategy.bound(shapes, cluster)
+        self.velocity, self.accumulated = velocity, False
         self.stages = strategy.stages
         self.segments = tuple(map(math.prod, shapes))
         self.proposal_bytes: int | None = None  # None but for what the ranks are agreeing on
@@ -219,12 +230,13 @@ class _Writer:
     def _propose(self, step: Propose) -> list[Task]:
         us = self.costs.propose_us(self.compressor, self.elements, step.device)
         self.proposal_bytes = self.compressor.proposal_bytes(self.segments)
-        return [*self._to_host(step.device), self._task("propose", _device_stream(step.device), us)]
+        before = [*self._to_host(step.device), *self._accumulate(step.device)]
+        return [*before, self._task("propose", _device_stream(step.device), us)]
 
     def _compress(self, step: Compress) -> list[Task]:
         us = self.costs.encode_us(self.compressor, self.elements, step.device)
         self.payload_bytes = self.compressor.payload_bytes(self.segments)
-        moved = self._to_host(step.device)
+        moved = [*self._to_host(step.device), *self._accumulate(step.device)]
         before = self._saved_state()
         return [*moved, *before, self._task("compress", _device_stream(step.device), us), *self._saved_payload(step)]
 
@@ -241,6 +253,23 @@ class _Writer:
             return []
         us = self.costs.pack_us(self.compressor.payload_bytes(self.segments))
         return [self._task("save", _device_stream(step.device), us)]
+
+    def _accumulate(self, device: Device) -> list[Task]:
+        """Once, before what the ranks see of each other's buckets."""
+        if self.accumulated or not self.velocity:
+            return []
+        self.accumulated = True
+        saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
+        us = self.costs.accumulate_us(self.dense_bytes, device)
+        return [*(saved if self.commits else []), self._task("accumulate", _device_stream(device), us)]
+
+    def _mask(self) -> list[Task]:
+        """Beside the payload's way, which does not wait for it."""
+        compressor, device = self.strategy.compressor, self.strategy.device
+        if not self.velocity or compressor is None or device is None or not compressor.sends_values:
+            return []
+        us = self.costs.mask_us(self.dense_bytes, device)
+        return [Task(f"mask {self.k}", _device_stream(device), us, after=(f"compress {self.k}",))]
 
     def _to_host(self, device: Device) -> list[Task]:
         """A copy, if the compressor runs where the tensor is not yet."""
@@ -268,6 +297,9 @@ class _Writer:
             size, self.proposal_bytes = self.proposal_bytes, None
             return self._sent(AGREE, step, size)
         before: list[Task] = []
+        behind = self._mask() if self.payload_bytes is not None else []
+        if self.payload_bytes is None and step.kind is CollectiveKind.ALL_REDUCE:
+            before = self._accumulate(Device.GPU)
         if step.kind is CollectiveKind.REDUCE_SCATTER:
             before = [self._task("pad", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
             ranks = self.cluster.ranks_at(step.level)
@@ -280,7 +312,7 @@ class _Writer:
         # A strategy may gather twice: between hosts, then inside them.
         is_second = self.gathered and step.kind is CollectiveKind.ALL_GATHER
         self.gathered |= step.kind is CollectiveKind.ALL_GATHER
-        return [*before, *self._sent(str(step) if is_second else step.kind.value, step, size)]
+        return [*before, *self._sent(str(step) if is_second else step.kind.value, step, size), *behind]
 
     def _sent(self, name: str, step: Collective, size: int) -> list[Task]:
         us = self.costs.collective_us(step.kind, step.level, size, self.cluster)

@@ -46,6 +46,8 @@ class Workload:
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
     """What copying them back takes."""
+    keeps_velocity: bool = False
+    """Each bucket has a velocity, which error feedback keeps in the optimizer's place."""
 
     def __post_init__(self) -> None:
         ready = [gradient.ready_us for gradient in self.gradients]

@@ -1,0 +1,95 @@
+"""Let every rank keep its own momentum, before what is compressed.
+
+    %p  pack        f32[12]            pack([%g0, %g1], 1.0)
+    %c  compress    (u8[20], f32[12])  topk_compress(%p, %residual_0, [8, 4], 0.1)
+    %o  compress    f32[12]            %c[1]
+    %r  collective  u8[40]             all_gather(%c[0], 2, world)
+    output(%loss, (), (%o))
+ -->
+    %velocity_0       input     f32[12]
+    %p                pack      f32[12]            pack([%g0, %g1], 1.0)
+    %corrected_0      velocity  f32[12]            accumulate(%p, %velocity_0, 0.9)
+    %c                compress  (u8[20], f32[12])  topk_compress(%corrected_0, %residual_0, [8, 4], 0.1)
+    ...
+    %next_velocity_0  velocity  f32[12]            mask_velocity(%corrected_0, %velocity_0, %o)
+    output(%loss, (), (%o, %next_velocity_0))
+
+The mask forgets the velocity of what was sent, which is known where a compressor sends values as they are. Elsewhere,
+in dense buckets too, the whole velocity is kept:
+
+    %next_velocity_0  velocity  f32[12]            keep(%velocity_0, %corrected_0)
+
+A velocity is in its bucket's unit, and lies where the bucket is compressed: on the host behind the copy to it, in this
+rank's shard behind the reduction inside the host. Emitted code replaces it in place, with the bucket.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.compressors import compressor_of
+from fxcomp.graph.edit import buckets, call, placeholder
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
+from fxcomp.graph.ops import ACCUMULATE, ALL_REDUCE, KEEP, MASK_VELOCITY
+
+
+def correct_momentum(gm: GraphModule, momentum: float) -> GraphModule:
+    if momentum == 0:
+        return gm
+    following = [_correct(gm, number, momentum) for number, _ in list(buckets(gm))]
+    output = gm.graph.output_node()
+    returned: Any = output.args[0]
+    loss, aux, *carried = returned
+    output.args = ((loss, aux, (*(node for nodes in carried for node in nodes), *following)),)
+    return gm
+
+
+def _correct(gm: GraphModule, number: int, momentum: float) -> Node:
+    """Returns the bucket's next velocity."""
+    graph, readers = gm.graph, _readers(gm, number)
+    first, value = readers[0], readers[0].args[0]
+    assert isinstance(value, Node), "what is sent is a node"
+    label = NodeInfo(Role.VELOCITY, bucket=number, stage=info(first).stage)
+    source = Source(InputKind.VELOCITY, index=number)
+    velocity = placeholder(graph, f"velocity_{number}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
+    with graph.inserting_before(first):
+        corrected = call(graph, ACCUMULATE, (value, velocity, momentum), label, name=f"corrected_{number}")
+    for reader in readers:
+        reader.update_arg(0, corrected)
+
+    left_out = _left_out_of_values(readers[-1])
+    target, arguments = (KEEP, (velocity, corrected))
+    if left_out is not None:
+        target, arguments = MASK_VELOCITY, (corrected, velocity, left_out)
+    label = NodeInfo(Role.VELOCITY, bucket=number, stage=info(readers[-1]).stage)
+    with graph.inserting_after(_sender(readers[-1])):  # the payload does not wait for it
+        return call(graph, target, arguments, label, name=f"next_velocity_{number}")
+
+
+def _readers(gm: GraphModule, number: int) -> list[Node]:
+    """What sees the bucket before it is averaged, in order: propose and compress, or the reduction of a dense one."""
+    own = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).bucket == number]
+    found = [n for n in own if info(n).role in (Role.PROPOSE, Role.COMPRESS) and n.target is not operator.getitem]
+    return found or [next(n for n in own if n.target is ALL_REDUCE)]
+
+
+def _left_out_of_values(reader: Node) -> Node | None:
+    """The new residual of a compressor that sends values as they are; None for everything else."""
+    if info(reader).role is not Role.COMPRESS:
+        return None
+    target: Any = reader.target
+    arguments: Any = reader.args
+    if not compressor_of(target, arguments[3:]).sends_values:
+        return None
+    return next((user for user in reader.users if user.target is operator.getitem and user.args[1] == 1), None)
+
+
+def _sender(reader: Node) -> Node:
+    """The collective that sends what a compressor made; a dense bucket's own."""
+    if info(reader).role is not Role.COMPRESS:
+        return reader
+    payload = next(user for user in reader.users if user.target is operator.getitem and user.args[1] == 0)
+    return next(user for user in payload.users if info(user).role is Role.COLLECTIVE)
