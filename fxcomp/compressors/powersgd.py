@@ -190,7 +190,7 @@ class PowerSGD(Compressor):
         return sum(self._payload_sizes(segments))
 
     def proposal_elements(self, segments: Sequence[int]) -> int:
-        pairs = zip(segments, self._all_columns(segments), strict=True)
+        pairs = zip(segments, self.all_columns(segments), strict=True)
         return sum(self.rank * (size // columns) for size, columns in pairs if columns)
 
     def state_elements(self, size: int) -> int:
@@ -198,7 +198,7 @@ class PowerSGD(Compressor):
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
         """The same on all ranks: Q is shared."""
-        [columns] = self._all_columns((size,))
+        [columns] = self.all_columns((size,))
         return _random(key, 0, self.rank * columns, torch.device("cpu")).float() if columns else torch.zeros(size)
 
     def propose_reference(
@@ -207,7 +207,7 @@ class PowerSGD(Compressor):
         assert state is not None, "powersgd proposes from the factors of the step before"
         proposals = [bucket.new_empty(0)]
         value = bucket if residual is None else bucket + residual
-        all_columns = self._all_columns(segments)
+        all_columns = self.all_columns(segments)
         states = split(state, self._payload_sizes(segments))
         for part, columns, factors in zip(split(value, segments), all_columns, states, strict=True):
             if columns:
@@ -228,7 +228,7 @@ class PowerSGD(Compressor):
         value = bucket if residual is None else bucket + residual
         payloads, sent = [bucket.new_empty(0)], [bucket.new_empty(0)]
         bases = self._bases(segments, agreed)
-        for part, columns, basis in zip(split(value, segments), self._all_columns(segments), bases, strict=True):
+        for part, columns, basis in zip(split(value, segments), self.all_columns(segments), bases, strict=True):
             if basis is None:
                 payloads.append(part)
                 sent.append(part)
@@ -256,20 +256,18 @@ class PowerSGD(Compressor):
         return torch.cat(parts)
 
     def _payload_sizes(self, segments: Sequence[int]) -> list[int]:
-        return [
-            self.rank * columns or size for size, columns in zip(segments, self._all_columns(segments), strict=True)
-        ]
+        return [self.rank * columns or size for size, columns in zip(segments, self.all_columns(segments), strict=True)]
 
     def _bases(self, segments: Sequence[int], agreed: Tensor) -> list[Tensor | None]:
         """P_hat of each segment, None for a dense one."""
-        columns = self._all_columns(segments)
+        columns = self.all_columns(segments)
         sizes = [self.rank * (size // width) if width else 0 for size, width in zip(segments, columns, strict=True)]
         return [
             _orthonormal(part.view(self.rank, -1)) if width else None
             for part, width in zip(split(agreed, sizes), columns, strict=True)
         ]
 
-    def _all_columns(self, segments: Sequence[int]) -> tuple[int, ...]:
+    def all_columns(self, segments: Sequence[int]) -> tuple[int, ...]:
         if self.columns:
             assert len(self.columns) == len(segments), f"{self} is bound to {len(self.columns)} segments"
             return self.columns
@@ -315,4 +313,4 @@ class PowerSGD(Compressor):
         return True
 
     def _layout(self, segments: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        return tuple(segments), self._all_columns(segments), len(segments), self.rank
+        return tuple(segments), self.all_columns(segments), len(segments), self.rank

@@ -51,6 +51,10 @@ def test_every_file_can_be_imported_without_triton() -> None:
     subprocess.run([sys.executable, "-c", "; ".join([hide, load, *files])], check=True)
 
 
+def test_every_compressor_has_kernels() -> None:
+    assert [name for name, kind in CATALOGUE.items() if not triton.has_kernels(kind)] == []
+
+
 def test_every_file_is_named_as_a_compressor_s() -> None:
     for file in set(FILES) - HELPERS:
         assert importlib.util.find_spec(f"fxcomp.compressors.{file}") is not None
@@ -99,6 +103,19 @@ def test_sidco_goes_on_from_any_state(text: str) -> None:
         results.append([payload.cpu(), residual.cpu(), new_state.cpu()])
     for what, actual, expected in zip(("payload", "residual", "state"), *reversed(results), strict=True):
         assert_same_bits(actual, expected, what)
+
+
+@RUNS
+def test_powersgd_folds_long_vectors_in_halves() -> None:
+    segments, compressor = (32 * 2053, 32 * 2053), parse_compressor("powersgd(3)")  # as matrices of 2053 columns
+    bucket = SAMPLES["gaussian"](sum(segments))
+    bucket[: segments[0]] = 1.0  # of rank 1, so that two random vectors are needed
+    with plain_torch():
+        expected = round_on(torch.device("cpu"), compressor, bucket, segments, feedback=True)
+    with _on_device(compressor):
+        actual = round_on(DEVICE, compressor, bucket, segments, feedback=True)
+    for what, tensor in expected.items():
+        assert_same_bits(actual[what], tensor, what)
 
 
 def _with_and_without(compressor: Compressor) -> list[bool]:

@@ -124,7 +124,7 @@ def _halved(lanes: Value, ROWS: constexpr, HALF: constexpr):
 
 
 @jit
-def _folded(lanes: Value, ROWS: constexpr):
+def folded(lanes: Value, ROWS: constexpr):
     """The sum of each row's 64 lanes, in halves."""
     lanes = _halved(lanes, ROWS, 32)
     lanes = _halved(lanes, ROWS, 16)
@@ -143,7 +143,7 @@ def mean_magnitude(bucket: Value, residual: Value, size: Value, BLOCK: constexpr
         value, _ = compensated(bucket, residual, place, is_there)
         lanes += tl.abs(value)
     values = tl.maximum(tl.minimum(size - tl.arange(0, ROWS) * BLOCK, BLOCK), 1)
-    return tl.div_rn(_folded(lanes, ROWS), values.to(tl.float32))
+    return tl.div_rn(folded(lanes, ROWS), values.to(tl.float32))
 
 
 @jit
@@ -155,7 +155,7 @@ def norm(bucket: Value, residual: Value, size: Value, BLOCK: constexpr, ROWS: co
         value, _ = compensated(bucket, residual, place, is_there)
         wide = value.to(tl.float64)
         lanes += wide * wide
-    return tl.sqrt(_folded(lanes, ROWS)).to(tl.float32)
+    return tl.sqrt(folded(lanes, ROWS)).to(tl.float32)
 
 
 @jit
