@@ -52,7 +52,8 @@ def test_every_file_can_be_imported_without_triton() -> None:
 
 
 def test_every_compressor_has_kernels() -> None:
-    assert [name for name, kind in CATALOGUE.items() if not triton.has_kernels(kind)] == []
+    ours = {name: kind for name, kind in CATALOGUE.items() if kind.__module__.startswith("fxcomp.compressors.")}
+    assert [name for name, kind in ours.items() if not triton.has_kernels(kind)] == []
 
 
 def test_every_file_is_named_as_a_compressor_s() -> None:
