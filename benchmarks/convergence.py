@@ -93,13 +93,13 @@ class Record:
 # Training
 
 
-def train(task: Task, optimizer: str, exchange: Exchange) -> float:
+def train(task: Task, optimizer: str, exchange: Exchange, momentum: float = MOMENTUM) -> float:
     """The final loss; infinity where it diverges. The learning rate falls to zero along a cosine."""
     weights = torch.nn.Parameter(task.start.clone())
     rate = task.rates[optimizer]
     update: torch.optim.Optimizer
     if optimizer == "sgd":
-        update = torch.optim.SGD([weights], lr=rate, momentum=MOMENTUM)
+        update = torch.optim.SGD([weights], lr=rate, momentum=momentum)
     else:
         update = torch.optim.AdamW([weights], lr=rate)
     for step in range(task.steps):
@@ -123,6 +123,24 @@ def compressed(compressor: Compressor, shapes: Sequence[Sequence[int]], *, feedb
     bound, segments = compressor.bound_to(shapes, WORKERS), tuple(map(math.prod, shapes))
     replicas = replicas_of(bound, segments, WORKERS, feedback=feedback, seed=seed)
     return lambda gradients: average(bound, gradients, replicas, segments, shapes)
+
+
+def corrected(compressor: Compressor, shapes: Sequence[Sequence[int]]) -> Exchange:
+    """The same with error feedback and momentum correction: train with momentum=0, for each worker has its own."""
+    bound, segments = compressor.bound_to(shapes, WORKERS), tuple(map(math.prod, shapes))
+    replicas = replicas_of(bound, segments, WORKERS, feedback=True)
+    velocities = [torch.zeros(sum(segments)) for _ in range(WORKERS)]
+
+    def exchange(gradients: list[Tensor]) -> Tensor:
+        for velocity, gradient in zip(velocities, gradients, strict=True):
+            velocity.mul_(MOMENTUM).add_(gradient)
+        mean = average(bound, [velocity.clone() for velocity in velocities], replicas, segments, shapes)
+        if bound.sends_values:
+            for velocity, replica in zip(velocities, replicas, strict=True):
+                velocity[_residual(replica) == 0] = 0
+        return mean
+
+    return exchange
 
 
 def fitted(compressor: Compressor, task: Task) -> Compressor:
