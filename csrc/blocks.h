@@ -1,4 +1,4 @@
-// Quantise a bucket block by block: int8, int4, int2, sign, qsgd and fp8 are this with different codecs.
+// Quantise a bucket block by block: int8, int4, int2, fp8, sign, qsgd, natural and terngrad are this with different codecs.
 //
 // A payload holds the fp32 scales of all blocks, then the codes of b bits, each segment's from a new byte on, then zeros
 // up to a multiple of four; fxcomp/compressors/block_codes.py is the reference. A codec has
@@ -22,8 +22,10 @@
 #include "stream.h"
 #include "threads.h"
 
-// Values whose codes are made before they are packed. A multiple of 64: a run ends with a whole byte.
-constexpr int64_t kRun = 128;
+// Values whose codes are made before they are packed. A multiple of 64: a run ends with a whole byte. More where more
+// codes share a byte, for what was written in parts is read as a whole only after it has left the store buffer.
+template <int kBits>
+constexpr int64_t kRun = kBits < 4 ? 512 : 128;
 
 // A codec's function: like FXCOMP_INLINE, in a class.
 #if defined(__GNUC__)
@@ -141,13 +143,15 @@ FXCOMP_INLINE void unpack(const uint8_t* FXCOMP_RESTRICT packed, typename Togeth
 template <class Codec, bool kFeedback>
 FXCOMP_INLINE void encode_run(const Codec& codec, const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual,
                               uint8_t* FXCOMP_RESTRICT packed, float scale, float divisor, Stream stream,
-                              int64_t counter, int64_t size) {
+                              uint32_t counter, int32_t size) {
     using Word = typename Together<Codec::kBits>::Word;
-    alignas(64) Word words[kRun / sizeof(Word)] = {};
+    constexpr int64_t kMost = kRun<Codec::kBits>;
+    alignas(64) Word words[kMost / sizeof(Word)];
+    if (Codec::kBits < 8 && size < kMost) std::memset(words, 0, sizeof words);  // what follows the last code
     uint8_t* FXCOMP_RESTRICT const codes = Codec::kBits == 8 ? packed : reinterpret_cast<uint8_t*>(words);
-    for (int64_t i = 0; i < size; ++i) {
+    for (int32_t i = 0; i < size; ++i) {
         const float value = compensated<kFeedback>(bucket, residual, i);
-        const float u = Codec::kIsRandom ? uniform(stream, static_cast<uint32_t>(counter + i)) : 0.0f;
+        const float u = Codec::kIsRandom ? uniform(stream, counter + static_cast<uint32_t>(i)) : 0.0f;
         const Coded coded = codec.encode(value, scale, divisor, u);
         codes[i] = static_cast<uint8_t>(coded.code);
         if (kFeedback) residual[i] = value - coded.value;
@@ -155,10 +159,10 @@ FXCOMP_INLINE void encode_run(const Codec& codec, const float* FXCOMP_RESTRICT b
     if constexpr (Codec::kBits < 8) pack<Codec::kBits>(words, packed, ceil_divide(size * Codec::kBits, 8));
 }
 
+// A block with this scale.
 template <class Codec, bool kFeedback>
-FXCOMP_INLINE void encode_block(const Codec& codec, const float* bucket, float* residual, uint8_t* scale_out,
-                                uint8_t* packed, Stream stream, int64_t counter, int64_t size) {
-    const float scale = codec.template scale_of<kFeedback>(bucket, residual, size);
+FXCOMP_INLINE void encode_block(const Codec& codec, const float* bucket, float* residual, float scale,
+                                uint8_t* scale_out, uint8_t* packed, Stream stream, int64_t counter, int64_t size) {
     if (magnitude_bits(scale) >= kInfinityBits) {
         store_float(scale_out, float_of(kNanBits));
         std::memset(packed, 0, static_cast<size_t>(ceil_divide(size * Codec::kBits, 8)));
@@ -166,30 +170,43 @@ FXCOMP_INLINE void encode_block(const Codec& codec, const float* bucket, float* 
     }
     store_float(scale_out, scale);
     const float divisor = codec.divisor_of(scale);
-    for (int64_t start = 0; start < size; start += kRun) {
+    constexpr int64_t kMost = kRun<Codec::kBits>;
+    for (int64_t start = 0; start < size; start += kMost) {
         float* const left_out = kFeedback ? residual + start : nullptr;
         uint8_t* const bytes = packed + start * Codec::kBits / 8;
-        if (size - start >= kRun) {
-            encode_run<Codec, kFeedback>(codec, bucket + start, left_out, bytes, scale, divisor, stream,
-                                         counter + start, kRun);
+        const auto first = static_cast<uint32_t>(counter + start);
+        if (size - start >= kMost) {
+            encode_run<Codec, kFeedback>(codec, bucket + start, left_out, bytes, scale, divisor, stream, first, kMost);
         } else {
-            encode_run<Codec, kFeedback>(codec, bucket + start, left_out, bytes, scale, divisor, stream,
-                                         counter + start, size - start);
+            encode_run<Codec, kFeedback>(codec, bucket + start, left_out, bytes, scale, divisor, stream, first,
+                                         static_cast<int32_t>(size - start));
         }
     }
 }
 
+// Each block's scale is made before the block in front of it is encoded: a scale is a long chain of operations, and
+// so the processor has other work meanwhile.
 template <class Codec, bool kFeedback>
 FXCOMP_BODY void encode_range(const Codec codec, const Cut cut, const float* bucket, float* residual, uint8_t* payload,
                               const int64_t* state, int64_t begin, int64_t end) {
     uint8_t* const codes = payload + 4 * count_blocks(cut);
-    Place place = place_of(cut, Codec::kBits, begin);
-    for (int64_t index = begin; index < end; ++index) {
-        const int64_t size = block_size(cut, place);
-        const Stream stream = Codec::kIsRandom ? stream_of(state + 2 * place.segment) : Stream{0, 0};
-        encode_block<Codec, kFeedback>(codec, bucket + place.element, kFeedback ? residual + place.element : nullptr,
-                                       payload + 4 * index, codes + place.byte, stream, place.in_segment, size);
-        go_on(cut, Codec::kBits, size, place);
+    Place place = place_of(cut, Codec::kBits, begin), ahead = place;
+    float scale = 0.0f, scale_ahead = 0.0f;
+    for (int64_t index = begin; index <= end; ++index) {
+        if (index < end) {
+            scale_ahead = codec.template scale_of<kFeedback>(bucket + ahead.element,
+                                                             kFeedback ? residual + ahead.element : nullptr,
+                                                             block_size(cut, ahead));
+        }
+        if (index > begin) {
+            const Stream stream = Codec::kIsRandom ? stream_of(state + 2 * place.segment) : Stream{0, 0};
+            encode_block<Codec, kFeedback>(codec, bucket + place.element, kFeedback ? residual + place.element : nullptr,
+                                           scale, payload + 4 * (index - 1), codes + place.byte, stream,
+                                           place.in_segment, block_size(cut, place));
+        }
+        place = ahead;
+        scale = scale_ahead;
+        if (index < end) go_on(cut, Codec::kBits, block_size(cut, ahead), ahead);
     }
 }
 
@@ -222,7 +239,7 @@ template <class Codec, bool kAdd>
 FXCOMP_INLINE void decode_run(const Codec& codec, const uint8_t* FXCOMP_RESTRICT packed, float* FXCOMP_RESTRICT out,
                               float scale, int64_t size) {
     using Word = typename Together<Codec::kBits>::Word;
-    alignas(64) Word words[kRun / sizeof(Word)];
+    alignas(64) Word words[kRun<Codec::kBits> / sizeof(Word)];
     if constexpr (Codec::kBits < 8) unpack<Codec::kBits>(packed, words, ceil_divide(size * Codec::kBits, 8));
     const uint8_t* FXCOMP_RESTRICT const codes =
         Codec::kBits == 8 ? packed : reinterpret_cast<const uint8_t*>(words);
@@ -252,18 +269,19 @@ FXCOMP_BODY void decode_range(const Codec codec, const Cut cut, const uint8_t* p
     const int64_t scale_bytes = 4 * count_blocks(cut);
     const int64_t payload_bytes = scale_bytes + round_up(count_code_bytes(cut, Codec::kBits), 4);
     Place place = place_of(cut, Codec::kBits, begin);
-    LineWriter<kRun> writer;
+    constexpr int64_t kMost = kRun<Codec::kBits>;
+    LineWriter<kMost> writer;
     if (kStream) start_lines(writer, out + place.element);
     for (int64_t index = begin; index < end; ++index) {
         const int64_t size = block_size(cut, place);
         const uint8_t* const scales = payloads + 4 * index;
         const uint8_t* const packed = payloads + scale_bytes + place.byte;
-        for (int64_t start = 0; start < size; start += kRun) {
+        for (int64_t start = 0; start < size; start += kMost) {
             const uint8_t* const bytes = packed + start * Codec::kBits / 8;
-            const int64_t in_run = std::min(kRun, size - start);
+            const int64_t in_run = std::min(kMost, size - start);
             float* const values = kStream ? next_values(writer) : out + place.element + start;
-            if (in_run == kRun) {
-                decode_ranks(codec, scales, bytes, ranks, payload_bytes, values, kRun);
+            if (in_run == kMost) {
+                decode_ranks(codec, scales, bytes, ranks, payload_bytes, values, kMost);
             } else {
                 decode_ranks(codec, scales, bytes, ranks, payload_bytes, values, in_run);
             }
@@ -304,24 +322,34 @@ FXCOMP_INLINE float largest_magnitude(const float* bucket, const float* residual
 // Sums over a block run in 64 strided lanes, which then fold in halves: the same order at any vector width.
 constexpr int64_t kLanes = 64;
 
-// The sum of term(v) over a block, in the type that the terms have.
+template <int64_t kHalf, class Sum>
+FXCOMP_INLINE Sum fold(Sum* lanes) {
+    for (int64_t lane = 0; lane < kHalf; ++lane) lanes[lane] += lanes[lane + kHalf];
+    if constexpr (kHalf > 1) return fold<kHalf / 2>(lanes);
+    return lanes[0];
+}
+
+// The sum of term(v) over a block, in the type that the terms have; a term is not negative, and 0 for 0.
 template <bool kFeedback, class Term>
 FXCOMP_INLINE typename Term::Sum sum_in_lanes(const float* bucket, const float* residual, int64_t size,
                                               const Term& term) {
-    typename Term::Sum lanes[kLanes] = {};
-    int64_t start = 0;
-    for (; start + kLanes <= size; start += kLanes) {
+    typename Term::Sum lanes[kLanes];
+    const int64_t whole = size / kLanes * kLanes;
+    if (whole > 0) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = term.of(compensated<kFeedback>(bucket, residual, lane));
+    }
+    for (int64_t start = kLanes; start < whole; start += kLanes) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, start + lane));
         }
     }
-    for (int64_t lane = 0; lane < size - start; ++lane) {
-        lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, start + lane));
+    if (whole < size) {
+        if (whole == 0) std::fill_n(lanes, kLanes, typename Term::Sum{0});
+        for (int64_t lane = 0; lane < size - whole; ++lane) {
+            lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, whole + lane));
+        }
     }
-    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-        for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    }
-    return lanes[0];
+    return fold<kLanes / 2>(lanes);
 }
 
 struct Magnitude {
@@ -345,13 +373,20 @@ FXCOMP_INLINE float norm_of(const float* bucket, const float* residual, int64_t 
     return static_cast<float>(std::sqrt(sum_in_lanes<kFeedback>(bucket, residual, size, Square{})));
 }
 
-// Adding and subtracting 1.5 * 2^23 rounds to the nearest even integer, whose low bits are the sum's low bits.
-constexpr float kRound = 12582912.0f;
-
-FXCOMP_INLINE float clamp_to(float value, float limit) {
-    value = value < -limit ? -limit : value;
-    return value > limit ? limit : value;
+template <bool kFeedback>
+FXCOMP_INLINE float root_mean_square(const float* bucket, const float* residual, int64_t size) {
+    const double sum = sum_in_lanes<kFeedback>(bucket, residual, size, Square{});
+    return static_cast<float>(std::sqrt(sum / static_cast<double>(size)));
 }
+
+// To nearest, ties to even: adding 1.5 * 2^23 leaves the whole number in the low bits. For magnitudes below 2^22.
+FXCOMP_INLINE int32_t round_of(float value) {
+    constexpr float kRound = 12582912.0f;
+    return static_cast<int32_t>(bits_of(value + kRound) - bits_of(kRound));
+}
+
+// Integers are clamped, not floats: that is two instructions, where GCC makes masks for a float that may be NaN.
+FXCOMP_INLINE int32_t clamp_to(int32_t value, int32_t limit) { return std::min(std::max(value, -limit), limit); }
 
 // Exact for what an int32 holds, and vectorises everywhere.
 FXCOMP_INLINE int32_t floor_of(float value) {
@@ -376,14 +411,10 @@ struct Integers {
     FXCOMP_METHOD float divisor_of(float scale) const { return scale > 0.0f ? scale : 1.0f; }
 
     FXCOMP_METHOD Coded encode(float value, float scale, float divisor, float u) const {
-        const float quotient = clamp_to(value / divisor, levels);
-        if (kStochastic) {
-            const float below = static_cast<float>(floor_of(quotient + u));
-            const float whole = below > levels ? levels : below;
-            return {static_cast<uint32_t>(static_cast<int32_t>(whole)) & (2 * kSignBit - 1), whole * scale};
-        }
-        const float shifted = quotient + kRound;
-        return {bits_of(shifted) & (2 * kSignBit - 1), (shifted - kRound) * scale};
+        const float quotient = value / divisor;
+        const int32_t rounded = kStochastic ? floor_of(quotient + u) : round_of(quotient);
+        const int32_t whole = clamp_to(rounded, static_cast<int32_t>(levels));
+        return {static_cast<uint32_t>(whole) & (2 * kSignBit - 1), static_cast<float>(whole) * scale};
     }
 
     FXCOMP_METHOD float decode(uint8_t code, float scale) const {

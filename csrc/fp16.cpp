@@ -5,11 +5,12 @@
 
 constexpr uint32_t kOverflow = 0x477ff000u;  // 65520, from which on rounding gives inf
 
-FXCOMP_INLINE uint16_t round_to_fp16(float value) {
-    const uint32_t magnitude = magnitude_bits(value), sign = (bits_of(value) >> 16) & 0x8000u;
-    const uint32_t finite = round_to_small_float<10, 15>(magnitude);
+// The code, and what it is worth where fp16 can hold the value.
+FXCOMP_INLINE Rounded round_to_fp16(float value) {
+    const uint32_t magnitude = magnitude_bits(value), sign = bits_of(value) & 0x80000000u;
+    const Rounded finite = round_to_small_float<10, 15>(magnitude);
     const uint32_t other = magnitude > kInfinityBits ? 0x7e00u : 0x7c00u;
-    return static_cast<uint16_t>((magnitude < kOverflow ? finite : other) | sign);
+    return {(magnitude < kOverflow ? finite.code : other) | (sign >> 16), float_of(bits_of(finite.value) | sign)};
 }
 
 FXCOMP_INLINE float widen_fp16(uint16_t half) {
@@ -23,12 +24,9 @@ FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTR
                         uint16_t* FXCOMP_RESTRICT payload, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
         const float value = compensated<kFeedback>(bucket, residual, i);
-        const uint16_t half = round_to_fp16(value);
-        payload[i] = half;
-        if (kFeedback) {
-            const float left_out = value - widen_fp16(half);
-            residual[i] = (half & 0x7fffu) < 0x7c00u ? left_out : residual[i];
-        }
+        const Rounded half = round_to_fp16(value);
+        payload[i] = static_cast<uint16_t>(half.code);
+        if (kFeedback) residual[i] = magnitude_bits(value) < kOverflow ? value - half.value : residual[i];
     }
 }
 

@@ -7,17 +7,23 @@
 
 constexpr float kSmallestScale = 0x1p-126f;  // 1 / scale must be finite
 
-// Rounds a magnitude below the format's end to nearest, ties to even. Below the smallest normal number the codes are
-// evenly spaced: adding a power of two whose last bit is worth one code rounds to them.
+// A magnitude up to the format's end, rounded to nearest, ties to even: its code, and what that is. Adding a power of two
+// whose last bit is worth one code rounds; it follows the magnitude's exponent down to the smallest normal number.
+struct Rounded {
+    uint32_t code;
+    float value;
+};
+
 template <int kMantissa, int kBias>
-FXCOMP_INLINE uint32_t round_to_small_float(uint32_t magnitude) {
+FXCOMP_INLINE Rounded round_to_small_float(uint32_t magnitude) {
     constexpr int kDropped = 23 - kMantissa;
     constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;
-    constexpr uint32_t kMagic = static_cast<uint32_t>(128 - kBias - kMantissa + 23) << 23;
-    const uint32_t rounded = magnitude + ((1u << (kDropped - 1)) - 1u) + ((magnitude >> kDropped) & 1u);
-    const uint32_t normal = (rounded >> kDropped) - (static_cast<uint32_t>(127 - kBias) << kMantissa);
-    const uint32_t evenly = bits_of(float_of(magnitude) + float_of(kMagic)) - kMagic;
-    return magnitude < kSmallestNormal ? evenly : normal;
+    constexpr uint32_t kUp = static_cast<uint32_t>(kDropped) << 23;
+    const uint32_t exponent = std::max(magnitude & kInfinityBits, kSmallestNormal);
+    const float power = float_of(exponent + kUp);
+    const float sum = float_of(magnitude) + power;
+    const uint32_t code = bits_of(sum) - exponent + (exponent >> kDropped) - (kUp + (kSmallestNormal >> kDropped));
+    return {code, sum - power};
 }
 
 template <int kMantissa, int kBias>
@@ -44,10 +50,10 @@ struct SmallFloats {
     FXCOMP_METHOD float divisor_of(float scale) const { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
     FXCOMP_METHOD Coded encode(float value, float scale, float inverse, float) const {
-        const float scaled = clamp_to(value * inverse, most);
-        const uint32_t sign = (bits_of(scaled) >> 24) & 128u;
-        const uint32_t code = round_to_small_float<kMantissa, kBias>(magnitude_bits(scaled)) | sign;
-        return {code, decode(static_cast<uint8_t>(code), scale)};
+        const float scaled = value * inverse;
+        const uint32_t sign = bits_of(scaled) & 0x80000000u;
+        const auto rounded = round_to_small_float<kMantissa, kBias>(std::min(magnitude_bits(scaled), bits_of(most)));
+        return {rounded.code | (sign >> 24), float_of(bits_of(rounded.value) | sign) * scale};
     }
 
     FXCOMP_METHOD float decode(uint8_t code, float scale) const {

@@ -13,6 +13,7 @@ from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
+from fxcomp.compressors.natural import Natural
 from fxcomp.compressors.powersgd import PowerSGD
 from fxcomp.compressors.qsgd import QSGD
 from fxcomp.compressors.randomk import RandomK
@@ -20,6 +21,7 @@ from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.sidco import Sidco, SidcoE, SidcoGP
 from fxcomp.compressors.sign import Sign
+from fxcomp.compressors.terngrad import TernGrad
 from fxcomp.compressors.threshold import Threshold
 from fxcomp.compressors.topk import TopK
 
@@ -42,6 +44,7 @@ __all__ = [
     "Int2",
     "Int4",
     "Int8",
+    "Natural",
     "Parameter",
     "PowerSGD",
     "RandomK",
@@ -50,6 +53,7 @@ __all__ = [
     "SidcoE",
     "SidcoGP",
     "Sign",
+    "TernGrad",
     "Threshold",
     "TopK",
     "compressor_of",

@@ -48,7 +48,7 @@ class BlockCompressor(Compressor):
         return False
 
     @property
-    def kernel_parameters(self) -> tuple[int, ...]:
+    def kernel_parameters(self) -> tuple[float, ...]:
         """What the kernels want to know besides the block."""
         return ()
 

@@ -73,7 +73,7 @@ class QSGD(BlockCompressor):
         return True
 
     @property
-    def kernel_parameters(self) -> tuple[int, ...]:
+    def kernel_parameters(self) -> tuple[float, ...]:
         return (self.levels,)
 
     @property

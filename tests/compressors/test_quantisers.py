@@ -17,7 +17,9 @@ from fxcomp.compressors import (
     Int2,
     Int4,
     Int8,
+    Natural,
     Sign,
+    TernGrad,
 )
 from fxcomp.testing.checks import plain_torch
 from fxcomp.testing.samples import gaussian, heavy, laplace
@@ -47,6 +49,9 @@ def relative_error(compressor: Compressor, values: Tensor) -> float:
         (QSGD(7, 128), 0.44, 0.40),
         (QSGD(7, 32), 0.11, 0.11),
         (QSGD(1), 17.0, 15.0),
+        (Natural(), 0.083, 0.082),
+        (TernGrad(), 1.0, 0.87),
+        (TernGrad(clip=0), 1.6, 2.4),
         (Sign(), 0.36, 0.50),
         (FP16(), 4e-8, 4e-8),
         (FP8E4M3(), 6.6e-4, 6.3e-4),
@@ -210,3 +215,53 @@ def test_a_long_output_has_the_same_bits_wherever_its_segments_begin(compressor:
         assert torch.equal(out, expected)
         assert (room[:offset] == 77).all()
         assert (room[offset + sum(segments) :] == 77).all()
+
+
+def test_natural_sends_the_powers_beside_a_value() -> None:
+    values = torch.tensor([1.0, -2.0, 3.0, 1e-45, 0.0, -0.0, 1.5 * 2.0**-60])
+    compressor, state = Natural(), Natural().fresh_state(7, 1, 0)
+    payload = torch.empty(compressor.payload_elements((7,)), dtype=torch.uint8)
+    seen: list[set[float]] = [set() for _ in values]
+    for _ in range(64):
+        compressor.encode(values, None, payload, (7,), state)
+        for of_value, decoded in zip(seen, decode(compressor, payload, 1, (7,)).tolist(), strict=True):
+            of_value.add(decoded)
+    assert seen == [{1.0}, {-2.0}, {2.0, 4.0}, {0.0}, {0.0}, {0.0}, {2.0**-60, 2.0**-59}]
+
+
+def test_natural_bounds_the_error_of_small_values_beside_large_ones() -> None:
+    values = torch.cat([torch.tensor([1e30]), gaussian(100_000, 1)])
+    state, compressor = Natural().fresh_state(len(values), 1, 0), Natural(65536)
+    payload = torch.empty(compressor.payload_elements((len(values),)), dtype=torch.uint8)
+    compressor.encode(values, None, payload, (len(values),), state)
+    error = (decode(compressor, payload, 1, (len(values),)) - values)[1:]
+    assert error.square().sum() / values[1:].square().sum() < 0.125
+    assert (error.abs() <= values[1:].abs()).all()
+
+
+def test_natural_shows_what_it_cannot_scale() -> None:
+    values = torch.tensor([2.0**126, 1.0, -(2.0**125), 0.5])
+    state, residual = Natural(2).fresh_state(4, 1, 0), torch.tensor([0.0, 0.25, 0.0, 0.0])
+    payload = torch.empty(Natural(2).payload_elements((4,)), dtype=torch.uint8)
+    Natural(2).encode(values, residual, payload, (4,), state)
+    decoded = decode(Natural(2), payload, 1, (4,))
+    assert decoded.isnan().tolist() == [True, True, False, False]
+    assert decoded[2] == -(2.0**125)
+    assert residual[:2].tolist() == [0.0, 0.25]
+
+
+def test_terngrad_clips_at_root_mean_squares() -> None:
+    values = torch.cat([torch.ones(511), torch.tensor([1000.0])])
+    mean_square = (values.square().sum() / 512).item()
+    for clip, scale in ((0, 1000.0), (2.5, 2.5 * mean_square**0.5), (100, 1000.0)):
+        compressor = TernGrad(clip=clip)
+        payload = torch.empty(compressor.payload_elements((512,)), dtype=torch.uint8)
+        compressor.encode(values, None, payload, (512,), compressor.fresh_state(512, 1, 0))
+        assert payload[:4].view(torch.float32).item() == pytest.approx(scale)
+        assert decode(compressor, payload, 1, (512,))[-1].item() == pytest.approx(scale)
+
+
+def test_terngrad_is_unbiased_only_where_it_does_not_clip() -> None:
+    assert (TernGrad().bias, TernGrad(clip=0).bias) == (Bias.BIASED, Bias.UNBIASED)
+    with pytest.raises(BadCompressor, match=r"needs clip=0, which clips nothing, or 1 and more, not 0\.5"):
+        TernGrad(clip=0.5)
