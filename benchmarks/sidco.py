@@ -131,9 +131,9 @@ def sent_counts(payload: Tensor, segments: Sequence[int], ratio: float) -> list[
     """How many values each segment sends."""
     sent: list[int] = []
     start = 0
-    for slots in survivors.capacities(tuple(segments), ratio):
+    for n, slots in zip(segments, survivors.capacities(tuple(segments), ratio), strict=True):
         sent.append(int(payload[start : start + 4].view(torch.int32)))
-        start += survivors.section_bytes(slots)
+        start += survivors.section_bytes(n, slots)
     return sent
 
 

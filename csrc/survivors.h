@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common.h"
+#include "places.h"
 #include "threads.h"
 
 namespace survivors {
@@ -220,20 +221,24 @@ inline void merge(const Found& first, const Found& second, float* residual, Foun
     }
 }
 
-// Fills the payload; what has no slot goes back into the residual.
-FXCOMP_BODY Sent fill_payload(const Found* found, float* residual, uint8_t* payload, int64_t slots) {
-    uint8_t* const values = payload + 4;
+// Fills the payload of a segment; what has no slot goes back into the residual.
+template <int kForm>
+FXCOMP_INLINE Sent fill_with_places(const Found& found, const Segment& segment, const PlacesLayout& layout) {
+    const int64_t slots = segment.slots;
+    float* const residual = segment.residual;
+    uint8_t* const values = segment.payload + 4;
     uint8_t* const places = values + 4 * slots;
+    std::memset(places + layout.low_bytes, 0, static_cast<size_t>(round_up(layout.bytes(), 4) - layout.low_bytes));
+    PlacesWriter<kForm> writer(places, layout, 0);
     Largest cut{0, 0};
-    if (found->count > slots) cut = select(found->values.data(), found->count, slots);
+    if (found.count > slots) cut = select(found.values.data(), found.count, slots);
     uint32_t largest = 0;
-    int64_t sent = 0;
-    for (int64_t i = 0; i < found->count; ++i) {
-        const float value = found->values[static_cast<size_t>(i)];
-        const int32_t place = found->places[static_cast<size_t>(i)];
+    for (int64_t i = 0; i < found.count; ++i) {
+        const float value = found.values[static_cast<size_t>(i)];
+        const int32_t place = found.places[static_cast<size_t>(i)];
         const uint32_t bits = magnitude_bits(value);
         largest = std::max(largest, bits);
-        if (found->count > slots) {
+        if (found.count > slots) {
             const bool is_tie = bits == cut.bits;
             const bool is_sent = bits > cut.bits || (is_tie && cut.ties > 0);
             cut.ties -= is_tie;
@@ -242,15 +247,23 @@ FXCOMP_BODY Sent fill_payload(const Found* found, float* residual, uint8_t* payl
                 continue;
             }
         }
-        store_float(values + 4 * sent, value);
-        std::memcpy(places + 4 * sent, &place, sizeof place);
-        ++sent;
+        store_float(values + 4 * writer.next, value);
+        writer.write(place, true);
     }
-    std::memset(values + 4 * sent, 0, static_cast<size_t>(4 * (slots - sent)));
-    std::memset(places + 4 * sent, 0, static_cast<size_t>(4 * (slots - sent)));
+    writer.finish();
+    const int64_t sent = writer.next;
     const auto count = static_cast<int32_t>(sent);
-    std::memcpy(payload, &count, sizeof count);
-    return {found->count, largest < kInfinityBits};
+    std::memcpy(segment.payload, &count, sizeof count);
+    std::memset(values + 4 * sent, 0, static_cast<size_t>(4 * (slots - sent)));
+    std::memset(places + kForm / 8 * sent, 0, static_cast<size_t>(kForm / 8 * (slots - sent)));
+    return {found.count, largest < kInfinityBits};
+}
+
+FXCOMP_BODY Sent fill_payload(const Found* found, const Segment* segment) {
+    const PlacesLayout layout = places_layout(segment->size, segment->slots);
+    if (layout.form == kBitmap) return fill_with_places<kBitmap>(*found, *segment, layout);
+    if (layout.form == 8) return fill_with_places<8>(*found, *segment, layout);
+    return fill_with_places<16>(*found, *segment, layout);
 }
 
 inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
@@ -274,7 +287,7 @@ inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
             found = &scratch.merged;
         }
     }
-    return fill_payload(found, residual, segment.payload, segment.slots);
+    return fill_payload(found, &segment);
 }
 
 // Calls body(index, segment, scratch) for each segment that is not empty; many small ones are shared among threads, and
@@ -299,7 +312,7 @@ inline void for_each_segment(const float* bucket, float* residual, uint8_t* payl
                 body(s, segment, scratch);
             }
             value += segments[s];
-            byte += segments[s] > 0 ? 4 + 8 * slots[s] : 0;
+            if (slots[s] > 0) byte += 4 + 4 * slots[s] + round_up(places_layout(segments[s], slots[s]).bytes(), 4);
         }
     });
 }

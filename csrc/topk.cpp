@@ -10,7 +10,6 @@
 // that they found together.
 //
 // Decode takes all ranks tile by tile, in rank order, and writes the mean once.
-#include <atomic>
 #include <cmath>
 #include <mutex>
 #include <vector>
@@ -538,84 +537,4 @@ FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint
     for (Divided& each : divided) guess_divided(job, each, parts[0].found);
     for_parts(part_count, [&](int64_t p) { collect_part_of(job, p); });
     if (!divided.empty()) finish_divided(job);
-}
-
-// Decodes values begin..end-1 of a segment, which begins at tile `begin`; false if a place is out of order.
-template <int kForm>
-FXCOMP_INLINE bool decode_range(const uint8_t* payloads, int64_t ranks, int64_t stride, const Segment& segment,
-                                const PlacesLayout& layout, float* out, int64_t begin, int64_t end,
-                                std::vector<PlacesCursor>& cursors) {
-    constexpr int64_t kWide = 4 * kTile;
-    const float factor = mean_factor(ranks);
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-        const uint8_t* const section = payloads + rank * stride + 4 * segment.k;
-        cursors[static_cast<size_t>(rank)] = PlacesReader<kForm>(section, layout, segment.k).find(begin);
-    }
-    for (int64_t start = begin; start < end; start += kWide) {
-        const int64_t size = std::min(kWide, end - start);
-        float* const tile = out + start;
-        std::memset(tile, 0, static_cast<size_t>(size) * sizeof(float));
-        for (int64_t rank = 0; rank < ranks; ++rank) {
-            const uint8_t* const values = payloads + rank * stride;
-            const PlacesReader<kForm> reader(values + 4 * segment.k, layout, segment.k);
-            PlacesCursor cursor = cursors[static_cast<size_t>(rank)];
-            while (reader.seek(cursor)) {
-                const int64_t place = reader.place(cursor);
-                if (place >= start + size) break;
-                if (place < start) return false;
-                tile[place - start] += load_float(values + 4 * cursor.number);
-                reader.advance(cursor);
-            }
-            cursors[static_cast<size_t>(rank)] = cursor;
-        }
-        if (ranks > 1) {
-            for (int64_t i = 0; i < size; ++i) tile[i] *= factor;
-        }
-    }
-    if (end < segment.n) return true;
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-        if (cursors[static_cast<size_t>(rank)].number != segment.k) return false;
-    }
-    return true;
-}
-
-FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, const int64_t* segments,
-                        const int64_t* counts, int64_t segment_count, float* out, int64_t begin, int64_t end) {
-    static thread_local std::vector<PlacesCursor> cursors;
-    if (static_cast<int64_t>(cursors.size()) < ranks) cursors.resize(static_cast<size_t>(ranks));
-    int64_t start = 0;
-    for (int64_t s = 0; s < segment_count && start < end; ++s) {
-        const Segment segment{s, start, segments[s], counts[s], nullptr};
-        const PlacesLayout layout = places_layout(segment.n, segment.k);
-        const int64_t from = std::max(begin, start) - start, to = std::min(end, start + segment.n) - start;
-        if (from < to) {
-            bool is_ours = false;
-            if (layout.form == kBitmap) {
-                is_ours = decode_range<kBitmap>(payloads, ranks, stride, segment, layout, out + start, from, to, cursors);
-            } else if (layout.form == 8) {
-                is_ours = decode_range<8>(payloads, ranks, stride, segment, layout, out + start, from, to, cursors);
-            } else {
-                is_ours = decode_range<16>(payloads, ranks, stride, segment, layout, out + start, from, to, cursors);
-            }
-            if (!is_ours) return false;
-        }
-        start += segment.n;
-        payloads += 4 * segment.k + round_up(layout.bytes(), 4);
-    }
-    return true;
-}
-
-// Returns 0 if a place lies outside its segment: that payload is not one of ours.
-FXCOMP_EXPORT int32_t fxcomp_topk_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                         const int64_t* counts, int64_t segment_count, float* out) {
-    int64_t elements = 0, stride = 0;
-    for (int64_t s = 0; s < segment_count; ++s) {
-        elements += segments[s];
-        stride += 4 * counts[s] + round_up(places_layout(segments[s], counts[s]).bytes(), 4);
-    }
-    std::atomic<bool> is_ours{true};
-    in_parallel(elements, kGrain, [&](int64_t begin, int64_t end) {
-        if (!decode(payloads, ranks, stride, segments, counts, segment_count, out, begin, end)) is_ours.store(false);
-    });
-    return is_ours.load() ? 1 : 0;
 }

@@ -62,7 +62,7 @@ class DGC(Compressor):
     facts: ClassVar[Facts] = Facts(
         name="dgc",
         summary="the values above a threshold found in a sample",
-        payload="4 + 8⌈1.3⌈ratio·n⌉⌉",
+        payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

@@ -13,6 +13,8 @@ The second is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit b
 than another, and any place can be looked up without reading all before it. At 1 % it takes 9.4 bits a place, where the
 entropy is 8.1 and an int32 takes 32.
 
+A section may have slots for more places than are meant; what is not used is zero.
+
 Bits go into bytes from the lowest on; a section of whole bytes, filled with zeros, first the low parts, then the bits.
 """
 
@@ -20,39 +22,40 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BITMAP = 0
 _FORMS = (BITMAP, 8, 16)  # low bits of a place; of equal size the first is taken
 
 
-def form_of(n: int, k: int) -> int:
+def form_of(n: int, slots: int) -> int:
     """How many low bits of a place are written down as they are; 0 for a bitmap."""
-    return min(_FORMS, key=lambda form: _low_bytes(k, form) + _bit_bytes(n, k, form))
+    return min(_FORMS, key=lambda form: _low_bytes(slots, form) + _bit_bytes(n, slots, form))
 
 
-def bytes_of(n: int, k: int) -> int:
-    """Size of the section for k of n places."""
-    form = form_of(n, k)
-    return _low_bytes(k, form) + _bit_bytes(n, k, form)
+def bytes_of(n: int, slots: int) -> int:
+    """Size of the section for so many of n places."""
+    form = form_of(n, slots)
+    return _low_bytes(slots, form) + _bit_bytes(n, slots, form)
 
 
-def write(places: Tensor, n: int) -> Tensor:
-    """The section, uint8, for ascending int64 places below n."""
-    k = len(places)
-    form = form_of(n, k)
+def write(places: Tensor, n: int, slots: int) -> Tensor:
+    """The section, uint8, for ascending int64 places below n, at most `slots` of them."""
+    form, k = form_of(n, slots), len(places)
     ones = places if form == BITMAP else (places >> form) + torch.arange(k, device=places.device)
-    bits = torch.zeros(8 * _bit_bytes(n, k, form), dtype=torch.uint8, device=places.device)
+    bits = torch.zeros(8 * _bit_bytes(n, slots, form), dtype=torch.uint8, device=places.device)
     bits[ones] = 1
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=places.device)
     packed = (bits.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
-    low = [places.to(torch.uint8)] if form == 8 else [places.to(torch.int16).view(torch.uint8)] if form == 16 else []
-    return torch.cat([*low, packed])
+    low = pad(places, (0, slots - k))
+    lows = {BITMAP: [], 8: [low.to(torch.uint8)], 16: [low.to(torch.int16).view(torch.uint8)]}
+    return torch.cat([*lows[form], packed])
 
 
-def read(section: Tensor, n: int, k: int) -> Tensor:
+def read(section: Tensor, n: int, slots: int) -> Tensor:
     """Undo `write`: the places, int64, ascending."""
-    form = form_of(n, k)
-    low, packed = torch.split_with_sizes(section, [_low_bytes(k, form), _bit_bytes(n, k, form)])
+    form = form_of(n, slots)
+    low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
     # Each 1 goes to its number, each 0 behind them all: unlike nonzero, a GPU need not say how many there are.
@@ -60,16 +63,17 @@ def read(section: Tensor, n: int, k: int) -> Tensor:
     ones = number.new_empty(k + 1).scatter_(0, number, torch.arange(len(bits), device=section.device))[:k]
     if form == BITMAP:
         return ones
-    high = (ones - torch.arange(k, device=section.device)) << form
-    return high + (low.long() if form == 8 else low.clone().view(torch.int16).long() & 0xFFFF)
+    high = (ones - torch.arange(len(ones), device=section.device)) << form
+    lows = low.long() if form == 8 else low.clone().view(torch.int16).long() & 0xFFFF
+    return high + lows[: len(ones)]
 
 
-def _low_bytes(k: int, form: int) -> int:
-    return k * form // 8
+def _low_bytes(slots: int, form: int) -> int:
+    return slots * form // 8
 
 
-def _bit_bytes(n: int, k: int, form: int) -> int:
-    if k == 0:
+def _bit_bytes(n: int, slots: int, form: int) -> int:
+    if slots == 0:
         return 0
-    bits = n if form == BITMAP else k + ((n - 1) >> form)
+    bits = n if form == BITMAP else slots + ((n - 1) >> form)
     return -(-bits // 8)

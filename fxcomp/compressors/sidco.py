@@ -448,7 +448,7 @@ def _facts(name: str, summary: str, use: str, avoid: str) -> Facts:
     return Facts(
         name=name,
         summary=summary,
-        payload="4 + 8⌈1.3⌈ratio·n⌉⌉",
+        payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

@@ -38,7 +38,7 @@ class Threshold(Compressor):
     facts: ClassVar[Facts] = Facts(
         name="threshold",
         summary="the values from a given magnitude on",
-        payload="4 + 8⌈1.3⌈ratio·n⌉⌉",
+        payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

@@ -42,7 +42,7 @@ def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], 
     sections = [
         section
         for piece, index in zip(split(value, segments), places, strict=True)
-        for section in (piece[index].view(torch.uint8), _fill_up(write(index, len(piece))))
+        for section in (piece[index].view(torch.uint8), _fill_up(write(index, len(piece), len(index))))
     ]
     payload = torch.cat([bucket.new_empty(0, dtype=torch.uint8), *sections])
     if residual is None:

@@ -18,7 +18,7 @@ def test_the_picture_is_right() -> None:
     bits = [1, 1, 0, 1, 0, 0, 1]
     packed = sum(bit << i for i, bit in enumerate(bits))
     assert form_of(1000, 4) == 8
-    assert write(places, 1000).tolist() == [3, 7, 44, 231, packed]
+    assert write(places, 1000, 4).tolist() == [3, 7, 44, 231, packed]
 
 
 @pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 511, 65_535, 65_536, 65_537, 700_000])
@@ -26,14 +26,15 @@ def test_places_come_back_and_fill_what_was_declared(n: int) -> None:
     for k in sorted({1, min(2, n), math.ceil(n / 3000), math.ceil(n / 100), math.ceil(n / 7), n}):
         first, last = torch.arange(k), torch.arange(n - k, n)
         for places in (first, last, _some_places(n, k)):
-            section = write(places, n)
-            assert len(section) == bytes_of(n, k)
-            assert torch.equal(read(section, n, k), places)
+            for slots in (k, min(n, k + 3), min(n, 2 * k)):
+                section = write(places, n, slots)
+                assert len(section) == bytes_of(n, slots)
+                assert torch.equal(read(section, n, slots), places)
 
 
 def test_nothing_takes_no_bytes() -> None:
     assert bytes_of(0, 0) == 0
-    assert len(write(torch.empty(0, dtype=torch.int64), 0)) == 0
+    assert len(write(torch.empty(0, dtype=torch.int64), 0, 0)) == 0
     assert len(read(torch.empty(0, dtype=torch.uint8), 0, 0)) == 0
 
 
