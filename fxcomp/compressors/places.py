@@ -53,19 +53,20 @@ def write(places: Tensor, n: int, slots: int) -> Tensor:
 
 
 def read(section: Tensor, n: int, slots: int) -> Tensor:
-    """Undo `write`: the places, int64, ascending."""
+    """Undo `write`: the places, int64, ascending, then 0 for each slot that is not used."""
     form = form_of(n, slots)
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
     # Each 1 goes to its number, each 0 behind them all: unlike nonzero, a GPU need not say how many there are.
-    number = torch.where(bits > 0, bits.cumsum(0) - 1, k)
-    ones = number.new_empty(k + 1).scatter_(0, number, torch.arange(len(bits), device=section.device))[:k]
+    number = torch.where(bits > 0, bits.cumsum(0) - 1, slots)
+    order = torch.arange(slots + 1, device=section.device)
+    unused = torch.zeros_like(order) if form == BITMAP else order
+    ones = unused.scatter(0, number, torch.arange(len(bits), device=section.device))[:slots]
     if form == BITMAP:
         return ones
-    high = (ones - torch.arange(len(ones), device=section.device)) << form
-    lows = low.long() if form == 8 else low.clone().view(torch.int16).long() & 0xFFFF
-    return high + lows[: len(ones)]
+    high = (ones - order[:slots]) << form
+    return high + (low.long() if form == 8 else low.clone().view(torch.int16).long() & 0xFFFF)
 
 
 def _low_bytes(slots: int, form: int) -> int:

@@ -145,6 +145,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
             continue
         values = section[4 : 4 + 4 * room].clone().view(torch.float32)
         kept = places.read(section[4 + 4 * room :][: places.bytes_of(len(piece), room)], len(piece), room)
-        # Adding to zero, as the mean over ranks does, makes a sent -0 a 0.
-        piece.index_add_(0, kept, values[: len(kept)])
+        # Adding to zero, as the mean over ranks does, makes a sent -0 a 0. Unused slots add 0 to place 0.
+        piece.index_add_(0, kept, values)
     return out

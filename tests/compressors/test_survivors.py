@@ -12,7 +12,7 @@ from fxcomp.compressors.survivors import Cut
 def _sent(payload: Tensor, n: int, slots: int) -> tuple[int, list[float], list[int]]:
     words, end = payload.view(torch.int32), 4 + 4 * slots
     kept = places.read(payload[end:][: places.bytes_of(n, slots)], n, slots)
-    return int(words[0]), words[1 : 1 + slots].view(torch.float32).tolist(), kept.tolist()
+    return int(words[0]), words[1 : 1 + slots].view(torch.float32).tolist(), kept[: int(words[0])].tolist()
 
 
 def test_a_payload_holds_a_count_then_values_then_places_then_zeros() -> None:

@@ -26,7 +26,7 @@ from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on
 
 FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
-HELPERS = {"__init__", "dispatch", "language", "select", "small_floats"}
+HELPERS = {"__init__", "dispatch", "language", "select", "small_floats", "sparse"}
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

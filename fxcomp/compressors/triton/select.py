@@ -23,14 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fxcomp.compressors.places import bytes_of, form_of
 from fxcomp.compressors.triton.blocks import COLUMNS, INFINITY, compensated, cut
 from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, launch, tl
 
 TILE = 2048  # values of a program: 16 a thread of 4 warps  # assumed
 BINS = 2048
 _DIGITS = ((20, 31), (10, 20), (0, 10))  # the bits of a magnitude, and what lies above them
-_CHUNK = 256  # values that a decoding program places at once  # assumed
-_PIVOTS = 128  # of a search in a list
 
 SEGMENT_COLUMNS = constant(10)
 TALLY_COLUMNS = constant(3)
@@ -51,10 +50,10 @@ class Section(NamedTuple):
     places_at: int
     list_at: int
     """The element of the list of places that decoding reads."""
-    form: int = 32
-    """Bits of a place that are written down: 32, or as in places.py."""
-    bits_at: int = 0
-    """The byte where places.py's bit string begins."""
+    form: int
+    """Low bits of a place that are written down: see fxcomp/compressors/places.py."""
+    bits_at: int
+    """The byte where the bit string begins."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Layout:
 
     sections: Tensor
     tiles: Tensor
-    is_compact: bool
-    """Places are written as in places.py; otherwise they are int32, and the values' count comes before the values."""
+    has_counts: bool
+    """The number of values comes before the values."""
 
 
 def tiles_of(segments: tuple[int, ...], device: torch.device) -> Tensor:
@@ -78,13 +77,27 @@ def first_and_last_tiles(segments: tuple[int, ...]) -> tuple[tuple[int, int], ..
     return tuple((first, last - 1) for first, last in pairwise(ends))
 
 
-def layout_of(sections: list[Section], segments: tuple[int, ...], device: torch.device, *, is_compact: bool) -> Layout:
+@cache
+def layout_of(
+    segments: tuple[int, ...], ks: tuple[int, ...], slots: tuple[int, ...], device: torch.device, *, has_counts: bool
+) -> Layout:
+    """Sections of counts, if there are some, values and places, as topk.py and survivors.py say."""
+    sections: list[Section] = []
+    end = list_at = 0
+    tiles = first_and_last_tiles(segments)
+    for size, k, room, (first, last) in zip(segments, ks, slots, tiles, strict=True):
+        values_at = end + 4 * (has_counts and room > 0)
+        form, places_at = form_of(size, room), values_at + 4 * room
+        bits_at = places_at + room * form // 8
+        sections.append(Section(size, k, room, first, last, values_at, places_at, list_at, form, bits_at))
+        list_at += room
+        end = places_at + -(-bytes_of(size, room) // 4) * 4
     table = torch.tensor(sections, dtype=torch.int64, device=device).view(-1, 10)
-    return Layout(table, tiles_of(segments, device), is_compact)
+    return Layout(table, tiles_of(segments, device), has_counts)
 
 
 @jit
-def _tile(table: Value):
+def tile_of(table: Value):
     """This program's first value, values, segment, and first value in the segment."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 4), tl.load(entry + 5)
@@ -183,7 +196,7 @@ def _gather(
     TILE: constexpr,
 ):
     """List what reaches the lower cut; count a segment's values at both cuts, and what is not finite."""
-    start, size, segment, _ = _tile(table)
+    start, size, segment, _ = tile_of(table)
     place = tl.arange(0, TILE)
     is_there = place < size
     value, old = compensated(bucket, residual, start + place, is_there)
@@ -248,7 +261,7 @@ def _histogram_of_lists(
     BINS: constexpr,
     TILE: constexpr,
 ):
-    start, _, segment, _ = _tile(table)
+    start, _, segment, _ = tile_of(table)
     decision = decisions + segment * DECISION_COLUMNS
     length = tl.load(lengths + tl.program_id(0)) * (tl.load(decision) != 0).to(tl.int32)
     _, _, magnitude, is_there = _listed_magnitudes(bucket, residual, start, listed, length, TILE)
@@ -269,7 +282,7 @@ def _count(
     TILE: constexpr,
 ):
     """How many of a tile are larger than the decision's magnitude, and how many as large."""
-    start, _, segment, _ = _tile(table)
+    start, _, segment, _ = tile_of(table)
     length = tl.load(lengths + tl.program_id(0))
     _, _, magnitude, is_there = _listed_magnitudes(bucket, residual, start, listed, length, TILE)
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)
@@ -299,10 +312,10 @@ def _scatter(
     counts: Value,
     ends: Value,
     tiles: Value,
-    IS_COMPACT: constexpr,
+    HAS_COUNTS: constexpr,
     TILE: constexpr,
 ):
-    start, _, segment, in_segment = _tile(table)
+    start, _, segment, in_segment = tile_of(table)
     section = sections + segment * SEGMENT_COLUMNS
     decision = decisions + segment * DECISION_COLUMNS
     last = tl.load(decision + 1)
@@ -327,14 +340,12 @@ def _scatter(
     tl.store(words + values_at // 4 + number, value.to(tl.int32, bitcast=True), is_sent)
     in_segment += place
     places_at = tl.load(section + 6)
-    if IS_COMPACT:
-        form = tl.load(section + 8)
-        low = (in_segment & ((1 << form) - 1)).to(tl.int32)
-        _or_bits(payload, 8 * places_at + number * form, low, is_sent & (form > 0))
-        bit = tl.where(form > 0, (in_segment >> form) + number, in_segment)
-        _or_bits(payload, 8 * tl.load(section + 9) + bit, tl.full([TILE], 1, tl.int32), is_sent)
-    else:
-        tl.store(words + places_at // 4 + number, in_segment.to(tl.int32), is_sent)
+    form = tl.load(section + 8)
+    low = (in_segment & ((1 << form) - 1)).to(tl.int32)
+    _or_bits(payload, 8 * places_at + number * form, low, is_sent & (form > 0))
+    bit = tl.where(form > 0, (in_segment >> form) + number, in_segment)
+    _or_bits(payload, 8 * tl.load(section + 9) + bit, tl.full([TILE], 1, tl.int32), is_sent)
+    if HAS_COUNTS:
         last_tile = tl.load(section + 4)
         larger = tl.load(ends + last_tile) - larger_base
         equal = tl.load(ends + tiles + last_tile) - equal_base
@@ -368,80 +379,5 @@ def send(bucket: Tensor, residual: Tensor | None, payload: Tensor, layout: Layou
     ends = counts.cumsum(dim=1)
     places = (layout.sections, listed, lengths, decisions, counts, ends, tiles)
     arguments = (bucket, residual, payload, layout.tiles, *places)
-    launch(_scatter, tiles, *arguments, IS_COMPACT=layout.is_compact, TILE=TILE)
+    launch(_scatter, tiles, *arguments, HAS_COUNTS=layout.has_counts, TILE=TILE)
     return tally
-
-
-# Decoding
-
-
-@jit
-def _first_from(places: Value, length: Value, bound: Value, PIVOTS: constexpr):
-    """How many of ascending places lie below a bound; each round leaves one of 128 parts."""
-    below = length * 0
-    left = length
-    while left > 0:
-        step = (left + PIVOTS - 1) // PIVOTS
-        last = below + (tl.arange(0, PIVOTS) + 1) * step - 1
-        is_there = last < below + left
-        is_below = is_there & (tl.load(places + last, is_there, other=0) < bound)
-        parts = tl.sum(is_below.to(tl.int32), axis=0)
-        left = tl.minimum(step - 1, left - parts * step)
-        below += parts * step
-    return below
-
-
-@jit
-def _decode(
-    payloads: Value,
-    lists: Value,
-    out: Value,
-    table: Value,
-    sections: Value,
-    payload_words: Value,
-    list_words: Value,
-    factor: Value,
-    IS_COMPACT: constexpr,
-    RANKS: constexpr,
-    TILE: constexpr,
-    CHUNK: constexpr,
-    PIVOTS: constexpr,
-):
-    """Clear a tile, add what each rank sent of it, and multiply; a program's own values stay in the cache."""
-    start, size, segment, in_segment = _tile(table)
-    section = sections + segment * SEGMENT_COLUMNS
-    slots = tl.load(section + 2).to(tl.int32)
-    values = payloads + tl.load(section + 5) // 4
-    places = lists + tl.load(section + 7)
-    first = in_segment.to(tl.int32)
-    number = tl.arange(0, TILE)
-    tl.store(out + start + number, tl.zeros([TILE], tl.float32), number < size)
-    for _ in range(RANKS):
-        length = slots
-        if not IS_COMPACT:
-            length = tl.minimum(slots, tl.load((values - 1).to(tl.pointer_type(tl.int32))))
-        begin = _first_from(places, length, first, PIVOTS)
-        end = _first_from(places, length, first + size, PIVOTS)
-        tl.debug_barrier()  # other threads wrote what this one adds to
-        while begin < end:
-            entry = begin + tl.arange(0, CHUNK)
-            place = tl.load(places + entry, entry < end, other=-1) - first
-            is_ours = (place >= 0) & (place < size)
-            total = tl.load(out + start + place, is_ours, other=0.0)
-            total += tl.load(values + entry, is_ours, other=0.0)
-            tl.store(out + start + place, total, is_ours)
-            begin += CHUNK
-        values += payload_words
-        places += list_words
-    if RANKS > 1:
-        tl.debug_barrier()
-        total = tl.load(out + start + number, number < size, other=0.0)
-        tl.store(out + start + number, total * factor, number < size)
-
-
-def add_up(payloads: Tensor, lists: Tensor, ranks: int, layout: Layout, out: Tensor) -> None:
-    """The mean of values at places, int32, that lie in `lists`, rank by rank."""
-    strides = (len(payloads) // ranks // 4, len(lists) // ranks)
-    arguments = (payloads.view(torch.float32), lists, out, layout.tiles, layout.sections, *strides)
-    constants = {"IS_COMPACT": layout.is_compact, "RANKS": ranks, "TILE": TILE, "CHUNK": _CHUNK, "PIVOTS": _PIVOTS}
-    launch(_decode, len(layout.tiles), *arguments, 1.0 / ranks, **constants)
