@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI_VERSION = 5  # the same number as in csrc/module.cpp
+ABI_VERSION = 6  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
