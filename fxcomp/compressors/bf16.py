@@ -10,34 +10,19 @@ compressor feeds it back like the others. Unlike fp16 it has fp32's range, so no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fxcomp.compressors import kernels
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.casts import CastCompressor
 from fxcomp.compressors.facts import Bias, Facts, Feedback
 from fxcomp.compressors.registration import register
 
 
-def _compress(bucket: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    value = bucket if residual is None else bucket + residual
-    payload = value.to(torch.bfloat16)
-    if residual is None:
-        return payload, bucket.new_empty(0)
-    return payload, torch.where(payload.isfinite(), value - payload.float(), residual)
-
-
-def _decompress(payloads: Tensor, ranks: int) -> Tensor:
-    return mean_over_ranks([payload.float() for payload in payloads.view(ranks, -1)])
-
-
 @register
 @dataclass(frozen=True, slots=True)
-class BF16(Compressor):
+class BF16(CastCompressor):
     """Two bytes a value, and the plain all_reduce."""
 
     facts: ClassVar[Facts] = Facts(
@@ -52,51 +37,3 @@ class BF16(Compressor):
         avoid="Where compute hides the dense collective anyway.",
         source="IEEE fp32 cut to bfloat16, round to nearest even",
     )
-
-    def payload_elements(self, segments: Sequence[int]) -> int:
-        return sum(segments)
-
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        payload, left_out = _compress(bucket, residual)
-        return Compressed(payload, left_out, empty_like_none(bucket, state))
-
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return _decompress(payloads, ranks)
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_bf16_encode", bucket, residual, payload, len(payload))
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_bf16_decode", payloads, ranks, len(out), out)
-        return True

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from fxcomp.compressors import kernels, randomness
 from fxcomp.compressors.base import BadCompressor, Compressed, Compressor, empty_like_none, mean_over_ranks
 from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, split, to_blocks
-from fxcomp.compressors.facts import Feedback
+from fxcomp.compressors.facts import Bias, Feedback
 
 _LANES = 64  # the same number as in csrc/blocks.h
 
@@ -167,6 +167,40 @@ class BlockCompressor(Compressor):
         """Bytes of scales, of codes and of filling."""
         code_bytes = sum(_bytes_of_codes(segments, self.bits))
         return [4 * count_blocks(segments, self.block), code_bytes, -code_bytes % 4]
+
+
+class SymmetricCompressor(BlockCompressor):
+    """The largest magnitude of a block is its largest code: int8 and int4."""
+
+    __slots__ = ()
+
+    stochastic: bool
+
+    @property
+    def levels(self) -> int:
+        """Codes on either side of zero; one more on one side would make the other saturate."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def is_random(self) -> bool:
+        return self.stochastic
+
+    @property
+    def bias(self) -> Bias:
+        return Bias.UNBIASED if self.stochastic else Bias.ROUNDING
+
+    @property
+    def feedback(self) -> Feedback:
+        return feedback_at_random(self.block, self.levels) if self.stochastic else Feedback.REQUIRED
+
+    def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        return rows.abs().amax(dim=1, keepdim=True) / self.levels
+
+    def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
+        return whole_codes(rows, scale, uniform, self.levels, self.bits, at_random=self.stochastic)
+
+    def values(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return whole_values(codes, scale, self.bits)
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:

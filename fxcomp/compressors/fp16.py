@@ -14,22 +14,19 @@ The relative squared error is 4e-8 for Gaussian and Laplace values of unit size,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fxcomp.compressors import kernels
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.casts import CastCompressor
 from fxcomp.compressors.facts import Bias, Facts, Feedback
 from fxcomp.compressors.registration import register
 
 
 @register
 @dataclass(frozen=True, slots=True)
-class FP16(Compressor):
+class FP16(CastCompressor):
     """Two bytes a value with three more bits of precision than bf16, and a range that a gradient can leave."""
 
     facts: ClassVar[Facts] = Facts(
@@ -44,53 +41,3 @@ class FP16(Compressor):
         avoid="Gradients of unknown size: bf16 has fp32's range for the same bytes.",
         source="IEEE 754 binary16, round to nearest even",
     )
-
-    def payload_elements(self, segments: Sequence[int]) -> int:
-        return sum(segments)
-
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        value = bucket if residual is None else bucket + residual
-        payload = value.to(torch.float16)
-        left_out = None if residual is None else torch.where(payload.isfinite(), value - payload.float(), residual)
-        return Compressed(payload, empty_like_none(bucket, left_out), empty_like_none(bucket, state))
-
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return mean_over_ranks([payload.float() for payload in payloads.view(ranks, -1)])
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_fp16_encode", bucket, residual, payload, len(payload))
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_fp16_decode", payloads, ranks, len(out), out)
-        return True

@@ -22,19 +22,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fxcomp.compressors.block_codes import BlockCompressor, feedback_at_random, whole_codes, whole_values
+from fxcomp.compressors.block_codes import SymmetricCompressor
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 128  # scales add 1/32 byte a value, a sixteenth of the codes
-LEVELS = 7
 
 
 @register
 @dataclass(frozen=True, slots=True)
-class Int4(BlockCompressor):
+class Int4(SymmetricCompressor):
     """An eighth of the bytes, at an error that error feedback makes good."""
 
     block: int = DEFAULT_BLOCK
@@ -60,24 +58,3 @@ class Int4(BlockCompressor):
     @property
     def bits(self) -> int:
         return 4
-
-    @property
-    def is_random(self) -> bool:
-        return self.stochastic
-
-    @property
-    def bias(self) -> Bias:
-        return Bias.UNBIASED if self.stochastic else Bias.ROUNDING
-
-    @property
-    def feedback(self) -> Feedback:
-        return feedback_at_random(self.block, LEVELS) if self.stochastic else Feedback.REQUIRED
-
-    def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        return rows.abs().amax(dim=1, keepdim=True) / LEVELS
-
-    def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
-        return whole_codes(rows, scale, uniform, LEVELS, self.bits, at_random=self.stochastic)
-
-    def values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return whole_values(codes, scale, self.bits)

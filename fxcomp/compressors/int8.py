@@ -21,19 +21,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fxcomp.compressors.block_codes import BlockCompressor, feedback_at_random, whole_codes, whole_values
+from fxcomp.compressors.block_codes import SymmetricCompressor
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the first-level cache between the two reads; scales add 1/128 byte a value
-LEVELS = 127
 
 
 @register
 @dataclass(frozen=True, slots=True)
-class Int8(BlockCompressor):
+class Int8(SymmetricCompressor):
     """A quarter of the bytes, at an error that training does not notice."""
 
     block: int = DEFAULT_BLOCK
@@ -59,24 +57,3 @@ class Int8(BlockCompressor):
     @property
     def bits(self) -> int:
         return 8
-
-    @property
-    def is_random(self) -> bool:
-        return self.stochastic
-
-    @property
-    def bias(self) -> Bias:
-        return Bias.UNBIASED if self.stochastic else Bias.ROUNDING
-
-    @property
-    def feedback(self) -> Feedback:
-        return feedback_at_random(self.block, LEVELS) if self.stochastic else Feedback.REQUIRED
-
-    def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        return rows.abs().amax(dim=1, keepdim=True) / LEVELS
-
-    def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
-        return whole_codes(rows, scale, uniform, LEVELS, self.bits, at_random=self.stochastic)
-
-    def values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return whole_values(codes, scale, self.bits)
