@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -174,6 +175,7 @@ def same_by_parameter(one: Residuals, other: Residuals) -> bool:
     return all(torch.equal(one.of_parameter(name), other.of_parameter(name)) for name in "abc")
 
 
+@pytest.mark.filterwarnings("ignore:fxcomp. what compression left out")
 @pytest.mark.parametrize("layout", [A, B, SHARDED])
 def test_other_buckets_load_each_parameters_own_residual(layout: list[BucketLayout]):
     loaded = Residuals(layout, torch.device("cpu"))
@@ -189,6 +191,15 @@ def test_a_residual_that_is_summed_on_the_wire_is_loaded_in_the_others_unit():
     back = Residuals(B, torch.device("cpu"))
     back.load_state_dict(loaded.state_dict())
     assert same_by_parameter(filled(A), back)
+
+
+def test_residuals_of_a_plan_that_shares_otherwise_are_cut_with_a_warning() -> None:
+    sharded = Residuals(SHARDED, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="3 of 3 parameters, 'c' first"):
+        sharded.load_state_dict(filled(A).state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharded.load_state_dict(Residuals(A, torch.device("cpu")).state_dict())  # nothing was left out: nothing is lost
 
 
 def test_under_the_same_plan_residuals_come_back_bit_for_bit():

@@ -94,10 +94,14 @@ class Residuals(Arena):
             "layout": self.layout_hash,
             "residuals": {name: piece.detach().clone() for name, piece in self._by_name.items()},
             "divisors": {name: bucket.divisor for name, bucket in self._bucket_of.items()},
+            "shards": {name: bucket.shards for name, bucket in self._bucket_of.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a saved state in. Raises BadState if it belongs to other parameters."""
+        """Copy a saved state in. Raises BadState if it belongs to other parameters.
+
+        Where a plan shares a parameter otherwise among the host's ranks, a part is lost, with a warning.
+        """
         saved: Any = state.get("residuals")
         if not isinstance(state.get("residuals"), Mapping):
             raise BadState("this is not a state of a compiled step: it has no residuals")
@@ -117,6 +121,14 @@ class Residuals(Arena):
             before, now = divisors.get(name, 1), self._bucket_of[name].divisor
             if before != now:
                 piece.mul_(before / now)
+        shards: Any = state.get("shards", {})
+        cut = [n for n, b in self._bucket_of.items() if shards.get(n, b.shards) != b.shards and saved[n].any()]
+        if cut:
+            warnings.warn(
+                f"fxcomp: what compression left out of {len(cut)} of {len(self._by_name)} parameters, {cut[0]!r} first,"
+                " was saved by a plan that shares them otherwise among the host's ranks: a part of it is dropped.",
+                stacklevel=2,
+            )
 
 
 class Velocities(Arena):
