@@ -195,8 +195,8 @@ def compile_step(
     all matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
     may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the variants of error feedback, and warm-up.
     `max_grad_norm` clips the averaged gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks,
-    where any rank's gradient is not finite: parameters, the optimizer's state and residuals stay as they were; all
-    updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch every N steps,
+    where any rank's gradient is not finite: parameters and the optimizer's state stay as they were, and residuals up to
+    one rounding; all updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch every N steps,
     before anything is updated.
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
@@ -267,6 +267,7 @@ def compile_step(
         CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
         velocities_of=velocities_of,
         feedback=error_feedback,
+        ranks=ranks,
         verify_every=verify_every,
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
         dense_plan=decided.choice.dense if decided.choice else None,

@@ -123,6 +123,10 @@ class Ranks:
         return transport.joined(Groups.create(_members(cluster), ["pool"], _direct(cluster)))
 
 
+ALONE = Ranks(0, 1, None, False)
+"""One rank that has nobody to agree with."""
+
+
 def _check_size(cluster: Cluster | None, world_size: int) -> None:
     if cluster is not None and cluster.world_size != world_size:
         raise BadCluster(

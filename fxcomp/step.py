@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 import warnings
@@ -9,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +27,7 @@ from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source, info
 from fxcomp.guards import BatchType, StepGuard, batch_type, settled
+from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
 from fxcomp.strategy import Plan
@@ -123,12 +126,15 @@ class CompiledStep:
         *,
         velocities_of: Callable[[Plan], Velocities] | None = None,
         feedback: ErrorFeedback = CLASSIC,
+        ranks: Ranks = ALONE,
         verify_every: int = 0,
         dense_ms: float | None = None,
         dense_plan: Plan | None = None,
         predicted_free_ms: float | None = None,
         report: Callable[[CompiledStep], str] | None = None,
     ):
+        self._ranks = ranks
+        self._loads = 0
         self._feedback = feedback
         self._stages: tuple[Stage, ...] = feedback.stages(plan)
         self._stage: int = 0
@@ -532,12 +538,31 @@ class CompiledStep:
         velocities = self.velocities.state_dict() if self.velocities is not None else {}
         return {**own, **self.residuals.state_dict(), **velocities, **self.compressor_states.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state of this rank. Raises BadState."""
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take back a saved state. Every rank calls this, each with what it saved, or with None where there is nothing.
+
+        A rank without a state, as one that has joined, keeps its residuals, and takes from the others what all must
+        share: the number of steps, and what compressors of summed payloads remember. Raises BadState, or PeerFailed
+        where another rank's state does not fit; nothing may be trained after that.
+        """
+        self._loads += 1
+        topic = f"load_state_dict, call {self._loads}"
+        if state is not None:
+            self._ranks.attempt(topic, partial(self._load, state))
+        else:
+            self._ranks.attempt(topic, lambda: None)
+        mine: dict[str, Any] = {} if state is None else self._shared_facts()
+        everyone = self._ranks.gather(f"{topic}: comparing", mine)
+        known = {rank: facts for rank, facts in enumerate(everyone) if facts}
+        check_shared_facts(known)
+        if known and len(known) < len(everyone):
+            self._join_others(topic, known, state is None)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         if state.get("rank", _rank()) != _rank():
             raise BadState(
                 f"this is the state of rank {state['rank']}, this is rank {_rank()}: residuals belong to a rank's own"
-                " gradients.\n  Save a state on every rank, and load each where it came from."
+                " gradients.\n  Save a state on every rank, and load each where it came from, None where there is none."
             )
         self.residuals.load_state_dict(state)
         self.compressor_states.load_state_dict(state)
@@ -548,13 +573,55 @@ class CompiledStep:
             self.velocities.load_state_dict(state)
         elif state.get("velocities"):
             warnings.warn(
-                "fxcomp: the state holds velocities of momentum correction, which this step does not use.", stacklevel=2
+                "fxcomp: the state holds velocities of momentum correction, which this step does not use.", stacklevel=4
             )
+
+    def _shared_facts(self) -> dict[str, Any]:
+        """What ranks that go on together must agree on; plain data."""
+        states = {label: _fingerprint(value) for label, value in self.compressor_states.shared().items()}
+        return {"number of steps": self.steps, **states}
+
+    def _join_others(self, topic: str, known: Mapping[int, Mapping[str, Any]], is_new: bool) -> None:
+        """Ranks without a state take over what those with one share; all ranks call it."""
+        shared = self.compressor_states.shared()
+        states: dict[str, Any] = {}
+        for label, value in shared.items():
+            states[label] = value.tolist()  # pyright: ignore[reportUnknownMemberType]
+        mine: dict[str, Any] = {} if is_new else {"rates": list(self._rates.items()), "states": states}
+        givers = [given for given in self._ranks.gather(f"{topic}: joining", mine) if given]
+        if not is_new:
+            return
+        self.steps = next(iter(known.values()))["number of steps"]
+        self._rates = dict(givers[0]["rates"])
+        for label, value in shared.items():
+            given = [giver["states"][label] for giver in givers if label in giver["states"]]
+            if given:
+                value.copy_(torch.tensor(given[0], dtype=value.dtype))
+        self._enter_stage()
+
+
+def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise BadState with the first difference between ranks; the same error on all of them."""
+    seen: dict[str, tuple[int, Any]] = {}
+    for rank, facts in known.items():
+        for what, value in facts.items():
+            first, other = seen.setdefault(what, (rank, value))
+            if value != other:
+                values = f" ({value} and {other})" if what == "number of steps" else ""
+                raise BadState(
+                    f"the states of rank {rank} and rank {first} do not belong together: they differ in"
+                    f" {what}{values}.\n"
+                    "  Load on every rank what it saved at the same step, and None on a rank that has nothing."
+                )
 
 
 @contextmanager
 def _nothing() -> Generator[None]:
     yield
+
+
+def _fingerprint(value: Tensor) -> str:
+    return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _rank() -> int:

@@ -83,7 +83,6 @@ class Agreement:
         except Exception as error:  # the store raises DistStoreError or RuntimeError, by version and kind
             raise PeerFailed(
                 f"rank {rank} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
-                "  It may have died, or never called compile_step: every rank must. The timeout is"
-                " init_process_group's."
+                "  It may have died, or never made this call: every rank must. The timeout is init_process_group's."
             ) from error
         return json.loads(self._store.get(key))

@@ -248,6 +248,16 @@ class _Part:
     rank: int
     value: Tensor
 
+    @property
+    def label(self) -> str:
+        """Equal on all ranks that compress the same thing."""
+        return f"{self.name}, {self.size} values, key {self.key}"
+
+    def is_shared(self) -> bool:
+        """All ranks must keep the same: their payloads are summed, and nothing tells ranks apart."""
+        first, second = (self.compressor.fresh_state(self.size, self.key, rank) for rank in (0, 1))
+        return self.compressor.is_linear and torch.equal(first, second)
+
     def start_anew(self) -> None:
         self.value.copy_(self.compressor.fresh_state(self.size, self.key, self.rank))
 
@@ -283,6 +293,10 @@ class CompressorStates:
     def of_parameter(self, name: str) -> Tensor:
         """A parameter's part, or its part in this rank's shard."""
         return next(part.value for part in self._parts if part.name == name)
+
+    def shared(self) -> dict[str, Tensor]:
+        """What must be the same on all ranks, by a label that is, too."""
+        return {part.label: part.value for part in self._parts if part.is_shared()}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, each with what made it, so that another bucketing can load it."""
