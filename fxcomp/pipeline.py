@@ -196,8 +196,8 @@ def compile_step(
     may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the variants of error feedback, and warm-up.
     `max_grad_norm` clips the averaged gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks,
     where any rank's gradient is not finite: parameters and the optimizer's state stay as they were, and residuals up to
-    one rounding; all updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch every N steps,
-    before anything is updated.
+    one rounding; all updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch
+    every N steps, before anything is updated.
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
