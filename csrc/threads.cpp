@@ -4,8 +4,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
-#include <vector>
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -17,23 +17,19 @@ namespace {
 class Pool {
    public:
     void run(int64_t parts, int64_t threads, void (*body)(void*, int64_t), void* context) {
-        std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-        if (!mine.owns_lock()) {  // nested, or another kernel has the pool
+        const Turn mine(busy_);
+        if (!mine.is_taken()) {  // nested, or another kernel has the pool
             for (int64_t part = 0; part < parts; ++part) body(context, part);
             return;
         }
         {
             const std::lock_guard<std::mutex> lock(mutex_);
-            while (static_cast<int64_t>(workers_.size()) < threads - 1) {
-                const auto index = static_cast<int64_t>(workers_.size());
-                workers_.emplace_back([this, index, seen = round_] { work(index, seen); });
-                workers_.back().detach();
-            }
+            start_workers(threads - 1);
             body_ = body;
             context_ = context;
             parts_ = parts;
-            helpers_ = threads - 1;
-            running_ = threads - 1;
+            helpers_ = std::min(threads - 1, workers_);
+            running_ = helpers_;
             next_.store(0, std::memory_order_relaxed);
             ++round_;
         }
@@ -44,6 +40,33 @@ class Pool {
     }
 
    private:
+    // The pool is one kernel's at a time. A flag and no mutex: a kernel that has the pool asks for it again when its
+    // parts come here, and a thread must not try to lock a mutex that it holds.
+    class Turn {
+       public:
+        explicit Turn(std::atomic<bool>& busy) : busy_(busy), is_taken_(!busy.exchange(true, std::memory_order_acquire)) {}
+        ~Turn() {
+            if (is_taken_) busy_.store(false, std::memory_order_release);
+        }
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+        bool is_taken() const { return is_taken_; }
+
+       private:
+        std::atomic<bool>& busy_;
+        const bool is_taken_;
+    };
+
+    // As many as the system grants: fewer threads give the same bits.
+    void start_workers(int64_t count) {
+        try {
+            for (; workers_ < count; ++workers_) {
+                std::thread([this, index = workers_, seen = round_] { work(index, seen); }).detach();
+            }
+        } catch (const std::system_error&) {
+        }
+    }
+
     void work(int64_t index, uint64_t seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
@@ -61,12 +84,12 @@ class Pool {
         for (int64_t part; (part = next_.fetch_add(1, std::memory_order_relaxed)) < parts_;) body_(context_, part);
     }
 
-    std::mutex busy_, mutex_;
+    std::atomic<bool> busy_{false};
+    std::mutex mutex_;
     std::condition_variable wake_, done_;
-    std::vector<std::thread> workers_;
     void (*body_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
-    int64_t parts_ = 0, helpers_ = 0, running_ = 0;
+    int64_t parts_ = 0, workers_ = 0, helpers_ = 0, running_ = 0;
     std::atomic<int64_t> next_{0};
     uint64_t round_ = 0;
 };
