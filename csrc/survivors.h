@@ -4,6 +4,7 @@
 // threads, each collects a range, and the ranges are put together in order.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "common.h"
@@ -35,7 +36,7 @@ struct Found {
 
 struct Scratch {
     std::vector<Found> parts;
-    Found merged;
+    Found first, merged;  // of two looks
     std::vector<float> sample;
     std::vector<double> products;
 };
@@ -279,11 +280,11 @@ inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
         if (residual == nullptr) {
             found = &collect_from(cut.second);
         } else {
-            const Found first = *found;
+            std::swap(scratch.first, *found);  // the second look writes where the first one did
             const Found& second = in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* left) {
                 collect_left(residual, begin, end, cut.second, left);
             });
-            merge(first, second, residual, scratch.merged);
+            merge(scratch.first, second, residual, scratch.merged);
             found = &scratch.merged;
         }
     }
