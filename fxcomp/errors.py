@@ -31,6 +31,17 @@ class DivergingCombination(BadOption):
     """Compressor, error feedback and optimizer together diverge by design, or train badly."""
 
 
+# Compressors
+
+
+class BadTensor(FxcompError, ValueError):
+    """A tensor that a compressor cannot take: its dtype, size, layout or device; or sizes that no segments have."""
+
+
+class BadPayload(FxcompError):
+    """A payload that no rank's compressor made: damaged on the way, or made by another version."""
+
+
 # Capture
 
 

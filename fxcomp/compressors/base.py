@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from fxcomp.compressors import kernels, triton
 from fxcomp.compressors.facts import Bias, Facts, Feedback
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, BadPayload, BadTensor
 
 
 class BadCompressor(BadOption, ValueError):
@@ -322,6 +322,18 @@ def empty_like_none(bucket: Tensor, value: Tensor | None) -> Tensor:
     return bucket.new_empty(0) if value is None else value
 
 
+def bad_payload(names: str, ranks: int, segments: Sequence[int]) -> BadPayload:
+    """The error for a payload that a kernel refused; `names` is what cannot be in it."""
+    return BadPayload(
+        f"a payload names {names}.\n"
+        f"  decoded  {_count(ranks, 'payload')}, for {_in_short(segments)}\n"
+        "  Run the same version of fxcomp with the same plan on every rank; if so, the payload was damaged on the way."
+    )
+
+
+# What a kernel takes for granted, checked before it gets raw pointers; on every step, so an error's text is made last.
+
+
 def check_encode(
     compressor: Compressor,
     bucket: Tensor,
@@ -331,14 +343,12 @@ def check_encode(
     state: Tensor | None,
     agreed: Tensor | None = None,
 ) -> None:
-    """Assert what a kernel takes for granted, before it gets raw pointers."""
-    _check_input(bucket, residual, segments)
-    _check_flat(payload, compressor.payload_dtype, compressor.payload_elements(segments), "payload")
-    assert (state is not None) == compressor.has_state, (
-        f"{compressor} has {'a' if compressor.has_state else 'no'} state"
-    )
-    _check_state(compressor, segments, state)
-    _check_agreed(compressor, segments, agreed)
+    """Raise BadTensor if these are not what `encode` takes."""
+    call = _Call(compressor, "encode", segments, bucket.device)
+    _check_input(call, bucket, residual)
+    call.check(payload, compressor.payload_dtype, compressor.payload_elements(segments), "payload")
+    _check_state(call, state)
+    _check_agreed(call, agreed)
 
 
 def check_propose(
@@ -349,10 +359,12 @@ def check_propose(
     state: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Assert what a kernel takes for granted, before it gets raw pointers."""
-    _check_input(bucket, residual, segments)
-    _check_state(compressor, segments, state)
-    _check_flat(out, compressor.facts.proposal_dtype, compressor.proposal_elements(segments), "proposal")
+    """Raise BadTensor if these are not what `propose` takes."""
+    call = _Call(compressor, "propose", segments, bucket.device)
+    _check_input(call, bucket, residual)
+    if state is not None or compressor.facts.state_from_payload:  # it is what the ranks propose from
+        _check_state(call, state)
+    call.check(out, compressor.facts.proposal_dtype, compressor.proposal_elements(segments), "proposal")
 
 
 def check_decode(
@@ -364,35 +376,83 @@ def check_decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> None:
-    """Assert what a kernel takes for granted, before it gets raw pointers."""
-    assert ranks >= 1, f"there is no mean over {ranks} ranks"
-    _check_flat(payloads, compressor.payload_dtype, ranks * compressor.payload_elements(segments), "payloads")
-    _check_flat(out, torch.float32, sum(segments), "out")
-    assert state is not None or not compressor.facts.decode_needs_state, f"{compressor} decodes with its state"
-    _check_state(compressor, segments, state)
-    _check_agreed(compressor, segments, agreed)
+    """Raise BadTensor if these are not what `decode` takes."""
+    call = _Call(compressor, "decode", segments, out.device)
+    check_segments(compressor, segments)
+    if ranks < 1:
+        call.refuse(f"there is no mean over {ranks} ranks", "Give the number of ranks whose payloads these are")
+    call.check(payloads, compressor.payload_dtype, ranks * compressor.payload_elements(segments), "payloads")
+    call.check(out, torch.float32, sum(segments), "out")
+    if state is not None or compressor.facts.decode_needs_state:
+        _check_state(call, state)
+    _check_agreed(call, agreed)
 
 
-def _check_input(bucket: Tensor, residual: Tensor | None, segments: Sequence[int]) -> None:
-    _check_flat(bucket, torch.float32, sum(segments), "bucket")
+def check_segments(compressor: Compressor, segments: Sequence[int]) -> None:
+    """Raise BadTensor if one has less than no values: the others would lie outside the bucket."""
+    if segments and min(segments) < 0:
+        index = next(index for index, size in enumerate(segments) if size < 0)
+        what = f"segment {index} has {segments[index]} values"
+        _Call(compressor, "use", segments, None).refuse(what, "Give the number of values of each parameter, 0 or more")
+
+
+class _Call(NamedTuple):
+    """What is being done, for the text of an error, and where the tensors must lie."""
+
+    compressor: Compressor
+    verb: str
+    segments: Sequence[int]
+    device: torch.device | None
+
+    def check(self, tensor: Tensor, dtype: torch.dtype, elements: int, name: str) -> None:
+        if tensor.dtype is not dtype:
+            self.refuse(f"the {name} must be {dtype}, not {tensor.dtype}", f"Convert it with .to({dtype})")
+        if tensor.numel() != elements:
+            what = f"the {name} must have {_count(elements, 'element')}, not {tensor.numel()}"
+            self.refuse(what, "Make it for these segments; they must be those that it was made for")
+        if not tensor.is_contiguous():
+            self.refuse(f"the {name} must be contiguous", "Give it as .contiguous()")
+        if tensor.device != self.device:
+            what = f"the {name} must be on {self.device}, not on {tensor.device}"
+            self.refuse(what, f"Move it with .to({str(self.device)!r})")
+
+    def refuse(self, what: str, remedy: str) -> NoReturn:
+        raise BadTensor(f"{what}.\n  {self.verb}  {self.compressor}, for {_in_short(self.segments)}\n  {remedy}.")
+
+
+def _check_input(call: _Call, bucket: Tensor, residual: Tensor | None) -> None:
+    check_segments(call.compressor, call.segments)
+    size = sum(call.segments)
+    call.check(bucket, torch.float32, size, "bucket")
     if residual is not None:
-        _check_flat(residual, torch.float32, sum(segments), "residual")
+        call.check(residual, torch.float32, size, "residual")
 
 
-def _check_state(compressor: Compressor, segments: Sequence[int], state: Tensor | None) -> None:
+def _check_state(call: _Call, state: Tensor | None) -> None:
+    compressor = call.compressor
+    if (state is not None) != compressor.has_state:
+        if state is None:
+            call.refuse(f"{compressor.name} needs its state", "Give state=, at first what fresh_state returns")
+        call.refuse(f"{compressor.name} has no state", "Leave state= out")
     if state is not None:
-        _check_flat(state, compressor.facts.state_dtype, compressor.all_state_elements(segments), "state")
+        call.check(state, compressor.facts.state_dtype, compressor.all_state_elements(call.segments), "state")
 
 
-def _check_agreed(compressor: Compressor, segments: Sequence[int], agreed: Tensor | None) -> None:
-    assert (agreed is not None) == (compressor.facts.agreement is not None), (
-        f"{compressor} compresses {'with' if compressor.facts.agreement else 'without'} an agreement"
-    )
+def _check_agreed(call: _Call, agreed: Tensor | None) -> None:
+    compressor = call.compressor
+    if (agreed is not None) != (compressor.facts.agreement is not None):
+        if agreed is None:
+            what = f"{compressor.name} needs what the ranks agreed on"
+            call.refuse(what, "Give agreed=: what the ranks' proposals reduce to")
+        call.refuse(f"{compressor.name} works without an agreement", "Leave agreed= out")
     if agreed is not None:
-        _check_flat(agreed, compressor.facts.proposal_dtype, compressor.proposal_elements(segments), "agreement")
+        call.check(agreed, compressor.facts.proposal_dtype, compressor.proposal_elements(call.segments), "agreement")
 
 
-def _check_flat(tensor: Tensor, dtype: torch.dtype, elements: int, what: str) -> None:
-    assert tensor.dtype is dtype, f"the {what} must be {dtype}, not {tensor.dtype}"
-    assert tensor.numel() == elements, f"the {what} must have {elements} elements, not {tensor.numel()}"
-    assert tensor.is_contiguous(), f"the {what} must be contiguous"
+def _in_short(segments: Sequence[int]) -> str:
+    shown = ", ".join(map(str, segments[:4])) + (", ..." if len(segments) > 4 else "")
+    return f"{_count(len(segments), 'segment')} of {shown} values" if segments else "no segments"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors import kernels
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.base import Compressed, Compressor, bad_payload, empty_like_none, mean_over_ranks
 from fxcomp.compressors.blocks import count_blocks, split, to_blocks
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
@@ -160,5 +160,6 @@ class ChunkMax(Compressor):
         is_ours = kernels.run(
             "fxcomp_chunkmax_decode", payloads, ranks, tuple(segments), len(segments), self.chunk, out
         )
-        assert is_ours, "a payload names places outside their chunks"
+        if not is_ours:
+            raise bad_payload("places outside their chunks", ranks, segments)
         return True

@@ -60,6 +60,7 @@ from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mea
 from fxcomp.compressors.blocks import split
 from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
+from fxcomp.errors import BadTensor
 
 _SPAN = 64  # columns of M Q that add up apart
 _CHUNK = 32  # rows of MᵀP that add up before they join the total
@@ -269,7 +270,11 @@ class PowerSGD(Compressor):
 
     def all_columns(self, segments: Sequence[int]) -> tuple[int, ...]:
         if self.columns:
-            assert len(self.columns) == len(segments), f"{self} is bound to {len(self.columns)} segments"
+            if len(self.columns) != len(segments):
+                raise BadTensor(
+                    f"{self} is bound to {len(self.columns)} parameters, not to {len(segments)}.\n"
+                    "  Bind it with bound_to to the parameters of this bucket, one segment each."
+                )
             return self.columns
         return tuple(self._columns_of(size, near_square(size)) for size in segments)
 

@@ -188,7 +188,6 @@ class RandomK(Compressor):
         state: Tensor | None,
         agreed: Tensor | None,
     ) -> bool:
-        assert max(segments, default=0) < 2**31, "places are drawn with 31 bits"
         ks = counts(segments, self.ratio)
         kernels.run(
             "fxcomp_randomk_encode", bucket, residual, payload, tuple(segments), ks, len(ks), int(self.scaled), state

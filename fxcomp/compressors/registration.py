@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-from fxcomp.compressors.base import BadCompressor, Compressor
+from fxcomp.compressors.base import BadCompressor, Compressor, check_segments
 
 CATALOGUE: dict[str, type[Compressor]] = {}
 """Every registered compressor by its name."""
@@ -74,6 +74,7 @@ def _register_compress(name: str, parameters: str, make: Callable[..., Compresso
         agreed: Tensor | None = None,  # noqa: ARG001
     ) -> tuple[Tensor, Tensor, Tensor]:
         compressor = make(*values)
+        check_segments(compressor, segments)
         payload = bucket.new_empty(compressor.payload_elements(segments), dtype=compressor.payload_dtype)
         new_residual = bucket.new_empty(0 if residual is None else sum(segments))
         return payload, new_residual, bucket.new_empty(0) if state is None else torch.empty_like(state)
@@ -100,10 +101,11 @@ def _register_decompress(name: str, parameters: str, make: Callable[..., Compres
         payloads: Tensor,
         ranks: int,  # noqa: ARG001
         segments: Sequence[int],
-        *values: Any,  # noqa: ARG001
+        *values: Any,
         agreed: Tensor | None = None,  # noqa: ARG001
         state: Tensor | None = None,  # noqa: ARG001
     ) -> Tensor:
+        check_segments(make(*values), segments)
         return payloads.new_empty(sum(segments), dtype=torch.float32)
 
     head = ", ".join(filter(None, ["Tensor payloads, int ranks, int[] segments", parameters]))
@@ -126,6 +128,7 @@ def _register_propose(name: str, parameters: str, make: Callable[..., Compressor
         state: Tensor | None = None,  # noqa: ARG001
     ) -> Tensor:
         compressor = make(*values)
+        check_segments(compressor, segments)
         return bucket.new_empty(compressor.proposal_elements(segments), dtype=compressor.facts.proposal_dtype)
 
     head = ", ".join(filter(None, ["Tensor bucket, Tensor? residual, int[] segments", parameters]))

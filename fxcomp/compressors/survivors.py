@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors import kernels, places
-from fxcomp.compressors.base import mean_over_ranks
+from fxcomp.compressors.base import bad_payload, mean_over_ranks
 from fxcomp.compressors.blocks import split
 from fxcomp.compressors.topk import counts
 
@@ -106,7 +106,8 @@ def decode_on_cpu(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: 
     segments = tuple(segments)
     slots = capacities(segments, ratio)
     is_ours = kernels.run("fxcomp_survivors_decode", payloads, ranks, segments, slots, len(slots), out)
-    assert is_ours, "a payload names places outside its segment"
+    if not is_ours:
+        raise bad_payload("places outside its segment", ranks, segments)
     return True
 
 

@@ -29,11 +29,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors import kernels
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.base import (
+    BadCompressor,
+    Compressed,
+    Compressor,
+    bad_payload,
+    empty_like_none,
+    mean_over_ranks,
+)
 from fxcomp.compressors.blocks import split
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.places import bytes_of, read, write
 from fxcomp.compressors.registration import register
+
+_MOST_VALUES = 2**31 - 1  # of one segment
 
 
 def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], ratio: float) -> tuple[Tensor, Tensor]:
@@ -85,7 +94,17 @@ def _largest(piece: Tensor, k: int) -> Tensor:
 
 
 def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
-    """k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7 in floating point."""
+    """k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7 in floating point.
+
+    Raises BadCompressor for a segment whose places do not fit into an int32: no kernel can select from it.
+    """
+    if segments and max(segments) > _MOST_VALUES:
+        index = max(range(len(segments)), key=segments.__getitem__)
+        raise BadCompressor(
+            f"nothing can be selected from {segments[index]} values: their places are numbers of 31 bits.\n"
+            f"  segment {index} of a bucket of {len(segments)}, with ratio {ratio}\n"
+            "  Split the parameter, or plan for it a compressor that sends every value, such as int8."
+        )
     part, whole = as_fraction(ratio)
     return tuple(max(min(n, 1), -(-part * n // whole)) for n in segments)
 
@@ -149,7 +168,6 @@ class TopK(Compressor):
         state: Tensor | None,
         agreed: Tensor | None,
     ) -> bool:
-        assert max(segments, default=0) < 2**31, "places are int32"
         ks = counts(segments, self.ratio)
         kernels.run("fxcomp_topk_encode", bucket, residual, payload, tuple(segments), ks, len(ks))
         return True
@@ -165,5 +183,6 @@ class TopK(Compressor):
     ) -> bool:
         ks = counts(segments, self.ratio)
         is_ours = kernels.run("fxcomp_topk_decode", payloads, ranks, tuple(segments), ks, len(ks), out)
-        assert is_ours, "a payload names places outside its segment"
+        if not is_ours:
+            raise bad_payload("places outside its segment", ranks, segments)
         return True

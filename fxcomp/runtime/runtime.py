@@ -324,7 +324,10 @@ def _now(value: Tensor | OnHost) -> Tensor:
 
 def _have_kernel(*values: Tensor) -> bool:
     """Whether values are what kernels take."""
-    return all(v.dtype is torch.float32 and v.is_contiguous() and kernels.can_run_on(v) for v in values)
+    size = values[0].numel()
+    return all(
+        v.dtype is torch.float32 and v.numel() == size and v.is_contiguous() and kernels.can_run_on(v) for v in values
+    )
 
 
 def _is_finite(value: Tensor) -> bool:

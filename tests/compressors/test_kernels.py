@@ -8,6 +8,7 @@ from compressor_cases import WITH_KERNELS
 
 from fxcomp.compressors import TopK, kernels
 from fxcomp.compressors.pack import scale_copy
+from fxcomp.errors import BadPayload
 from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import gaussian
 
@@ -39,7 +40,7 @@ def test_kernels_of_another_version_are_not_called(monkeypatch: pytest.MonkeyPat
 def test_a_payload_with_places_outside_its_segment_is_refused() -> None:
     payload = torch.zeros(TopK(0.01).payload_elements((100,)), dtype=torch.uint8)
     payload[4:6] = torch.tensor([100, 1])  # behind the value: place 100 of 0..99, in the first block
-    with pytest.raises(AssertionError, match="a payload names places outside its segment"):
+    with pytest.raises(BadPayload, match="a payload names places outside its segment"):
         TopK(0.01).decode(payload, 1, (100,), torch.zeros(100))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fxcomp.compressors import Threshold, places, survivors
 from fxcomp.compressors.survivors import Cut
+from fxcomp.errors import BadPayload
 
 
 def _sent(payload: Tensor, n: int, slots: int) -> tuple[int, list[float], list[int]]:
@@ -62,10 +63,10 @@ def test_a_payload_that_is_not_ours_is_refused() -> None:
     compressor = Threshold(1.0, 0.1)
     payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
     payload.view(torch.int32)[0] = 14
-    with pytest.raises(AssertionError, match="outside its segment"):
+    with pytest.raises(BadPayload, match="outside its segment"):
         compressor.decode(payload, 1, (100,), torch.empty(100))
     payload.view(torch.int32)[0] = 3  # and no bit says where
-    with pytest.raises(AssertionError, match="outside its segment"):
+    with pytest.raises(BadPayload, match="outside its segment"):
         compressor.decode(payload, 1, (100,), torch.empty(100))
 
 

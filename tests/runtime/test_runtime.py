@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fxcomp.compressors import parse_compressor
+from fxcomp.errors import BadTensor
 from fxcomp.runtime.runtime import OnHost, Runtime
 from fxcomp.runtime.transport import Nowhere
 
@@ -66,7 +67,7 @@ def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
 def test_an_error_on_the_pool_is_raised_where_its_result_is_taken(rt: Runtime):
     int8 = parse_compressor("int8")
     payload = rt.compress("payload", int8, rt.d2h("on_host", torch.zeros(3)), None, (4,))
-    with pytest.raises(AssertionError, match="the bucket must have 4 elements, not 3"):
+    with pytest.raises(BadTensor, match="the bucket must have 4 elements, not 3"):
         rt.h2d("back", payload)
 
 

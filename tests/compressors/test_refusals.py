@@ -1,0 +1,225 @@
+"""What does not fit is refused before a kernel gets raw pointers, and under `python -O` too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compressor_cases import WITH_KERNELS
+from torch import Tensor
+
+from fxcomp.compressors import PowerSGD, RandomK, SharedInt8, TopK, parse_compressor
+from fxcomp.compressors.pack import scale_copy
+from fxcomp.errors import BadPayload, BadTensor, FxcompError
+
+SELECTING = ("topk(0.01)", "randomk(0.01)", "dgc(0.01)", "sidco(0.01)", "threshold(1.0, 0.01)")
+
+
+def _payload(text: str, size: int) -> Tensor:
+    compressor = parse_compressor(text)
+    return torch.zeros(compressor.payload_elements((size,)), dtype=compressor.payload_dtype)
+
+
+def _run(code: str, *flags: str) -> str:
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Segments
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_a_segment_of_less_than_no_values_is_refused(name: str) -> None:
+    op, parameters = {
+        "int8": (torch.ops.fxcomp.int8_compress, (512, False)),
+        "topk": (torch.ops.fxcomp.topk_compress, (0.01,)),
+    }[name]
+    with pytest.raises(BadTensor, match=r"(?s)segment 1 has -99995 values.*2 segments of 100000, -99995 .*0 or more"):
+        op(torch.randn(5), None, [100_000, -99_995], *parameters)
+    with pytest.raises(BadTensor, match="segment 1 has -99995 values"):
+        op(torch.randn(5, device="meta"), None, [100_000, -99_995], *parameters)
+
+
+def test_decoding_and_proposing_refuse_such_a_segment_too() -> None:
+    int8, shared = parse_compressor("int8"), SharedInt8(stochastic=False)
+    with pytest.raises(BadTensor, match="segment 0 has -3 values"):
+        int8.decode(_payload("int8", 5), 1, (-3, 8), torch.empty(5))
+    with pytest.raises(BadTensor, match="segment 0 has -3 values"):
+        shared.propose(torch.zeros(5), None, (-3, 8), None, torch.empty(1))
+    with pytest.raises(BadTensor, match="segment 0 has -3 values"):
+        torch.ops.fxcomp.int8_decompress(_payload("int8", 5), 1, [-3, 8], 512, False)
+    with pytest.raises(BadTensor, match="segment 0 has -3 values"):
+        torch.ops.fxcomp.shared_int8_propose(torch.zeros(5, device="meta"), None, [-3, 8], 512, False, 127)
+
+
+@pytest.mark.parametrize("text", SELECTING)
+def test_more_values_than_an_int32_can_count_are_refused_before_there_is_a_bucket(text: str) -> None:
+    compressor = parse_compressor(text)
+    assert compressor.payload_elements((2**31 - 1,)) > 0
+    with pytest.raises(FxcompError, match=r"(?s)from 2147483648 values: .*31 bits.*segment 1 of a bucket of 2.*int8"):
+        compressor.payload_elements((7, 2**31))
+
+
+# Tensors
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dtype": (
+        lambda: TopK(0.01).encode(torch.zeros(9).double(), None, _payload("topk(0.01)", 9), (9,)),
+        r"the bucket must be torch.float32, not torch.float64.*topk\(0.01\), for 1 segment of 9 values.*\.to\(torch",
+    ),
+    "size": (
+        lambda: TopK(0.01).encode(torch.zeros(8), None, _payload("topk(0.01)", 9), (9,)),
+        "the bucket must have 9 elements, not 8.*Make it for these segments",
+    ),
+    "layout": (
+        lambda: TopK(0.01).encode(torch.zeros(18)[::2], None, _payload("topk(0.01)", 9), (9,)),
+        r"the bucket must be contiguous.*Give it as \.contiguous\(\)",
+    ),
+    "device": (
+        lambda: TopK(0.01).encode(torch.zeros(9), torch.zeros(9, device="meta"), _payload("topk(0.01)", 9), (9,)),
+        r"the residual must be on cpu, not on meta.*Move it with \.to\('cpu'\)",
+    ),
+    "device of a payload": (
+        lambda: TopK(0.01).decode(_payload("topk(0.01)", 9).to("meta"), 1, (9,), torch.zeros(9)),
+        "the payloads must be on cpu, not on meta",
+    ),
+    "device of a state": (
+        lambda: RandomK(0.5).encode(
+            torch.zeros(9), None, _payload("randomk(0.5)", 9), (9,), torch.zeros(2, dtype=torch.int64, device="meta")
+        ),
+        "the state must be on cpu, not on meta",
+    ),
+    "device of an agreement": (
+        lambda: SharedInt8(stochastic=False).decode(
+            _payload("shared_int8(stochastic=false)", 9), 1, (9,), torch.zeros(9), torch.zeros(1, device="meta")
+        ),
+        "the agreement must be on cpu, not on meta",
+    ),
+    "device of a proposal": (
+        lambda: SharedInt8(stochastic=False).propose(torch.zeros(9), None, (9,), None, torch.zeros(1, device="meta")),
+        "the proposal must be on cpu, not on meta",
+    ),
+    "ranks": (
+        lambda: TopK(0.01).decode(torch.zeros(0, dtype=torch.uint8), 0, (9,), torch.zeros(9)),
+        "there is no mean over 0 ranks.*Give the number of ranks",
+    ),
+    "no state": (
+        lambda: RandomK(0.5).encode(torch.zeros(9), None, _payload("randomk(0.5)", 9), (9,)),
+        "randomk needs its state.*fresh_state",
+    ),
+    "no state to decode with": (
+        lambda: RandomK(0.5).decode(_payload("randomk(0.5)", 9), 1, (9,), torch.zeros(9)),
+        "randomk needs its state",
+    ),
+    "a state too many": (
+        lambda: TopK(0.5).encode(torch.zeros(9), None, _payload("topk(0.5)", 9), (9,), torch.zeros(2)),
+        "topk has no state.*Leave state= out",
+    ),
+    "no agreement": (
+        lambda: SharedInt8(stochastic=False).decode(
+            _payload("shared_int8(stochastic=false)", 9), 1, (9,), torch.zeros(9)
+        ),
+        "shared_int8 needs what the ranks agreed on.*Give agreed=",
+    ),
+    "an agreement too many": (
+        lambda: TopK(0.5).decode(_payload("topk(0.5)", 9), 1, (9,), torch.zeros(9), torch.zeros(1)),
+        "topk works without an agreement.*Leave agreed= out",
+    ),
+    "another bucket's binding": (
+        lambda: PowerSGD(4, columns=(7, 7)).payload_elements((1000,)),
+        "is bound to 2 parameters, not to 1.*bound_to",
+    ),
+    "a scaled copy": (
+        lambda: scale_copy(torch.zeros(9), 0.5, torch.zeros(8)),
+        "9 values on cpu cannot be copied to 8 contiguous elements on cpu.*as many elements",
+    ),
+    "a scaled copy of doubles": (
+        lambda: scale_copy(torch.zeros(9).double(), 0.5, torch.zeros(9)),
+        "a scaled copy is made of fp32, not of torch.float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_what_does_not_fit_is_refused_with_what_where_and_what_to_do(case: str) -> None:
+    call, text = CALLS[case]
+    with pytest.raises(BadTensor, match=f"(?s){text}"):
+        call()
+
+
+# Payloads
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize(
+    ("text", "byte"),
+    [("topk(0.01)", 0), ("chunkmax(0.3)", 255), ("dgc(0.1)", 255), ("sidco(0.1)", 255), ("threshold(1.0, 0.1)", 255)],
+)
+def test_a_damaged_payload_is_refused(text: str, byte: int) -> None:
+    compressor = parse_compressor(text)
+    with pytest.raises(BadPayload, match=r"(?s)names places outside.*2 payloads, for 1 segment of 1000.*same version"):
+        compressor.decode(_payload(text, 1000).repeat(2).fill_(byte), 2, (1000,), torch.empty(1000))
+
+
+# Without asserts
+
+
+@WITH_KERNELS
+def test_asserts_are_not_what_refuses() -> None:
+    code = """
+import torch
+from fxcomp.compressors import Int8, TopK
+from fxcomp.errors import BadPayload, BadTensor
+
+assert False, "this runs without asserts"
+topk = TopK(0.01)
+damaged = torch.zeros(topk.payload_elements((1000,)), dtype=torch.uint8)
+out = torch.zeros(10_000_000)
+for call in (
+    lambda: Int8().decode(torch.zeros(8, dtype=torch.uint8), 1, (10_000_000,), out),
+    lambda: topk.encode(torch.randn(10).double(), None, damaged, (1000,)),
+    lambda: topk.encode(torch.zeros(1000), torch.zeros(1000, device="meta"), damaged, (1000,)),
+    lambda: torch.ops.fxcomp.int8_compress(torch.randn(5), None, [100_000, -99_995], 512, False),
+    lambda: topk.decode(damaged, 1, (1000,), torch.zeros(1000)),
+):
+    try:
+        call()
+        print("accepted")
+    except (BadPayload, BadTensor) as error:
+        print(type(error).__name__)
+"""
+    assert _run(code, "-O").split() == ["BadTensor"] * 4 + ["BadPayload"]
+
+
+# Forks
+
+
+@WITH_KERNELS
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_compresses_with_threads_of_its_own() -> None:
+    """Only kernels run in the child: torch's own OpenMP threads do not survive a fork."""
+    code = """
+import os
+import torch
+from fxcomp.compressors import DGC
+
+torch.set_num_threads(3)
+dgc, bucket, segments = DGC(0.01), torch.randn(1_000_000), (1_000_000,)
+payload = torch.zeros(dgc.payload_elements(segments), dtype=torch.uint8)
+again = payload.clone()
+state = dgc.fresh_state(1_000_000, 1, 0)
+copy = state.clone()
+dgc.encode(bucket, None, payload, segments, state)
+child = os.fork()
+if child == 0:
+    dgc.encode(bucket, None, again, segments, copy)
+    os._exit(0 if bytes(again.numpy()) == bytes(payload.numpy()) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    assert _run(code).split() == ["0"]
