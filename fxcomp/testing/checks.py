@@ -16,12 +16,23 @@ from torch import Tensor
 
 from fxcomp.compressors import CATALOGUE, Bias, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.errors import BadTensor, FxcompError
+from fxcomp.testing.draws import (
+    errors_of_ranks_average_out,
+    mean_is_unbiased,
+    state_starts_as_it_should,
+    streams_move_on,
+)
 from fxcomp.testing.rounds import Replica, agree, average, decode, encode, fresh_state, replicas_of
 from fxcomp.testing.samples import IN_RANGE, NOT_FINITE, SAMPLES, gaussian, heavy, laplace
 
 LARGE = 5_000_000
 
 SMALL_SEGMENTS: tuple[tuple[int, ...], ...] = ((0, 1, 512, 0, 65, 3), (1000, 66_000, 9))
+
+ROUND_SEGMENTS = (65_536, 131_072, *range(256, 256 * 33, 256))
+"""Whole multiples of 2^8 and 2^16, where an index into a table of so many ends."""
+
+LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LARGE - 70_000, 70_000))
 
 
 def check_compressor(compressor: Compressor) -> None:
@@ -64,7 +75,7 @@ def declares_itself(compressor: Compressor) -> None:
 
 def payload_has_the_declared_size(compressor: Compressor) -> None:
     bound = compressor.bound_to((), 1)
-    for segments in segments_to_try(compressor):
+    for segments in [*segments_to_try(compressor), ROUND_SEGMENTS]:
         new = _reference(bound, gaussian(sum(segments)), None, segments)
         size = bound.payload_elements(segments)
         assert new.payload.dtype is bound.payload_dtype, (
@@ -91,6 +102,10 @@ def kernels_give_the_bits_of_the_reference(compressor: Compressor) -> None:
 
 def kernels_give_the_bits_of_the_reference_on_five_million_values(compressor: Compressor) -> None:
     _compare(compressor.bound_to((), 1), laplace(LARGE), (LARGE - 70_000, 70_000), "laplace")
+
+
+def kernels_give_the_bits_of_the_reference_at_round_lengths(compressor: Compressor) -> None:
+    _compare(compressor.bound_to((), 1), laplace(sum(ROUND_SEGMENTS)), ROUND_SEGMENTS, "laplace")
 
 
 def threads_change_no_bit(compressor: Compressor) -> None:
@@ -155,15 +170,43 @@ def payload_and_residual_add_up(compressor: Compressor) -> None:
         return
     for segments in segments_to_try(compressor):
         for name in IN_RANGE:
-            [replica] = replicas_of(compressor, segments, feedback=True)
-            replica.residual = 0.1 * gaussian(sum(segments), 7)
-            bucket = SAMPLES[name](sum(segments))
-            value = bucket + replica.residual
-            decoded = average(compressor, [bucket], [replica], segments)
-            for one, two in zip(
-                torch.split(decoded + replica.residual, list(segments)), torch.split(value, list(segments)), strict=True
-            ):
-                _close(one, two, 1e-5 if compressor.facts.needs_whole_parameters else 3e-7, f"{name}, {segments}")
+            _check_sum(compressor, segments, name)
+
+
+def large_segments_come_out_whole(compressor: Compressor) -> None:
+    """Of up to five million values, kernel or not: v = decompress(payload) + new residual, or, without feedback, an
+    unbiased mean at either end."""
+    for segments in LARGE_SEGMENTS:
+        if _may_feed_back(compressor):
+            _check_sum(compressor, segments, "ascending")
+        elif compressor.bias is Bias.UNBIASED:
+            _check_ends(compressor, segments)
+
+
+def _check_sum(compressor: Compressor, segments: Sequence[int], name: str) -> None:
+    [replica] = replicas_of(compressor, segments, feedback=True)
+    replica.residual = 0.1 * gaussian(sum(segments), 7)
+    bucket = SAMPLES[name](sum(segments))
+    value = bucket + replica.residual
+    decoded = average(compressor, [bucket], [replica], segments)
+    for one, two in zip(
+        torch.split(decoded + replica.residual, list(segments)), torch.split(value, list(segments)), strict=True
+    ):
+        _close(one, two, 1e-5 if compressor.facts.needs_whole_parameters else 3e-7, f"{name}, {segments}")
+
+
+def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
+    """What is sent of a tenth of the values, on average, over its standard error where values come in runs of 16."""
+    bucket = gaussian(sum(segments))
+    decoded = average(compressor, [bucket], replicas_of(compressor, segments, feedback=False), segments)
+    for piece, mean in zip(torch.split(bucket, list(segments)), torch.split(decoded, list(segments)), strict=True):
+        part = len(piece) // 10
+        for end in (slice(0, part), slice(len(piece) - part, None)):
+            exact, error = piece[end].double(), (mean - piece)[end].double()
+            sent, squares = exact @ error, exact.square() @ error.square()
+            assert part < 5000 or sent.abs() <= 6 * 4 * squares.sqrt(), (
+                f"{len(piece)} values, {end}: off by {sent / exact.square().sum():.2g} on average"
+            )
 
 
 def errors_telescope(compressor: Compressor) -> None:
@@ -209,35 +252,14 @@ def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> fl
 
 
 def rounding_goes_either_way(compressor: Compressor) -> None:
-    """Error feedback hides flooring: positive values must not come out smaller or larger on average."""
+    """Error feedback hides flooring: values of either sign must not come out smaller or larger on average."""
     if compressor.bias is not Bias.ROUNDING:
         return
-    values = gaussian(100_000).abs()
-    decoded = average(compressor, [values], replicas_of(compressor, (100_000,), feedback=False), (100_000,))
-    error = (decoded - values).double()
-    bias = (error.mean() / error.square().mean().sqrt()).item()
-    assert abs(bias) < 0.1, f"the mean error is {bias:.2f} of the root mean square error"
-
-
-def mean_is_unbiased(compressor: Compressor) -> None:
-    """The mean of 200 draws, along five directions: a right compressor fails with probability below 1e-5.
-
-    In each direction the 200 projections of the error are independent draws; their mean over its standard error
-    follows Student's t with 199 degrees of freedom, beyond 5.1 with probability 8e-7 (two-sided).
-    """
-    if compressor.bias is not Bias.UNBIASED:
-        return
-    draws, elements = 200, 3000
-    for name, values in (("gaussian", gaussian(elements)), ("heavy", heavy(elements))):
-        [replica] = replicas_of(compressor, (elements,), feedback=False)
-        large = values.abs() >= values.abs().quantile(0.99)
-        directions = torch.stack([values, values.sign(), values.abs(), values * large, torch.ones(elements)]).double()
-        errors = torch.stack([average(compressor, [values], [replica], (elements,)) - values for _ in range(draws)])
-        projections = errors.double() @ directions.T
-        error_of_mean = projections.std(dim=0) / draws**0.5
-        size = (directions.square().sum(dim=1) * values.double().square().sum()).sqrt()
-        t = projections.mean(dim=0) / error_of_mean.clamp_min(1e-7 * size)  # fp32's rounding, of what is sent exactly
-        assert t.abs().max() < 5.1, f"{name}: the mean error is {t.tolist()} standard errors from 0"
+    for sign, values in (("positive", gaussian(100_000).abs()), ("negative", -gaussian(100_000).abs())):
+        decoded = average(compressor, [values], replicas_of(compressor, (100_000,), feedback=False), (100_000,))
+        error = (decoded - values).double()
+        bias = (error.mean() / error.square().mean().sqrt()).item()
+        assert abs(bias) < 0.1, f"{sign} values: the mean error is {bias:.2f} of the root mean square error"
 
 
 def segments_do_not_mix(compressor: Compressor) -> None:
@@ -300,6 +322,26 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
             _check_spared(compressor, bucket, old, segments, name)
 
 
+def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
+    """NaN in the residual, or a sum above fp32's largest value, must be seen as it is in the bucket."""
+    if not _may_feed_back(compressor):
+        return
+    segments, at = (1000, 2000, 40), 1700
+    for what, value, old in (("NaN", 1.0, torch.nan), ("infinity", 1.0, torch.inf), ("too much", 3e38, 3e38)):
+        bucket = gaussian(sum(segments))
+        bucket[at] = value
+        [replica] = replicas_of(compressor, segments, feedback=True)
+        replica.residual = 0.1 * gaussian(sum(segments), 7)
+        replica.residual[at] = old
+        kept = replica.residual.clone()
+        mean = average(compressor, [bucket], [replica], segments)
+        first, second, third = torch.split(mean, list(segments))
+        assert not second.isfinite().all(), f"{what} in bucket + residual: no rank would notice"
+        assert first.isfinite().all(), f"{what} in bucket + residual: another segment is not finite either"
+        assert third.isfinite().all(), f"{what} in bucket + residual: another segment is not finite either"
+        assert_same_bits(replica.residual[at : at + 1], kept[at : at + 1], f"{what} in bucket + residual: the residual")
+
+
 def _check_spared(compressor: Compressor, bucket: Tensor, old: Tensor, segments: Sequence[int], name: str) -> None:
     bound = compressor.bound_to((), 1)
     [replica] = replicas_of(bound, segments, feedback=True)
@@ -344,22 +386,6 @@ def bytes_are_all_that_travels(compressor: Compressor) -> None:
         assert_same_bits(decode(bound, received, 1, segments, agreed, replica.state), expected, "in plain torch")
 
 
-def state_starts_as_it_should(compressor: Compressor) -> None:
-    """The same key and rank give the same state; a stream differs between parameters, and between ranks unless it
-    must be shared because payloads are summed place by place."""
-    if not compressor.has_state:
-        return
-    size = 5000
-    make: Callable[[int, int], Tensor] = lambda key, rank: compressor.fresh_state(size, key, rank)  # noqa: E731
-    assert make(1, 0).shape == (compressor.state_elements(size),), "fresh_state has another size than declared"
-    assert make(1, 0).dtype is compressor.facts.state_dtype, "fresh_state has another dtype than declared"
-    assert_same_bits(make(1, 0), make(1, 0), "two fresh states")
-    if compressor.facts.state_dtype is torch.int64:
-        assert not torch.equal(make(1, 0), make(2, 0)), "two parameters draw the same numbers"
-    if compressor.facts.state_dtype is torch.int64 and not compressor.is_linear:
-        assert not torch.equal(make(1, 0), make(1, 1)), "two ranks draw the same numbers: their errors would add up"
-
-
 def wrong_tensors_are_refused(compressor: Compressor) -> None:
     bound = compressor.bound_to((), 1)
     payload = torch.empty(bound.payload_elements((64,)), dtype=bound.payload_dtype)
@@ -384,19 +410,24 @@ CHECKS: dict[str, Callable[[Compressor], None]] = {
         payload_has_the_declared_size,
         kernels_give_the_bits_of_the_reference,
         kernels_give_the_bits_of_the_reference_on_five_million_values,
+        kernels_give_the_bits_of_the_reference_at_round_lengths,
         threads_change_no_bit,
         ops_compute_the_same_and_change_nothing,
         payload_and_residual_add_up,
+        large_segments_come_out_whole,
         errors_telescope,
         feedback_is_stable,
         rounding_goes_either_way,
         mean_is_unbiased,
+        errors_of_ranks_average_out,
         segments_do_not_mix,
         every_rank_decodes_the_mean,
         what_is_not_finite_is_seen_and_spares_the_residual,
+        a_sum_that_is_not_finite_is_seen,
         the_next_step_is_finite_again,
         bytes_are_all_that_travels,
         state_starts_as_it_should,
+        streams_move_on,
         wrong_tensors_are_refused,
     )
 }

@@ -26,10 +26,12 @@ def heavy(elements: int, seed: int = 0) -> Tensor:
     return gaussian(elements, seed) * (2 * gaussian(elements, seed + 1_000_003)).exp()
 
 
-def _with_one(value: float) -> Callable[[int], Tensor]:
+def _with_one(value: float, share: float = 0.5) -> Callable[[int], Tensor]:
+    """`value` at this share of the way from the first to the last."""
+
     def bucket(elements: int) -> Tensor:
-        values = gaussian(elements)
-        values[elements // 2 : elements // 2 + 1] = value
+        values, place = gaussian(elements), int(share * max(0, elements - 1))
+        values[place : place + 1] = value
         return values
 
     return bucket
@@ -66,11 +68,14 @@ SAMPLES: dict[str, Callable[[int], Tensor]] = {
     "huge": lambda elements: gaussian(elements).clamp(-1, 1) * 3.4e38,
     "one nan": _with_one(torch.nan),
     "one inf": _with_one(-torch.inf),
+    "one positive inf": _with_one(torch.inf),
+    "first nan": _with_one(torch.nan, 0.0),
+    "last nan": _with_one(torch.nan, 1.0),
     "many nan": _mostly(torch.nan, 0.2),
 }
 """By name; each makes a bucket of so many values, the same every time."""
 
-NOT_FINITE = ("one nan", "one inf", "many nan")
+NOT_FINITE = ("one nan", "one inf", "one positive inf", "first nan", "last nan", "many nan")
 
 IN_RANGE = tuple(name for name in SAMPLES if name not in (*NOT_FINITE, "huge"))
 """Samples that a sum or a scale cannot push over fp32's largest value."""

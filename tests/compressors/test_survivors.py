@@ -5,9 +5,11 @@ import torch
 from compressor_cases import WITH_KERNELS
 from torch import Tensor
 
-from fxcomp.compressors import Threshold, places, survivors
+from fxcomp.compressors import DGC, Threshold, places, randomness, survivors
+from fxcomp.compressors.dgc import strides
 from fxcomp.compressors.survivors import Cut
 from fxcomp.errors import BadPayload
+from fxcomp.testing.samples import gaussian
 
 
 def _sent(payload: Tensor, n: int, slots: int) -> tuple[int, list[float], list[int]]:
@@ -56,6 +58,41 @@ def test_a_second_look_happens_where_fewer_than_half_reach_the_threshold() -> No
     few = survivors.compress(bucket, None, (100,), 0.1, [Cut(_bits(97.0), _bits(90.0))])
     enough = survivors.compress(bucket, None, (100,), 0.1, [Cut(_bits(95.0), _bits(90.0))])
     assert (few.reached, enough.reached) == ([10], [5])
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize(("large", "sent"), [(350, 350), (349, 349 + 78)])
+def test_half_of_the_values_asked_for_are_enough_for_the_kernel_too(large: int, sent: int, *, feedback: bool) -> None:
+    """k = 700, and 78 values of the sample decide: the first cut is 10, a second look would be from 5."""
+    n, compressor = 70_000, DGC(0.01)
+    (stride,) = strides((n,), 0.01)
+    state = compressor.fresh_state(n, 1, 0)
+    start = int(randomness.bits(randomness.stream_of(state, 0), 0, 1)) % stride
+    bucket = gaussian(n).clamp(-1, 1)
+    bucket[start::stride][:78] = 10.0
+    bucket[start::stride][78:156] = 5.0
+    bucket[(start + 1) % stride :: stride][: large - 78] = 10.0
+    residual = torch.zeros(n) if feedback else None
+    payload = torch.full((compressor.payload_elements((n,)),), 77, dtype=torch.uint8)
+    expected = compressor.compress_reference(bucket, residual, (n,), state, None)
+    compressor.encode(bucket, residual, payload, (n,), state)
+    assert int(payload[:4].view(torch.int32)) == sent
+    assert torch.equal(payload, expected.payload)
+    if residual is not None:
+        assert torch.equal(residual, expected.residual)
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("count", [-1, 14, 2**31 - 1])
+def test_a_count_that_no_payload_has_is_refused_though_as_many_places_follow(count: int) -> None:
+    """13 slots: the 14th value would be read from the places."""
+    compressor = Threshold(1.0, 0.1)
+    payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
+    payload.view(torch.int32)[0] = count
+    payload[4 + 4 * 13 :][:2] = torch.tensor([0xFF, 0x3F], dtype=torch.uint8)
+    with pytest.raises(BadPayload, match="outside its segment"):
+        compressor.decode(payload, 1, (100,), torch.empty(100))
 
 
 @WITH_KERNELS

@@ -8,8 +8,9 @@ from compressor_cases import WITH_KERNELS, decode, encode
 from torch import Tensor
 
 from fxcomp.compressors import TopK
-from fxcomp.compressors.places import bytes_of, read
-from fxcomp.testing.checks import assert_same_bits, relative_error
+from fxcomp.compressors.places import bytes_of, form_of, read
+from fxcomp.errors import BadPayload
+from fxcomp.testing.checks import assert_same_bits, plain_torch, relative_error
 from fxcomp.testing.samples import SAMPLES, gaussian, laplace
 
 
@@ -43,6 +44,46 @@ def test_a_place_above_65535_arrives() -> None:
     values[69_999] = 1.0
     payload = encode(TopK(1e-5), values, None, (70_000,))
     assert read(payload[4:][: bytes_of(70_000, 1)], 70_000, 1).tolist() == [69_999]
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("form", [8, 16])
+def test_kernels_write_as_many_bits_where_the_last_block_is_full(form: int) -> None:
+    """k places in m blocks take k + m - 1 bits: where that is a whole number of bytes, one bit more shows."""
+    whole = 0
+    for blocks in (1, 2, 3, 4):
+        for k in range(1, 17):
+            n = blocks << form
+            compressor = TopK(max(1e-6, (k - 0.5) / n))
+            assert compressor.payload_elements((n, n)) == 2 * (4 * k + -(-bytes_of(n, k) // 4) * 4)
+            whole += form_of(n, k) == form and (k + blocks - 1) % 8 == 0
+            bucket = torch.cat([gaussian(n, k), gaussian(n, k + 100)])
+            payload = encode(compressor, bucket, None, (n, n))
+            with plain_torch():
+                expected = encode(compressor, bucket, None, (n, n))
+                decoded = decode(compressor, payload, 1, (n, n))
+            assert_same_bits(payload, expected, f"{k} of {n}")
+            assert_same_bits(decode(compressor, payload, 1, (n, n)), decoded, f"{k} of {n}")
+    assert whole >= 4, "no case is at the edge"
+
+
+@WITH_KERNELS
+def test_places_that_go_down_are_refused() -> None:
+    """Both lie in the first 65536, and the first in a later tile than the second."""
+    n = 200_000
+    bucket = torch.zeros(n)
+    bucket[100], bucket[40_000] = 1.0, 2.0
+    payload = encode(TopK(1e-5), bucket, None, (n,))
+    assert form_of(n, 2) == 16
+    lows = payload[8:12].view(torch.int16)
+    assert lows.tolist() == [100, 40_000 - 65_536]
+    lows.copy_(lows.flip(0))
+    out = torch.empty(n)
+    with pytest.raises(BadPayload, match="outside its segment"):
+        decode(TopK(1e-5), payload, 1, (n,))
+    with plain_torch():
+        TopK(1e-5).decode(payload, 1, (n,), out)
+    assert out.nonzero().flatten().tolist() == [100, 40_000], "the reference does not look at the order"
 
 
 @WITH_KERNELS
