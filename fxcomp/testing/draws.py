@@ -83,8 +83,9 @@ def mean_is_unbiased(compressor: Compressor) -> None:
     Also the projections' variance is held against the sum of the values' own: errors that are drawn together, such as
     one u for all of a block, do not average out over values as independent ones do.
 
-    Over the values of the large segment a factor 1 + b is noticed from about |b| = 5.1 sqrt(w / (200 n)) on, where w is
-    the relative squared error: 0.03 % for w = 1, times 4 where values are drawn in runs of 16.
+    A factor 1 + b on all values is noticed from about |b| = 5.1 sqrt(w / (200 n)) on, where w is the relative squared
+    error and n = 70,000. Measured: 0.25 % with randomk(0.25, scaled=true), 0.2 % with int2(stochastic=true), 0.002 %
+    with int8(stochastic=true). What is smaller passes.
     """
     if compressor.bias is not Bias.UNBIASED:
         return
