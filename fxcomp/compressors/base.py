@@ -396,6 +396,14 @@ def check_segments(compressor: Compressor, segments: Sequence[int]) -> None:
         _Call(compressor, "use", segments, None).refuse(what, "Give the number of values of each parameter, 0 or more")
 
 
+def check_not_mixed(compressor: Compressor, segments: Sequence[int], first: Tensor, *others: Tensor | None) -> None:
+    """Raise BadTensor if some are on meta and some are not: torch gives an op's fake real tensors then."""
+    for other in others:
+        if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
+            what = f"tensors are on {first.device} and on {other.device}"
+            _Call(compressor, "use", segments, None).refuse(what, f"Move them all with .to({str(first.device)!r})")
+
+
 class _Call(NamedTuple):
     """What is being done, for the text of an error, and where the tensors must lie."""
 

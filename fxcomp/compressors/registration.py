@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-from fxcomp.compressors.base import BadCompressor, Compressor, check_segments
+from fxcomp.compressors.base import BadCompressor, Compressor, check_not_mixed, check_segments
 
 CATALOGUE: dict[str, type[Compressor]] = {}
 """Every registered compressor by its name."""
@@ -71,10 +71,11 @@ def _register_compress(name: str, parameters: str, make: Callable[..., Compresso
         segments: Sequence[int],
         *values: Any,
         state: Tensor | None = None,
-        agreed: Tensor | None = None,  # noqa: ARG001
+        agreed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compressor = make(*values)
         check_segments(compressor, segments)
+        check_not_mixed(compressor, segments, bucket, residual, state, agreed)
         payload = bucket.new_empty(compressor.payload_elements(segments), dtype=compressor.payload_dtype)
         new_residual = bucket.new_empty(0 if residual is None else sum(segments))
         return payload, new_residual, bucket.new_empty(0) if state is None else torch.empty_like(state)
@@ -102,10 +103,12 @@ def _register_decompress(name: str, parameters: str, make: Callable[..., Compres
         ranks: int,  # noqa: ARG001
         segments: Sequence[int],
         *values: Any,
-        agreed: Tensor | None = None,  # noqa: ARG001
-        state: Tensor | None = None,  # noqa: ARG001
+        agreed: Tensor | None = None,
+        state: Tensor | None = None,
     ) -> Tensor:
-        check_segments(make(*values), segments)
+        compressor = make(*values)
+        check_segments(compressor, segments)
+        check_not_mixed(compressor, segments, payloads, agreed, state)
         return payloads.new_empty(sum(segments), dtype=torch.float32)
 
     head = ", ".join(filter(None, ["Tensor payloads, int ranks, int[] segments", parameters]))
@@ -122,13 +125,14 @@ def _register_propose(name: str, parameters: str, make: Callable[..., Compressor
 
     def fake(
         bucket: Tensor,
-        residual: Tensor | None,  # noqa: ARG001
+        residual: Tensor | None,
         segments: Sequence[int],
         *values: Any,
-        state: Tensor | None = None,  # noqa: ARG001
+        state: Tensor | None = None,
     ) -> Tensor:
         compressor = make(*values)
         check_segments(compressor, segments)
+        check_not_mixed(compressor, segments, bucket, residual, state)
         return bucket.new_empty(compressor.proposal_elements(segments), dtype=compressor.facts.proposal_dtype)
 
     head = ", ".join(filter(None, ["Tensor bucket, Tensor? residual, int[] segments", parameters]))

@@ -85,6 +85,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: TopK(0.01).encode(torch.zeros(9), torch.zeros(9, device="meta"), _payload("topk(0.01)", 9), (9,)),
         r"the residual must be on cpu, not on meta.*Move it with \.to\('cpu'\)",
     ),
+    "device of an op's residual": (
+        lambda: torch.ops.fxcomp.topk_compress(torch.zeros(9), torch.zeros(9, device="meta"), [9], 0.01),
+        r"tensors are on cpu and on meta.*Move them all with \.to\('cpu'\)",
+    ),
+    "device of an op's agreement": (
+        lambda: torch.ops.fxcomp.shared_int8_decompress(
+            torch.zeros(9, dtype=torch.int8), 1, [9], 512, False, 127, agreed=torch.zeros(1, device="meta")
+        ),
+        "tensors are on cpu and on meta",
+    ),
     "device of a payload": (
         lambda: TopK(0.01).decode(_payload("topk(0.01)", 9).to("meta"), 1, (9,), torch.zeros(9)),
         "the payloads must be on cpu, not on meta",
