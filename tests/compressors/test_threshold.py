@@ -16,6 +16,17 @@ def test_a_hard_threshold_bounds_what_is_left_out_while_there_are_slots() -> Non
     assert residual.abs().max() < 2.5
 
 
+def test_there_is_no_bound_where_more_reaches_the_threshold_than_fits() -> None:
+    compressor = Threshold(0.5, 0.01)
+    residual = torch.zeros(10_000)
+    payload = torch.empty(compressor.payload_elements((10_000,)), dtype=torch.uint8)
+    for seed in range(50):
+        gradient = torch.randn(10_000, generator=torch.Generator().manual_seed(seed))
+        compressor.encode(gradient, residual, payload, (10_000,))
+    assert residual.abs().max() > 2.5
+    assert (residual.abs() >= 0.5).float().mean() > 0.5
+
+
 def test_the_text_form_has_both_parameters() -> None:
     assert str(parse_compressor("threshold(0.5, 0.01)")) == "threshold(0.5, 0.01)"
     with pytest.raises(BadCompressor, match="threshold needs value from 1e-30 to 1e\\+30, not 0"):
