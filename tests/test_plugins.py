@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from fxcomp.compressors import BadCompressor, catalogue, parse_compressor
+from fxcomp.compressors import BadCompressor, Int8, catalogue, compressor_of, parse_compressor
+from fxcomp.compressors.fields import fields_of
+from fxcomp.compressors.registration import CATALOGUE
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
 
@@ -88,9 +93,16 @@ def test_the_example_passes_its_own_tests() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _announce(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    point = EntryPoint("thirds", value, catalogue.ENTRY_POINTS)
-    monkeypatch.setattr(catalogue, "entry_points", lambda group: [point])  # noqa: ARG005
+@pytest.fixture(autouse=True)
+def _warn_again() -> Iterator[None]:
+    catalogue.warn_of_shadowed.cache_clear()
+    yield
+    catalogue.warn_of_shadowed.cache_clear()
+
+
+def _announce(monkeypatch: pytest.MonkeyPatch, *values: str, name: str = "thirds") -> None:
+    points = [EntryPoint(name, value, catalogue.ENTRY_POINTS) for value in values]
+    monkeypatch.setattr(catalogue, "entry_points", lambda group: points)  # noqa: ARG005
 
 
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +142,188 @@ def test_two_compressors_of_one_name_are_refused() -> None:
         "there are two compressors named 'int8': fxcomp.compressors.int8.Int8 and __main__.Other.\n"
         "  Rename one of them."
     ), done.stderr
+
+
+def test_a_package_that_takes_a_name_of_ours_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _announce(monkeypatch, "acme.bytes:Bytes", name="int8")
+    with pytest.warns(UserWarning, match="'int8'") as caught:
+        assert parse_compressor("int8") == Int8()
+    parse_compressor("bf16")  # says nothing more
+    assert [str(warning.message) for warning in caught] == [
+        "fxcomp: acme.bytes:Bytes is announced as the compressor 'int8', a name that fxcomp.compressors.int8.Int8 has,"
+        " which is used. Rename it in that package."
+    ]
+
+
+def test_two_packages_of_one_name_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _announce(monkeypatch, "acme.thirds:Thirds", "other.parts:Thirds")
+    with pytest.raises(BadCompressor) as caught:
+        parse_compressor("thirds")
+    assert str(caught.value) == (
+        "two compressors are announced as 'thirds': acme.thirds:Thirds and other.parts:Thirds.\n"
+        "  Rename one of them, or uninstall its package."
+    )
+
+
+# What register says about a class
+
+
+POOL = (EXAMPLE / "fxcomp_pool" / "pool.py").read_text()
+FIELD = "width: int = 8"
+PARAMETER = 'parameters=(Parameter("width", "values that share a mean", 1, 65536),),'
+
+
+def _pool(module: str, *changes: tuple[str, str]) -> ModuleType:
+    """The example, with texts replaced, as a module of its own."""
+    text = POOL
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    made = ModuleType(module)
+    sys.modules[module] = made  # dataclass looks it up
+    try:
+        exec(compile(text, f"{module}.py", "exec", dont_inherit=True), made.__dict__)
+    finally:
+        del sys.modules[module]
+    return made
+
+
+@pytest.fixture
+def _forgotten() -> Iterator[None]:
+    """Take out of the catalogue what a test registered."""
+    before = dict(CATALOGUE)
+    yield
+    CATALOGUE.clear()
+    CATALOGUE.update(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            [(PARAMETER, "")],
+            "the field 'width' must stand once in its facts, or a plan would lose its value.\n"
+            "  Add Parameter('width', ...) to parameters, or 'width' to filled_in if bound_to computes it.",
+        ),
+        (
+            [(PARAMETER, PARAMETER + "filled_in=('width',),")],
+            "the field 'width' must stand once in its facts, or a plan would lose its value.\n"
+            "  Add Parameter('width', ...) to parameters, or 'width' to filled_in if bound_to computes it.",
+        ),
+        (
+            [(PARAMETER, "filled_in=('width',),")],
+            "its facts say that bound_to fills in 'width'.\n  Give it a default, and write bound_to.",
+        ),
+        (
+            [('Parameter("width"', 'Parameter("widht"')],
+            "its facts name 'widht', which is no field; there is width.\n  Spell them alike.",
+        ),
+        (
+            [(FIELD, "width: str = '8'")],
+            "the field 'width: str = 8' has a type that does not travel.\n  Use int, float or bool.",
+        ),
+        (
+            [(FIELD, "width: int | None = 8")],
+            "the field 'width: int | None = 8' has a type that does not travel.\n  Use int, float or bool.",
+        ),
+        (
+            [(FIELD, "width: int = field(default_factory=int)"), ("import dataclass", "import dataclass, field")],
+            "the field 'width' is not for its place in the constructor, or has a default_factory.\n"
+            "  Write width: int, with a plain default or none.",
+        ),
+        (
+            [(FIELD, "state: int = 8"), ("self.width", "self.state"), ('Parameter("width"', 'Parameter("state"')],
+            "a field cannot be named 'state', which is taken or not ASCII.\n  Rename it.",
+        ),
+        (
+            [("@register\n@dataclass(frozen=True, slots=True)", "@dataclass(frozen=True, slots=True)\n@register")],
+            "it is no dataclass when @register sees it.\n  Put @dataclass(frozen=True, slots=True) below @register.",
+        ),
+        (
+            [("@dataclass(frozen=True, slots=True)\n", "")],
+            "it is no dataclass when @register sees it.\n  Put @dataclass(frozen=True, slots=True) below @register.",
+        ),
+        (
+            [("frozen=True, ", "")],
+            "its instances can change, but a plan and a graph rely on them.\n  Write @dataclass(frozen=True, ...).",
+        ),
+        (
+            [("facts: ClassVar[Facts]", "facts: Facts")],
+            "its facts are a field, one for each instance.\n  Write facts: ClassVar[Facts] = Facts(...).",
+        ),
+        (
+            [("facts: ClassVar[Facts]", "fact: ClassVar[Facts]")],
+            "it has no facts.\n  Write facts: ClassVar[Facts] = Facts(...) in the class.",
+        ),
+        *(
+            (
+                [('name="pool"', f"name={name!r}")],
+                f"the name in its facts, {name!r}, is no name for an op and a variable.\n"
+                "  Use letters, digits and _, a letter first, no keyword of Python: acme_pool.",
+            )
+            for name in ("my-pool", "acme.pool", "2pool", "lambda", "")
+        ),
+        (
+            [('name="pool"', "name='dense'")],
+            "its name, 'dense', says in a plan that nothing is compressed.\n  Rename it.",
+        ),
+        (
+            [("def decompress_reference", "def decompres_reference"), ("def payload_elements", "def payload_size")],
+            "it lacks decompress_reference, payload_elements.\n  Write what is missing, and look at the spelling.",
+        ),
+        (
+            [
+                ("bias=Bias.BIASED,", "bias=Bias.BIASED, state='8', agreement=Agreement.MAX,"),
+                ("@register\n", "from fxcomp.compressors.facts import Agreement\n@register\n"),
+            ],
+            "it lacks propose_reference, proposal_elements, state_elements.\n"
+            "  Write what is missing, and look at the spelling.",
+        ),
+    ],
+)  # fmt: skip
+def test_a_class_that_cannot_work_is_explained(changes: list[tuple[str, str]], complaint: str) -> None:
+    with pytest.raises(BadCompressor) as caught:
+        _pool("acme.pool", *changes)
+    assert str(caught.value) == f"acme.pool.Pool cannot be registered: {complaint}"
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_annotations_may_be_types_and_text() -> None:
+    for number, head in enumerate(("", "from __future__ import annotations\n")):
+        name = f"pool_{number}"
+        made = _pool(
+            f"acme.{name}", ("from __future__ import annotations\n", head), ('name="pool"', f"name={name!r}")
+        ).Pool
+        assert str(made(width=16)) == f"{name}(width=16)"
+        assert parse_compressor(f"{name}(16)") == made(16)
+        assert made.compress_op(torch.ones(16), None, (16,), 16)[0].tolist() == [1.0]
+        with pytest.raises(BadCompressor, match=r"width must be a whole number, not 2\.0"):
+            made(2.0)
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_class_that_is_registered_again_takes_the_place_of_the_first() -> None:
+    names = ('name="pool"', 'name="renewed"')
+    first = _pool("acme.renewed", names).Pool
+    same = _pool("acme.renewed", names, ("runs - means", "runs - means")).Pool
+    other = _pool("acme.renewed", names, (FIELD, f"{FIELD}\n    gain: float = 1.0"),
+                  ("parameters=(", 'parameters=(Parameter("gain", "factor", 0, 9),')).Pool  # fmt: skip
+    assert str(parse_compressor("renewed(16, gain=2)")) == "renewed(width=16, gain=2.0)"
+    assert parse_compressor("renewed") == other()
+    for kind, values in ((first, (4,)), (same, (4,)), (other, (4, 1.0))):
+        assert kind.compress_op(torch.ones(8), None, (8,), *values)[0].tolist() == [1.0, 1.0]
+        assert compressor_of(kind.compress_op, values) == kind(*values)
+    assert len({first.compress_op, same.compress_op, other.compress_op}) == 3
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_another_class_of_the_name_is_refused() -> None:
+    _pool("acme.pool", ('name="pool"', 'name="taken"'))
+    with pytest.raises(BadCompressor, match=r"two compressors named 'taken': acme\.pool\.Pool and other\.pool\.Pool\."):
+        _pool("other.pool", ('name="pool"', 'name="taken"'))
+
+
+def test_every_field_of_ours_travels_or_is_filled_in() -> None:
+    for kind in CATALOGUE.values():
+        travelling = {parameter.name for parameter in kind.facts.parameters}
+        assert travelling | set(kind.facts.filled_in) == set(fields_of(kind))

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 
 from fxcomp.compressors import kernels, triton
 from fxcomp.compressors.facts import Bias, Facts, Feedback
+from fxcomp.compressors.fields import checked, fields_of, text_of
 from fxcomp.errors import BadOption, BadPayload, BadTensor
 
 
@@ -194,8 +195,13 @@ class Compressor(ABC):
     # What follows from it
 
     def __post_init__(self) -> None:
+        declared = fields_of(type(self))
         for parameter in self.facts.parameters:
-            value: float = getattr(self, parameter.name)
+            try:
+                value = checked(declared[parameter.name], getattr(self, parameter.name))
+            except ValueError as error:
+                raise BadCompressor(f"{self.name}: {error}") from None
+            object.__setattr__(self, parameter.name, value)
             if not parameter.low <= value <= parameter.high:
                 raise BadCompressor(
                     f"{self.name} needs {parameter.name} from {parameter.low:g} to {parameter.high:g}, not {value}"
@@ -292,9 +298,9 @@ class Compressor(ABC):
     def __str__(self) -> str:
         public = {parameter.name for parameter in self.facts.parameters}
         parts = [
-            _text(getattr(self, field.name))
+            text_of(getattr(self, field.name))
             if field.default is MISSING
-            else f"{field.name}={_text(getattr(self, field.name))}"
+            else f"{field.name}={text_of(getattr(self, field.name))}"
             for field in _fields(self)
             if field.name in public and getattr(self, field.name) != field.default
         ]
@@ -303,10 +309,6 @@ class Compressor(ABC):
 
 def _fields(compressor: Any) -> tuple[Field[Any], ...]:
     return fields(compressor)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def mean_over_ranks(decoded: Sequence[Tensor]) -> Tensor:

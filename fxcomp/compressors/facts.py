@@ -63,6 +63,9 @@ class Facts:
     passes: int = 1
     """How often encoding reads the whole gradient from main memory."""
     parameters: tuple[Parameter, ...] = ()
+    """The fields that the text form has. A plan carries nothing else of a compressor."""
+    filled_in: tuple[str, ...] = ()
+    """The fields that `bound_to` computes from the parameters' shapes and the number of ranks, the same everywhere."""
     state: str = "none"
     """Bytes kept from step to step besides the residual, as a formula; `state_elements` computes it."""
     state_dtype: torch.dtype = torch.float32

@@ -167,6 +167,7 @@ class PowerSGD(Compressor):
         feedback=Feedback.REQUIRED,
         passes=3,
         parameters=(Parameter("rank", "columns of a factor", 1, 64),),
+        filled_in=("columns",),
         state="as the payload",
         state_from_payload=True,
         agreement=Agreement.SUM,

@@ -112,6 +112,7 @@ class SharedInt8(Compressor):
             Parameter("block", "values that share a scale", 8, 65536),
             Parameter("stochastic", "round to either neighbour, right on average", 0, 1),
         ),
+        filled_in=("levels",),
         state="16 a parameter if stochastic",
         state_dtype=torch.int64,
         agreement=Agreement.MAX,

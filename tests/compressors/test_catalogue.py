@@ -1,8 +1,22 @@
 """The text form of compressors, and what is said about a wrong one."""
 
+from collections.abc import Callable
+
 import pytest
 
-from fxcomp.compressors import BF16, BadCompressor, Compressor, Int4, Int8, Sign, TopK, compressor_of, parse_compressor
+from fxcomp.compressors import (
+    BF16,
+    BadCompressor,
+    Compressor,
+    Int4,
+    Int8,
+    PowerSGD,
+    Sign,
+    TopK,
+    compressor_of,
+    parse_compressor,
+)
+from fxcomp.compressors.fields import fields_of, read, text_of
 from fxcomp.compressors.registration import CATALOGUE
 from fxcomp.errors import BadOption
 
@@ -24,6 +38,9 @@ KNOWN = ", ".join(sorted(CATALOGUE))
         ("topk(0.01)", TopK(0.01)),
         (" topk( ratio = 1e-3 ) ", TopK(0.001)),
         ("topk(1)", TopK(1.0)),
+        ("topk(.5)", TopK(0.5)),
+        ("int8(stochastic=True)", Int8(stochastic=True)),
+        ("int8(8, false)", Int8(8)),
     ],
 )
 def test_a_text_gives_the_compressor(text: str, compressor: Compressor) -> None:
@@ -57,17 +74,34 @@ def test_a_default_is_not_written() -> None:
         ("topk(", "cannot read the compressor 'topk('; write for example int8(block=128) or topk(0.01)"),
         (
             "topk",
-            "cannot read the compressor 'topk': missing a required argument: 'ratio'; it is topk(ratio: float)",
+            "cannot read the compressor 'topk': ratio is missing; it is topk(ratio: float)",
+        ),
+        *(
+            (
+                text,
+                f"cannot read the compressor {text!r}: {why}; it is int8(block: int = 512, stochastic: bool = false)",
+            )
+            for text, why in [
+                ("int8(bloc=3)", "there is no 'bloc'"),
+                ("int8(1.5)", "block must be a whole number, not '1.5'"),
+                ("int8(1_28)", "block must be a whole number, not '1_28'"),
+                ("int8(\uff11\uff12)", "block must be a whole number, not '\uff11\uff12'"),
+                ("int8(stochastic=1)", "stochastic must be true or false, not '1'"),
+                ("int8(8, block=9)", "block is given twice"),
+                ("int8(block=8, block=9)", "block is given twice"),
+                ("int8(block=8, true)", "true needs a name, because block=8 before it has one"),
+                ("int8(block=8, stochastic)", "stochastic has no value, write stochastic=..."),
+                ("int8(8, true, 3)", "3 is one value too many"),
+                ("int8(,)", "write a value or name=value, not ''"),
+                ("int8(8,)", "write a value or name=value, not ''"),
+                ("int8(=8)", "write a value or name=value, not '=8'"),
+                ("int8(block=)", "write a value or name=value, not 'block='"),
+                ("int8(block==8)", "write a value or name=value, not 'block==8'"),
+            ]
         ),
         (
-            "int8(bloc=3)",
-            "cannot read the compressor 'int8(bloc=3)': got an unexpected keyword argument 'bloc'; "
-            "it is int8(block: int = 512, stochastic: bool = False)",
-        ),
-        (
-            "int8(1.5)",
-            "cannot read the compressor 'int8(1.5)': invalid literal for int() with base 10: '1.5'; "
-            "it is int8(block: int = 512, stochastic: bool = False)",
+            "topk(1_0e-2)",
+            "cannot read the compressor 'topk(1_0e-2)': ratio must be a number, not '1_0e-2'; it is topk(ratio: float)",
         ),
         ("int8(0)", "int8 needs block from 1 to 65536, not 0"),
         ("int4(7)", "int4 needs a block of whole bytes, a multiple of 2, not block=7"),
@@ -83,3 +117,32 @@ def test_a_wrong_text_is_explained(text: str, complaint: str) -> None:
     assert str(caught.value) == complaint
     assert isinstance(caught.value, BadOption)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: Int8(stochastic=1), "int8: stochastic must be true or false, not 1"),
+        (lambda: Int8(block=True), "int8: block must be a whole number, not True"),
+        (lambda: Int8(block=512.0), "int8: block must be a whole number, not 512.0"),
+        (lambda: PowerSGD(2.5), "powersgd: rank must be a whole number, not 2.5"),
+        (lambda: TopK("0.1"), "topk: ratio must be a number, not '0.1'"),
+        (lambda: TopK(None), "topk: ratio must be a number, not None"),
+        (lambda: TopK(True), "topk: ratio must be a number, not True"),
+    ],
+)
+def test_a_parameter_of_another_type_is_refused(make: Callable[[], Compressor], complaint: str) -> None:
+    with pytest.raises(BadCompressor) as caught:
+        make()
+    assert str(caught.value) == complaint
+
+
+def test_a_whole_number_will_do_for_a_float() -> None:
+    assert str(TopK(1)) == "topk(1.0)"
+
+
+def test_every_text_of_a_default_is_read_back() -> None:
+    for kind in CATALOGUE.values():
+        for field in fields_of(kind).values():
+            if field.has_default and field.name not in kind.facts.filled_in:
+                assert read(field, text_of(field.default)) == field.default

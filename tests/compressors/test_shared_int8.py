@@ -263,7 +263,7 @@ def test_the_text_has_the_declared_parameters_and_no_others() -> None:
     assert str(_shared(4)) == "shared_int8"
     assert parse_compressor("shared_int8(64, stochastic=false)") == SharedInt8(64, stochastic=False)
     assert str(SharedInt8(64, stochastic=False)) == "shared_int8(block=64, stochastic=false)"
-    with pytest.raises(BadCompressor, match="it is shared_int8\\(block: int = 512, stochastic: bool = True\\)"):
+    with pytest.raises(BadCompressor, match="it is shared_int8\\(block: int = 512, stochastic: bool = true\\)"):
         parse_compressor("shared_int8(levels=4)")
 
 
