@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -72,11 +72,17 @@ class ErrorFeedback:
     allow_diverging: bool = False
 
     def __post_init__(self) -> None:
+        given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("scale_with_lr", "everywhere", "off", "allow_diverging"):
+            if not isinstance(given[name], bool):
+                raise BadOption(f"ErrorFeedback.{name} is True or False; it is {given[name]!r}")
         for name in ("dense_steps", "density_steps"):
-            if getattr(self, name) < 0:
-                raise BadOption(f"ErrorFeedback.{name} is a number of steps; it is {getattr(self, name)}")
-        if not 0 <= self.momentum < 1:
-            raise BadOption(f"ErrorFeedback.momentum is from 0 (none) to below 1; it is {self.momentum}")
+            steps = given[name]
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+                raise BadOption(f"ErrorFeedback.{name} is a whole number of steps, from 0; it is {steps!r}")
+        momentum = given["momentum"]
+        if not isinstance(momentum, int | float) or isinstance(momentum, bool) or not 0 <= momentum < 1:
+            raise BadOption(f"ErrorFeedback.momentum is from 0 (none) to below 1; it is {momentum!r}")
         if self.off and (self.everywhere or self.scale_with_lr or self.momentum):
             raise BadOption(
                 "ErrorFeedback(off=True) has nothing to scale, to correct or to put everywhere.\n"
@@ -163,6 +169,15 @@ def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
 
 
 # Refusals
+
+
+def check_is_feedback(options: object) -> None:
+    """Refuse what is no ErrorFeedback, such as a dict of its options."""
+    if not isinstance(options, ErrorFeedback):
+        raise BadOption(
+            f"error_feedback is an ErrorFeedback, not a {type(options).__name__}.\n"
+            "  Pass fxcomp.ErrorFeedback(...), or leave error_feedback= out."
+        )
 
 
 def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:

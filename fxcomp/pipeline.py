@@ -35,7 +35,15 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
-from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_momentum, check_plan, is_adaptive
+from fxcomp.feedback import (
+    CLASSIC,
+    ErrorFeedback,
+    check_experiment,
+    check_is_feedback,
+    check_momentum,
+    check_plan,
+    is_adaptive,
+)
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
@@ -204,6 +212,8 @@ def compile_step(
     ranks = Ranks.join(cluster, "compile_step")
 
     def checked() -> Mode:
+        check_is_feedback(error_feedback)
+        _check_is_plan(plan)
         check_experiment(error_feedback, planned=plan is not None)
         check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
         return _checked_mode(mode, max_grad_norm, verify_every)
@@ -219,7 +229,7 @@ def compile_step(
         "error_feedback": str(error_feedback),
         "skip_nonfinite": skip_nonfinite,
     }
-    asked |= {"whether a plan is given": plan is not None, "whether costs are given": costs is not None}
+    asked |= {"the plan": _asked_plan(plan), "whether costs are given": costs is not None}
     ranks.check_same("comparing models", _facts(training, captured) | asked)
     ranks.share(itertools.chain(model.parameters(), model.buffers()))
     cluster = ranks.cluster_of(cluster)
@@ -414,9 +424,17 @@ def bursts_of(optimizer: torch.optim.Optimizer) -> float:
 def decide_as_told(
     plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks
 ) -> Decided:
-    """Follow the plan that rank 0 was given."""
+    """Follow the plan that all ranks were given. A saved one may lie on rank 0's machine alone."""
     data = ranks.from_rank_0("the plan", lambda: given_plan(plan, workload, costs, cluster).to_json())
     followed = Plan.from_json(data)
+
+    def mine() -> Plan:
+        # A text is the same on all ranks by now. What it stands for follows from costs, which are each rank's own.
+        if isinstance(plan, Plan):
+            return plan
+        return Plan.load(plan) if _is_path(plan) and Path(plan).exists() else followed
+
+    ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: _facts_of_plan(mine())))
     followed.check_covers(workload.sizes)
     return Decided(followed, costs, workload, notes=("the plan was given, not chosen",))
 
@@ -447,10 +465,33 @@ def given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cl
     """A plan as the user named it."""
     if isinstance(plan, Plan):
         return plan
-    if isinstance(plan, Path) or plan.endswith(".json") or "/" in plan:
+    if _is_path(plan):
         return Plan.load(plan)
-    check_names_compressor(plan)
-    return uniform(plan, workload, costs, cluster)
+    check_names_compressor(str(plan))
+    return uniform(str(plan), workload, costs, cluster)
+
+
+def _is_path(plan: str | Path) -> bool:
+    return isinstance(plan, Path) or plan.endswith(".json") or "/" in plan
+
+
+def _asked_plan(plan: Plan | str | Path | None) -> str | None:
+    """What ranks must agree on before they read a plan."""
+    if plan is None:
+        return None
+    if isinstance(plan, Plan) or _is_path(plan):
+        return "a Plan, or a saved one"
+    return "dense" if plan == "dense" else str(parse_compressor(str(plan)))
+
+
+def _facts_of_plan(plan: Plan) -> dict[str, Any]:
+    """What must be the same on all ranks, what a user can do something about first."""
+    facts = {
+        f"the strategy of {name!r} in the plan": str(bucket.strategy)
+        for bucket in plan.buckets
+        for name in bucket.names
+    }
+    return facts | {"the whole plan's digest": plan.digest}
 
 
 def check_names_compressor(plan: str) -> None:
@@ -561,6 +602,16 @@ def shard_of(bucket: Bucket, cluster: Cluster, rank: int) -> tuple[int, int]:
 
 
 # Options
+
+
+def _check_is_plan(plan: object) -> None:
+    if isinstance(plan, str) and not _is_path(plan):
+        check_names_compressor(plan)
+    elif not isinstance(plan, Plan | str | Path | None):
+        raise BadPlan(
+            f"plan is a fxcomp.Plan, the path of a saved one or a compressor; it is a {type(plan).__name__}.\n"
+            "  Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
+        )
 
 
 def _checked_mode(mode: str, max_grad_norm: float | None, verify_every: int) -> Mode:

@@ -489,6 +489,33 @@ def plan_misspelt(_: Path) -> None:
     compile_here(mlp(), plan="topkk(0.01)")
 
 
+def plan_misspelt_on_one(_: Path) -> None:
+    compile_here(mlp(), plan="nope" if is_odd() else "int8")
+
+
+def plans_differ(_: Path) -> None:
+    compile_here(mlp(), plan="topk(0.1)" if is_odd() else "topk(0.01)")
+
+
+def plan_given_to_one(_: Path) -> None:
+    compile_here(mlp(), plan=None if is_odd() else "int8")
+
+
+def saved_plans_differ(folder: Path) -> None:
+    plan = compile_here(mlp(), plan="int8").plan
+    if is_odd():
+        plan.with_strategies([DENSE] * len(plan.buckets)).save(folder / "odd.json")
+    compile_here(mlp(), plan=folder / "odd.json" if is_odd() else plan)
+
+
+def plan_saved_on_rank_0(folder: Path) -> None:
+    path = folder / f"of_rank_{dist.get_rank()}.json"
+    plan = compile_here(mlp(), plan="int8").plan
+    if not is_odd():
+        plan.save(path)
+    assert compile_here(mlp(), plan=path).plan == plan
+
+
 def cluster_of_another_size(_: Path) -> None:
     compile_here(mlp(), cluster=Cluster(3, 1, intra=Link(5.0, 5.0), inter=Link(25.0, 1.0)))
 
@@ -552,9 +579,20 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
     plan_missing: ("BadPlan PeerFailed", r"cannot read the plan nowhere/plan.json: No such file"),
     plan_corrupt: ("BadPlan PeerFailed", r"cannot read the plan .*plan_0.json: "),
     plan_misspelt: (
-        "BadPlan PeerFailed",
+        "BadPlan BadPlan",
         r"'topkk\(0.01\)' is neither the path of a saved plan nor a compressor",
     ),
+    plan_misspelt_on_one: ("PeerFailed BadPlan", "plan='nope' is neither the path of a saved plan nor a compressor"),
+    plans_differ: (
+        "ModelsDiffer ModelsDiffer",
+        r"the plan is 'topk\(0.1\)' on rank 1 and 'topk\(0.01\)' on rank 0.*pass the same arguments",
+    ),
+    plan_given_to_one: ("ModelsDiffer ModelsDiffer", "the plan is None on rank 1 and 'int8' on rank 0"),
+    saved_plans_differ: (
+        "ModelsDiffer ModelsDiffer",
+        r"the strategy of '[\w.]+' in the plan is 'all_reduce@world' on rank 1 and 'compress\(int8\).* on rank 0",
+    ),
+    plan_saved_on_rank_0: ("none none", ""),
     cluster_of_another_size: ("BadCluster BadCluster", "the cluster 3x1 has 3 ranks, the process group has 2"),
     wrong_on_all: ("VerificationFailed VerificationFailed", "step 0: the gradient of '0.bias' differs from eager"),
     wrong_on_one: (

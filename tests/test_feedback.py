@@ -15,7 +15,7 @@ import fxcomp
 from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import BF16, Compressor, Int8, TopK, parse_compressor
 from fxcomp.compressors.facts import Feedback
-from fxcomp.errors import BadOption, DivergingCombination
+from fxcomp.errors import BadOption, BadPlan, DivergingCombination
 from fxcomp.feedback import ErrorFeedback, check_experiment, check_plan
 from fxcomp.search.budget import POLLUTING_SHARE, polluting_share
 from fxcomp.search.choose import choose
@@ -128,8 +128,14 @@ def test_which_compressors_get_a_residual(options: ErrorFeedback, around: tuple[
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"dense_steps": -1}, r"dense_steps is a number of steps; it is -1"),
-        ({"density_steps": -2}, r"density_steps is a number of steps; it is -2"),
+        ({"dense_steps": -1}, r"dense_steps is a whole number of steps, from 0; it is -1"),
+        ({"dense_steps": 1.5}, r"dense_steps is a whole number of steps, from 0; it is 1.5"),
+        ({"density_steps": "3"}, r"density_steps is a whole number of steps, from 0; it is '3'"),
+        ({"density_steps": True}, r"density_steps is a whole number of steps, from 0; it is True"),
+        ({"momentum": "0.9"}, r"momentum is from 0 \(none\) to below 1; it is '0.9'"),
+        ({"momentum": float("nan")}, r"momentum is from 0 \(none\) to below 1; it is nan"),
+        ({"off": 1}, r"off is True or False; it is 1"),
+        ({"scale_with_lr": None}, r"scale_with_lr is True or False; it is None"),
         ({"off": True, "everywhere": True}, r"off=True\) has nothing to scale.*\n  Leave off=True out"),
         ({"off": True, "scale_with_lr": True}, r"off=True\) has nothing to scale"),
     ],
@@ -146,6 +152,24 @@ def test_values_that_cannot_be_are_refused(options: dict[str, Any], what: str):
 def test_experiments_need_a_plan(name: str):
     with pytest.raises(BadOption, match=rf"{name}=True\) is for experiments.*\n.*Pass plan="):
         check_experiment(ErrorFeedback(**{name: True}), planned=False)
+
+
+@pytest.mark.parametrize("options", [{"off": True}, None, ErrorFeedback])
+def test_only_an_error_feedback_is_one(options: Any):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadOption, match=r"error_feedback is an ErrorFeedback, not a (dict|NoneType|type)\.\n.*leave"):
+        fxcomp.compile_step(
+            model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan="int8", error_feedback=options
+        )
+
+
+@pytest.mark.parametrize("given", [3, ["int8"], TopK(0.1)])
+def test_only_a_plan_or_its_text_is_one(given: Any):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadPlan, match=r"plan is a fxcomp.Plan, the path .*; it is a (int|list|TopK)\.\n"):
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan=given)
 
 
 def test_feedback_around_an_expanding_compressor_is_refused():

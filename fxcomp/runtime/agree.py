@@ -70,7 +70,7 @@ class Agreement:
                     raise ModelsDiffer(
                         f"rank {rank} and rank 0 bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank"
                         f" {rank} and {everyone[0].get(key, 'missing')!r} on rank 0.\n"
-                        "  Build the same model and optimizer on every rank."
+                        "  Build the same model and optimizer on every rank, and pass the same arguments."
                     )
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
