@@ -1,12 +1,12 @@
 """Gradient compressors: one file each, found by name with `parse_compressor`.
 
-    base, facts                 what a compressor is, and what it declares
-    registration, catalogue     its ops, and its name; compressors of other packages
-    kernels, triton/            compiled kernels for the CPU and the GPU, with the same bits
-    randomness                  random numbers that are the same everywhere
-    gaussian_error              what each loses of Gaussian values
-    casts, blocks, block_codes, places, survivors       what several of them share
-    pack                        a scaled copy, to fill buckets
+- base, facts: what a compressor is, and what it declares.
+- registration, catalogue, fields: its ops, its name and its text form; compressors of other packages.
+- kernels, triton/: compiled kernels for the CPU and the GPU, with the same bits.
+- randomness: random numbers that are the same everywhere.
+- gaussian_error: what each loses of Gaussian values.
+- casts, blocks, block_codes, places, survivors: what several of them share.
+- pack: a scaled copy, to fill buckets.
 """
 
 from fxcomp.compressors.base import BadCompressor, Compressed, Compressor

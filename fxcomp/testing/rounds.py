@@ -36,10 +36,11 @@ def fresh_state(compressor: Compressor, segments: Sequence[int], *, rank: int = 
     """The state of a bucket of parameters named by their places."""
     if not compressor.has_state:
         return None
+    owners = [compressor.of_segment(place) for place in range(len(segments))]
     parts = [
-        compressor.fresh_state(size, key_of(seed, str(place)), rank)
-        for place, size in enumerate(segments)
-        if compressor.state_elements(size)
+        owner.fresh_state(size, key_of(seed, str(place)), rank)
+        for place, (owner, size) in enumerate(zip(owners, segments, strict=True))
+        if owner.state_elements(size)
     ]
     return torch.cat([torch.empty(0, dtype=compressor.facts.state_dtype), *parts])
 

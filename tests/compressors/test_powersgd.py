@@ -1,5 +1,6 @@
 """Ranks that agree on a subspace, simulated in one process: what low rank gives, and that nobody drifts apart."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -255,3 +256,13 @@ def test_all_ranks_start_from_the_same_factors() -> None:
     assert states[1] is not None
     assert_same_bits(states[0], states[1])
     assert states[0][:100].unique().numel() > 60
+
+
+def test_a_round_of_several_matrices_and_a_vector_adds_up() -> None:
+    shapes = ((40, 60), (80,), (30, 50))
+    segments = tuple(map(math.prod, shapes))
+    replicas = replicas_of(PowerSGD(2).bound_to(shapes, 2), segments, 2, feedback=True)
+    gradients = [torch.randn(sum(segments), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    mean = average(PowerSGD(2), gradients, replicas, segments, shapes)
+    left_out = torch.stack([r.residual for r in replicas if r.residual is not None]).sum(dim=0)
+    torch.testing.assert_close(mean + left_out, (gradients[0] + gradients[1]) / 2, rtol=0, atol=1e-5)
