@@ -203,9 +203,11 @@ def test_bursts_under_adam_are_refused_beyond_a_share():
 def test_what_a_compressor_needs_is_asked_among_so_many_ranks():
     rounding, random = (plan(parse_compressor(f"shared_int8(stochastic={switch})")) for switch in ("false", "true"))
     without, everywhere = ErrorFeedback(off=True), ErrorFeedback(everywhere=True)
-    checked(without, rounding, ranks=18)
+    checked(without, random, ranks=18)
+    with pytest.raises(DivergingCombination, match="shared_int8 without error feedback"):
+        checked(without, random, ranks=19)
     with pytest.raises(DivergingCombination, match=r"shared_int8\(stochastic=false\) without error feedback"):
-        checked(without, rounding, ranks=19)
+        checked(without, rounding, ranks=2)
     checked(everywhere, random, ranks=63)
     with pytest.raises(DivergingCombination, match="error feedback around shared_int8 diverges"):
         checked(everywhere, random, ranks=64)

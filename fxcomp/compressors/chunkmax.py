@@ -102,7 +102,7 @@ class ChunkMax(Compressor):
         sends_values=True,
         parameters=(Parameter("ratio", "share of values sent", 1 / _PLACES, 0.5),),
         use="Slow links and few ranks: about half of top-k's time, and its quality where energy is spread.",
-        avoid="Where few rows of a parameter hold most of the energy: embeddings.",
+        avoid="Where a few places of a parameter hold most of the energy: embeddings, and the kernels of convolutions.",
         source="local selection of ScaleCom, Chen et al. 2020",
     )
 

@@ -18,9 +18,10 @@ NaN may be lost. Such a block has codes 0 and decodes to NaN on all ranks, and t
 
 Each rank has only 127 / ranks levels, which is the price of the plain all_reduce. The relative squared error of a
 rank's part is 1.9 / levels² for Gaussian values in blocks of 512, and half of that without `stochastic`: 1e-4 for one
-rank, 2e-3 for four, 4e-2 for sixteen. From 19 ranks on (less than 7 levels) it needs error feedback. What is left out
-is at most one scale a value, so a residual stays below the largest gradient / (levels - 1): bounded from two levels on,
-but not with the one level of 64 to 127 ranks. There stochastic rounding must go without error feedback.
+rank, 2e-3 for four, 4e-2 for sixteen. From 19 ranks on (less than 7 levels) it needs error feedback; to nearest it
+always does, as int8: with Adam a small bias shows. What is left out is at most one scale a value, so a residual stays
+below the largest gradient / (levels - 1): bounded from two levels on, but not with the one level of 64 to 127 ranks.
+There stochastic rounding must go without error feedback.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class SharedInt8(Compressor):
 
     @property
     def feedback(self) -> Feedback:
-        if self.levels >= _FEW_LEVELS:
+        if self.stochastic and self.levels >= _FEW_LEVELS:
             return Feedback.OPTIONAL
         return Feedback.FORBIDDEN if self.stochastic and self.levels == 1 else Feedback.REQUIRED
 
