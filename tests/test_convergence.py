@@ -147,14 +147,14 @@ def test_classes_follow_from_the_measured_error() -> None:
 
 def test_the_page_marks_what_left_its_band() -> None:
     found: list[Record] = [
-        record(Trial("logreg", "sgd", "bf16"), 0.25025, 0.25, 1.0),
-        record(Trial("logreg", "sgd", "bf16", feedback=True), 0.26, 0.25, 1.0),
+        record(Trial("logreg", "sgd", "int8"), 0.25025, 0.25, 1.0),
+        record(Trial("logreg", "sgd", "int8", feedback=True), 0.26, 0.25, 1.0),
         record(Trial("logreg", "sgd", "topk(0.01)"), math.inf, 0.25, 1.0),
         record(Trial("logreg", "adamw", "sign"), 0.5, 0.25, 1.0),
     ]
     page = report(found)
-    assert "| bf16 | 16 | +0.10% ✓ | +4.00% ✗ | – | – |" in page
+    assert "| int8 | 8.06 | +0.10% ✓ | +4.00% ✗ | – | – |" in page
     assert "| sign | 1.06 | – | – | +100% | – |" in page
     assert "diverges ✓" in page
     assert "1 of 3 trials that have a band" in page
-    assert "- logreg, sgd: bf16 with error feedback +4.00%, expected within ±0.2%" in page
+    assert "- logreg, sgd: int8 with error feedback +4.00%, expected within ±0.2%" in page
