@@ -17,7 +17,7 @@ from compressor_cases import COMPRESSORS
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, Feedback, kernels
-from fxcomp.testing import SAMPLES
+from fxcomp.testing import CHECKS, SAMPLES
 from fxcomp.testing.checks import assert_same_bits, second_step, segments_to_try
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,3 +78,4 @@ def test_an_instruction_set_changes_no_bit(tmp_path: Path, monkeypatch: pytest.M
                 for where, results in _steps(compressor).items():
                     for one, two in zip(results, shipped[where], strict=True):
                         assert_same_bits(one, two, f"{compressor}, {level}, {where}")
+                CHECKS["threads_change_no_bit"](compressor)
