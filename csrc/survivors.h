@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "collect.h"
 #include "common.h"
 #include "places.h"
 #include "threads.h"
@@ -64,8 +65,6 @@ struct Largest {
     int64_t ties;
 };
 
-constexpr int64_t kRun = 64;
-
 FXCOMP_INLINE float value_at(const float* bucket, const float* residual, int64_t i) {
     return residual == nullptr ? bucket[i] : bucket[i] + residual[i];
 }
@@ -96,16 +95,6 @@ inline uint32_t kth_largest(const float* values, int64_t count, int64_t k) {
     return k > count ? 1u : std::max(select(values, count, k).bits, 1u);
 }
 
-// Takes the lowest bit out of `mask` and appends its value; appends nothing if there is none.
-FXCOMP_INLINE void append_lowest(uint64_t& mask, const float* values, int64_t start, float* found_values,
-                                 int32_t* found_places, int64_t& count) {
-    const int64_t i = count_trailing_zeros(mask) & (kRun - 1);
-    found_values[count] = values[i];
-    found_places[count] = static_cast<int32_t>(start + i);
-    count += mask != 0;
-    mask &= mask - 1;
-}
-
 // Handles up to 64 values: clears the residual where one survives, keeps it where one is not finite.
 template <bool kFeedback>
 FXCOMP_INLINE void collect_run(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual, int64_t start,
@@ -122,14 +111,7 @@ FXCOMP_INLINE void collect_run(const float* FXCOMP_RESTRICT bucket, float* FXCOM
             residual[i] = bits < kInfinityBits ? left_out : residual[i];
         }
     }
-    uint64_t mask = 0;
-    for (int64_t byte = 0; byte < kRun / 8; ++byte) {
-        mask |= static_cast<uint64_t>(pack_eight(flags + 8 * byte)) << (8 * byte);
-    }
-    // Most runs have no or one survivor: taking two without a branch avoids most mispredictions.
-    append_lowest(mask, values, start, found_values, found_places, count);
-    append_lowest(mask, values, start, found_values, found_places, count);
-    while (mask != 0) append_lowest(mask, values, start, found_values, found_places, count);
+    append_flagged(flags, values, start, found_values, found_places, count);
 }
 
 template <bool kFeedback>

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <vector>
 
+#include "collect.h"
 #include "common.h"
 #include "places.h"
 #include "threads.h"
@@ -49,7 +50,6 @@ constexpr int64_t kBins = 2048;  // of the upper 11 bits of a magnitude
 constexpr int kBinShift = 20;
 constexpr int64_t kLargestSample = 16384;
 constexpr int64_t kSmallestStride = 32;
-constexpr int64_t kRun = 64;
 constexpr int64_t kFew = 512;  // up to here sorting beats a histogram
 
 // One segment of the bucket, and its part of the payload.
@@ -187,16 +187,6 @@ FXCOMP_INLINE uint32_t guess_threshold(const float* bucket, const float* residua
     return rank >= size ? 1 : std::clamp(select(sample, size, rank, memory).bits, 1u, kInfinityBits);
 }
 
-// Takes the lowest bit out of `mask` and appends its value; appends nothing if there is none.
-FXCOMP_INLINE void append_lowest(uint64_t& mask, const float* values, int64_t place, float* to_values,
-                                 int32_t* to_places, int64_t& count) {
-    const int64_t i = count_trailing_zeros(mask) & (kRun - 1);
-    to_values[count] = values[i];
-    to_places[count] = static_cast<int32_t>(place + i);
-    count += mask != 0;
-    mask &= mask - 1;
-}
-
 // Handles up to 64 values: the residual takes each finite one, the candidates those from `threshold` on.
 template <bool kFeedback>
 FXCOMP_INLINE void collect_run(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual, int64_t place,
@@ -211,14 +201,7 @@ FXCOMP_INLINE void collect_run(const float* FXCOMP_RESTRICT bucket, float* FXCOM
             residual[i] = magnitude_bits(values[i]) < kInfinityBits ? values[i] : residual[i];
         }
     }
-    uint64_t mask = 0;
-    for (int64_t byte = 0; byte < kRun / 8; ++byte) {
-        mask |= static_cast<uint64_t>(pack_eight(flags + 8 * byte)) << (8 * byte);
-    }
-    // Most runs have no or one candidate: taking two without a branch avoids most mispredictions.
-    append_lowest(mask, values, place, to_values, to_places, count);
-    append_lowest(mask, values, place, to_values, to_places, count);
-    while (mask != 0) append_lowest(mask, values, place, to_values, to_places, count);
+    append_flagged(flags, values, place, to_values, to_places, count);
 }
 
 // Collects from values begin..end-1 of a segment.
