@@ -282,6 +282,7 @@ def compile_step(
         dense_ms=decided.dense.step_us / 1e3 if decided.dense else None,
         dense_plan=decided.choice.dense if decided.choice else None,
         predicted_free_ms=decided.workload.free_us / 1e3,
+        costs=decided.costs,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
             choice=decided.choice, mode=mode, flip_gbit=flips(),

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture import Captured, LossFn, Owned, has_state, live_numbers, materialize_state
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
@@ -131,6 +132,7 @@ class CompiledStep:
         dense_ms: float | None = None,
         dense_plan: Plan | None = None,
         predicted_free_ms: float | None = None,
+        costs: CostTable | None = None,
         report: Callable[[CompiledStep], str] | None = None,
     ):
         self._ranks = ranks
@@ -162,6 +164,8 @@ class CompiledStep:
         self._report = report
         self.predicted_free_ms = predicted_free_ms
         """The predicted step if communication took no time, in ms; None if nothing was measured."""
+        self.costs = costs
+        """What the plan was judged by: another `compile_step(..., costs=step.costs)` measures nothing again."""
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """What this rank put into collectives in the last step, by kind and level."""
         self._fresh_state = dict(training.fresh_state)
