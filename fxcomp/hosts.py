@@ -38,6 +38,7 @@ INTERFACE = "eth0"  # a host's only way out
 _PORT = 29511  # in a namespace of our own every port is free
 _BURST_S = 0.25e-3  # what may pass at full speed: short, so that short messages see the rate too
 _LEAST_BURST = 32_000  # bytes; below one segmented packet train tbf no longer reaches its rate
+_LONGEST_TRAIN = 65_536  # bytes; the kernel's own
 _QUEUE = 64_000_000  # bytes; long enough that nothing is dropped, TCP holds itself back
 _PREFIX = "fxcomp-"
 _counter = itertools.count()
@@ -77,7 +78,8 @@ class ShapedHosts:
     def set_rate(self, rate: str | None) -> None:
         """Change the bandwidth of every host; connections stay open."""
         for namespace in self.namespaces:
-            _run("ip", "netns", "exec", namespace, *_shaping_command(rate))
+            for command in _shaping_commands(rate):
+                _run("ip", "netns", "exec", namespace, *command)
         self.rate = rate
 
     def wire_bytes(self) -> list[int]:
@@ -132,7 +134,8 @@ def why_not() -> str | None:
 
 def shape_this_host(rate: str | None) -> None:
     """Change the bandwidth of the host that the calling rank lives on. One rank a host is enough."""
-    _run(*_shaping_command(rate))
+    for command in _shaping_commands(rate):
+        _run(*command)
 
 
 def sent_by_this_host(interface: str = INTERFACE) -> int:
@@ -140,13 +143,24 @@ def sent_by_this_host(interface: str = INTERFACE) -> int:
     return _sent_bytes(Path("/proc/self/net/dev").read_text(), interface)
 
 
-def _shaping_command(rate: str | None) -> tuple[str, ...]:
+def _shaping_commands(rate: str | None) -> list[tuple[str, ...]]:
+    """What limits a host to a rate. Packets leave in trains, as from a network card that cuts them itself.
+
+    A train longer than the burst would be cut by the kernel, packet by packet: 6 to 12 ms of processor time for each MB
+    instead of 2 to 3, and 70 MB/s instead of 104 over 1 Gbit/s, both ways at once (measured, 2026-11).
+    """
     replace = ("tc", "qdisc", "replace", "dev", INTERFACE, "root")
     if rate is None:
-        return (*replace, "pfifo", "limit", "10000")
+        return [(*replace, "pfifo", "limit", "10000"), _trains_of(_LONGEST_TRAIN)]
     bytes_per_s = parse_gb_per_s(rate) * 1e9
     burst = max(round(bytes_per_s * _BURST_S), _LEAST_BURST)
-    return (*replace, "tbf", "rate", f"{round(bytes_per_s * 8)}bit", "burst", f"{burst}", "limit", f"{_QUEUE + burst}")
+    bits = f"{round(bytes_per_s * 8)}bit"
+    shape = (*replace, "tbf", "rate", bits, "burst", f"{burst}", "limit", f"{_QUEUE + burst}")
+    return [_trains_of(min(burst // 2, _LONGEST_TRAIN)), shape]
+
+
+def _trains_of(size: int) -> tuple[str, ...]:
+    return ("ip", "link", "set", "dev", INTERFACE, "gso_max_size", f"{size}")
 
 
 def _sent_bytes(table: str, interface: str) -> int:
