@@ -437,6 +437,7 @@ def decide_as_told(
 
     ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: _facts_of_plan(mine())))
     followed.check_covers(workload.sizes)
+    followed.check_fits(cluster)
     return Decided(followed, costs, workload, notes=("the plan was given, not chosen",))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -102,12 +102,7 @@ class Ranks:
         if self._agreement is None:
             return Cluster(1, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
         names = self._agreement.attempt("naming hosts", compat.host_name)
-        hosts = list(dict.fromkeys(names))
-        placement = tuple(hosts.index(name) for name in names)
-        counts = {placement.count(host) for host in range(len(hosts))}
-        if len(counts) > 1:
-            return Cluster(self.world_size, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
-        return Cluster(len(hosts), counts.pop(), intra=LOCAL_LINK, inter=LOCAL_LINK, placement=placement)
+        return Cluster.placed(_places(names), intra=LOCAL_LINK, inter=LOCAL_LINK)
 
     def transport(self, cluster: Cluster) -> Transport:
         """Groups for everything that is measured before there is a plan."""
@@ -123,15 +118,42 @@ class Ranks:
         return transport.joined(Groups.create(_members(cluster), ["pool"], _direct(cluster)))
 
 
+def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
+    """The cluster that a live process group's ranks make, by the group's numbering; default: all ranks.
+
+    Every rank of the group calls it. They tell each other the names of their hosts through the store. What a group
+    gets of the links that it shares with others, the cluster of all ranks knows:
+    `cluster_of_group().reach(torch.distributed.get_process_group_ranks(group))`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise NoProcessGroup(
+            "torch.distributed is not initialised in this process, so there is no group to describe.\n"
+            "  Call torch.distributed.init_process_group first, or write the cluster: fxcomp.Cluster.parse('8x4', ...)."
+        )
+    ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in ranks:
+        raise NoProcessGroup(f"rank {dist.get_rank()} is not in the group of {ranks}: only its ranks may describe it.")
+    what = f"hosts of {','.join(map(str, ranks))}"
+    name = f"{what}_{next(_calls[what])}"
+    place = ranks.index(dist.get_rank())
+    agreement = Agreement(compat.default_store(), name, place, len(ranks), compat.group_timeout())
+    return Cluster.placed(_places(agreement.attempt("naming hosts", compat.host_name)), intra=intra, inter=inter)
+
+
 ALONE = Ranks(0, 1, None, False)
 """One rank that has nobody to agree with."""
+
+
+def _places(names: Sequence[str]) -> list[int]:
+    """A number for each host, in the order in which ranks name them."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
 
 
 def _check_size(cluster: Cluster | None, world_size: int) -> None:
     if cluster is not None and cluster.world_size != world_size:
         raise BadCluster(
-            f"the cluster {cluster.hosts}x{cluster.ranks_per_host} has {cluster.world_size} ranks,"
-            f" the process group has {world_size}"
+            f"the cluster {cluster.shape} has {cluster.world_size} ranks, the process group has {world_size}"
         )
 
 
@@ -142,9 +164,9 @@ def _direct(cluster: Cluster) -> list[str]:
 
 
 def _members(cluster: Cluster) -> Mapping[str, list[tuple[int, ...]]]:
-    """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none."""
-    members: dict[str, list[tuple[int, ...]]] = {}
-    for level in Level:
-        if cluster.ranks_at(level) > 1:
-            members[level.value] = list(dict.fromkeys(cluster.group(level, rank) for rank in range(cluster.world_size)))
-    return members
+    """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none.
+
+    Where hosts differ, no strategy shares the work between a host's ranks: there is one group, of all.
+    """
+    levels = list(Level) if cluster.is_even else [Level.WORLD]
+    return {level.value: list(cluster.groups(level)) for level in levels if cluster.ranks_at(level) > 1}

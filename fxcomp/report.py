@@ -132,6 +132,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "cluster": {
             "hosts": cluster.hosts,
             "ranks_per_host": cluster.ranks_per_host,
+            "shape": cluster.shape,
             "inter": str(cluster.inter),
             "intra": str(cluster.intra),
         },
@@ -225,7 +226,10 @@ def _table(*columns: str, left: Sequence[str] = ()) -> Table:
 def _headline(explanation: Explanation) -> RenderableType:
     cluster, workload = explanation.cluster, explanation.workload
     where = f"{_count(cluster.hosts, 'host')} x {_count(cluster.ranks_per_host, 'rank')}"
+    if not cluster.is_even or cluster.above:
+        where = f"{_count(cluster.hosts, 'host')}, {_count(cluster.world_size, 'rank')} ({cluster.shape})"
     links = [f"{format_gbit(cluster.inter.gb_per_s)} between hosts"] if cluster.hosts > 1 else []
+    links += [f"{format_gbit(tier.link.gb_per_s)} between {tier.name}s" for tier in cluster.above]
     links += [f"{format_gbit(cluster.intra.gb_per_s)} inside"] if cluster.ranks_per_host > 1 else []
     if explanation.costs.collectives:
         links = ["links as measured"]

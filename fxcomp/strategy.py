@@ -348,6 +348,18 @@ class Plan:
                 "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
             )
 
+    def check_fits(self, cluster: Cluster) -> None:
+        """Raise BadPlan if a bucket's ranks share work by host, and hosts have unequal numbers of ranks."""
+        if cluster.is_even:
+            return
+        for number, bucket in enumerate(self.buckets):
+            if bucket.strategy.is_hierarchical:
+                raise BadPlan(
+                    f"bucket {number} of the plan reduces inside each host first ({bucket.strategy}), which needs as"
+                    f" many ranks on every host; here the hosts have {cluster.shape}.\n"
+                    "  Leave plan= out to let fxcomp choose, or write a strategy over @world."
+                )
+
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
         """The same buckets with other strategies."""
         pairs = zip(self.buckets, strategies, strict=True)

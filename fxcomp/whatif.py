@@ -119,6 +119,7 @@ def what_if(
     wanted = choice.plan if plan is None else plan.make(workload, costs)
     if wanted.buckets:
         wanted.check_covers(workload.sizes)
+        wanted.check_fits(cluster)
     return Answer(
         choice=choice,
         plan=wanted,

@@ -186,3 +186,13 @@ def test_a_compressor_is_bound_to_shapes_or_to_even_parts_of_them():
     bound = Strategy.flat(parse_compressor("powersgd(1)")).bound([(40, 5), (7,)], where)
     assert bound is not None
     assert bound.payload_bytes((200, 7)) == 4 * (5 + 7)
+
+
+def test_a_plan_by_level_needs_as_many_ranks_on_every_host():
+    uneven = Cluster.parse("3+2", intra=Link(1, 10), inter=Link(10, 1))
+    flat = Plan((Bucket(("a",), (4,), DENSE),))
+    flat.check_fits(uneven)
+    plan = flat.with_strategies([Strategy.hierarchical(None)])
+    plan.check_fits(Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1)))
+    with pytest.raises(BadPlan, match=r"(?s)bucket 0 of the plan .* needs as many ranks on every host; .* have 3\+2\."):
+        plan.check_fits(uneven)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster import Way
 from fxcomp.strategy import CollectiveKind
 
 _sympy = cast(Any, sympy)  # untyped
@@ -25,10 +25,11 @@ CEIL_LOG2 = _sympy.Function("ceil_log2")  # ⌈log₂ p⌉ through floats is wro
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """One collective: how many latencies follow each other, and what each rank sends, both as expressions."""
+    """One collective: how many latencies follow each other and what each rank sends, as expressions, and to whom."""
 
     steps: Any
     wire: Any
+    way: Way = Way.CHAIN  # rings, and trees whose messages follow the same order
 
     @property
     def time(self) -> Any:
@@ -59,14 +60,9 @@ def time_us(kind: CollectiveKind, ranks: int, size: float, alpha_us: float, gb_p
     return steps(kind, ranks) * alpha_us + wire_bytes(kind, ranks, size) / (gb_per_s * 1e3)
 
 
-def rank_gb_per_s(level: Level, cluster: Cluster) -> float:
-    """The bandwidth that one rank's ring has at a level.
-
-    Between hosts the k ranks of a host run k collectives at once and share their NIC. A flat ring over all ranks
-    enters and leaves each host once, so it has the NIC to itself.
-    """
-    full = cluster.link_at(level).gb_per_s
-    return full / cluster.ranks_per_host if level is Level.INTER else full
+def way_of(kind: CollectiveKind) -> Way:
+    """Who sends to whom at once while a collective runs."""
+    return FORMULAS[kind].way
 
 
 def format_formula(kind: CollectiveKind) -> str:

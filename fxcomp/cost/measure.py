@@ -48,7 +48,7 @@ def measure_collectives(
 def _levels(cluster: Cluster) -> list[Level]:
     if cluster.world_size == 1:
         return []
-    return list(Level) if cluster.hosts > 1 and cluster.ranks_per_host > 1 else [Level.WORLD]
+    return list(Level) if cluster.has_levels else [Level.WORLD]
 
 
 def _sample(timed: Callable[[int], float], budget_s: float) -> list[tuple[int, float]]:

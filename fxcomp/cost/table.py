@@ -109,8 +109,8 @@ class CostTable:
         fit = self._fit(kind, level, cluster)
         if fit is not None:
             return formulas.time_us(kind, ranks, size, fit.alpha_us, fit.gb_per_s)
-        alpha_us = cluster.link_at(level).alpha_us
-        return formulas.time_us(kind, ranks, size, alpha_us, formulas.rank_gb_per_s(level, cluster))
+        reach = cluster.reach_at(level)
+        return formulas.time_us(kind, ranks, size, reach.alpha_us, reach.gb_per_s(formulas.way_of(kind)))
 
     def starting_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """What compute loses to a collective: its start, and the processor's time that the transport takes."""

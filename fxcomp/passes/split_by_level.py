@@ -28,6 +28,7 @@ from fxcomp.strategy import Plan
 
 
 def split_by_level(gm: GraphModule, plan: Plan, cluster: Cluster) -> GraphModule:
+    plan.check_fits(cluster)
     for number, pack in list(buckets(gm)):
         strategy = plan.buckets[number].strategy
         level = strategy.collectives[0].level

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Stream, Task, simulate, step_time_us
@@ -144,8 +144,7 @@ def flip_gbit(
     costs = costs.without_collectives()
 
     def is_dense(gbit: float) -> bool:
-        inter = Link(cluster.inter.alpha_us, gbit / 8)
-        search = _Search(workload, costs, replace(cluster, inter=inter), mode, bursts=bursts)
+        search = _Search(workload, costs, cluster.with_inter(gbit / 8), mode, bursts=bursts)
         dense, dense_us = search.best_dense()
         return not _leaves_dense(dense_us, search.best(dense)[1], costs)
 

@@ -53,9 +53,8 @@ def strategies(mode: Mode, cluster: Cluster, is_vector: bool, *, offload: bool =
         return (DENSE,)
     names = (_VECTOR_COMPRESSORS if is_vector else _COMPRESSORS)[mode]
     compressors = [compressor for name in names if (compressor := _compressor(name))]
-    has_levels = cluster.hosts > 1 and cluster.ranks_per_host > 1
-    dense = [DENSE, Strategy.hierarchical(None)] if has_levels else [DENSE]
-    return (*dense, *(s for compressor in compressors for s in _compressed(compressor, has_levels, offload)))
+    dense = [DENSE, Strategy.hierarchical(None)] if cluster.has_levels else [DENSE]
+    return (*dense, *(s for compressor in compressors for s in _compressed(compressor, cluster.has_levels, offload)))
 
 
 def _compressed(compressor: Compressor, has_levels: bool, offload: bool) -> list[Strategy]:

@@ -48,9 +48,8 @@ def test_a_broadcast_takes_as_many_rounds_as_doublings():
 
 def test_ranks_of_a_host_share_its_link_between_hosts_but_a_flat_ring_does_not():
     cluster = Cluster(2, 4, intra=Link(1, 100), inter=Link(10, 8))
-    assert formulas.rank_gb_per_s(Level.INTER, cluster) == 2.0
-    assert formulas.rank_gb_per_s(Level.WORLD, cluster) == 8.0
-    assert formulas.rank_gb_per_s(Level.INTRA, cluster) == 100.0
+    ring = formulas.way_of(CollectiveKind.ALL_REDUCE)
+    assert [cluster.reach_at(level).gb_per_s(ring) for level in Level] == [100.0, 2.0, 8.0]
 
 
 def test_a_formula_prints_for_a_report():

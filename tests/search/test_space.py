@@ -25,6 +25,12 @@ def test_lossless_is_dense_flat_or_by_levels():
     assert texts(Mode.LOSSLESS, LEVELS) == ["all_reduce@world", by_levels]
 
 
+def test_hosts_with_unequal_numbers_of_ranks_share_no_work():
+    uneven = Cluster.parse("3+2", intra=LEVELS.intra, inter=LEVELS.inter)
+    assert not any(strategy.is_hierarchical for mode in Mode for strategy in strategies(mode, uneven, False))
+    assert len(strategies(Mode.AGGRESSIVE, uneven, False)) > 1
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_one_rank_has_nothing_to_choose(mode: Mode):
     assert strategies(mode, ALONE, False) == (DENSE,)

@@ -1,0 +1,102 @@
+"""The cluster of live process groups: told by host names, uneven hosts too, and what a group in it reaches."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks, try_ranks
+
+import fxcomp
+from fxcomp import compat
+from fxcomp.cluster import Cluster, Link, Way
+from fxcomp.errors import NoProcessGroup
+from fxcomp.ranks import Ranks, cluster_of_group
+from fxcomp.strategy import Strategy
+
+INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
+
+
+def on_hosts(names: Sequence[str]) -> None:
+    """Let this rank believe that it sits on the host of its number."""
+    here = names[dist.get_rank()]
+    compat.host_name = lambda: here
+
+
+def described(names: Sequence[str]) -> Cluster:
+    on_hosts(names)
+    return Ranks.join(None, "the test").cluster_of(None)
+
+
+def test_a_live_cluster_is_told_by_the_names_of_its_hosts():
+    clusters = run_ranks(3, described, ["b", "a", "b"])
+    assert len({str(cluster) for cluster in clusters}) == 1
+    assert (clusters[0].shape, clusters[0].placement) == ("2+1", (0, 1, 0))
+
+
+def reaches(names: Sequence[str], groups: Sequence[Sequence[int]]) -> list[tuple[str, str, float]]:
+    """For each group that this rank is in: its own cluster's shape, and how it sits among all ranks."""
+    on_hosts(names)
+    world = cluster_of_group(intra=INTRA, inter=INTER)
+    found: list[tuple[str, str, float]] = []
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            reach = world.reach(dist.get_process_group_ranks(group))
+            found.append((cluster_of_group(group).shape, str(reach), reach.gb_per_s(Way.CHAIN)))
+    return found
+
+
+def test_a_live_group_across_hosts_and_one_inside_a_host_reach_each_other_by_other_links():
+    across, inside = ("2x1", "2x1", 1.0), ("1x2", "1x2", 100.0)
+    whole = ("2x2", "2x2", 1.0)
+    answers = run_ranks(4, reaches, ["a", "a", "b", "b"], [(0, 2), (0, 1), (2, 3), (0, 1, 2, 3)])
+    assert answers == [[across, inside, whole], [inside, whole], [across, inside, whole], [inside, whole]]
+
+
+def alone(_: object = None) -> str:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return cluster_of_group(group).shape
+
+
+def test_a_group_of_one_rank_is_a_cluster_of_one():
+    assert run_ranks(2, alone) == ["1x1", "1x1"]
+
+
+def test_without_a_process_group_there_is_nothing_to_describe():
+    with pytest.raises(NoProcessGroup, match=r"(?s)is not initialised in this process, .*Cluster.parse\('8x4'"):
+        cluster_of_group()
+
+
+def steps_on(names: Sequence[str], plan: str | None) -> tuple[str, float]:
+    on_hosts(names)
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, verify_every=1)
+    step(batch)
+    total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    return step.explain(), total
+
+
+@pytest.mark.parametrize("plan", [None, "int8"])
+def test_a_step_compiles_and_runs_where_hosts_are_uneven(plan: str | None):
+    answers = run_ranks(3, steps_on, ["a", "a", "b"], plan)
+    assert all("2 hosts, 3 ranks (2+1)" in report for report, _ in answers)
+    assert len({total for _, total in answers}) == 1
+
+
+def by_level_on(names: Sequence[str]) -> None:
+    on_hosts(names)
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    dense = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan="dense").plan
+    plan = dense.with_strategies([Strategy.hierarchical(None)] * len(dense.buckets))
+    fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan)
+
+
+def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
+    outcomes = try_ranks(3, by_level_on, ["a", "a", "b"])
+    assert [outcome.error for outcome in outcomes] == ["BadPlan"] * 3
+    assert all("needs as many ranks on every host; here the hosts have 2+1" in outcome.text for outcome in outcomes)
