@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   fxcomp explain train.py:job --inter 1gbit                     two hosts of one rank
   fxcomp explain train.py --cluster 8x4 --inter 25gbit          would it pay there?
   fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
+  fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
   fxcomp dump train.py --after bucket_gradients                 the graph after a pass
   fxcomp dump train.py --source                                 the code that would run
   fxcomp demo --inter 300mbit                                   train a GPT with DDP and with fxcomp
@@ -72,7 +73,15 @@ def _explain(arguments: argparse.Namespace) -> int:
     mode = Mode.parse(arguments.mode)
     plan = plan_named(arguments.plan, cluster) if arguments.plan else None
     _tell("loading the job")
-    answer = what_if(load_job(arguments.job), cluster, mode=mode, plan=plan, step_ms=arguments.step_ms, tell=_tell)
+    answer = what_if(
+        load_job(arguments.job),
+        cluster,
+        mode=mode,
+        plan=plan,
+        step_ms=arguments.step_ms,
+        device=arguments.device,
+        tell=_tell,
+    )
     _clear()
     if arguments.save_plan:
         _save(answer.plan.to_json(), arguments.save_plan)
@@ -128,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_job(explain)
     explain.add_argument("--mode", default="balanced", help="lossless, balanced or aggressive (default: balanced)")
     explain.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
+    explain.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
     explain.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(plan=FILE)")
     explain.add_argument("--json", action="store_true", help="print data instead of a report")
     dump = commands.add_parser("dump", help="print a job's graph, with assumed costs: the same on every machine")

@@ -10,9 +10,10 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -24,7 +25,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -298,17 +299,83 @@ def cache_directory() -> Path:
 # Prices
 
 
-def flops(target: Any, args: Sequence[Any], out: Any) -> float:
-    """What torch's flop counter says of an operator's call on fake values; 0 if it does not know it."""
+@cache
+def has_flop_formula(target: Any) -> bool:
+    """Whether torch's flop counter knows an operator."""
+    return _flop_formula(target) is not None
+
+
+@cache
+def _flop_formula(target: Any) -> Callable[..., Any] | None:
     from torch.utils.flop_counter import flop_registry
 
-    count = flop_registry.get(getattr(target, "overloadpacket", None))
+    return flop_registry.get(getattr(target, "overloadpacket", target))
+
+
+def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """What torch's flop counter says of an operator's call on fake values; 0 if it does not know it."""
+    count = _flop_formula(target)
     if count is None:
         return 0.0
     try:
-        return float(size_hint(count(*args, out_val=out)))
+        return float(size_hint(count(*args, **kwargs, out_val=out)))
     except (TypeError, ValueError, AssertionError, AttributeError):
         return 0.0
+
+
+def multiplies_in_tf32(*, is_convolution: bool) -> bool:
+    """Whether torch would let a GPU round the factors of a float32 product to TF32, by its settings now."""
+    if is_convolution:
+        return torch._C._get_cudnn_allow_tf32()
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+@cache
+def is_bound_by_memory(target: OpOverload[..., Any]) -> bool:
+    """Whether torch tags an operator as one that works value by value, or adds values up."""
+    return torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
+
+
+@cache
+def moves_tensors(target: OpOverload[..., Any]) -> bool:
+    """Whether an operator makes tensors or writes into some; the others tell sizes, or one value."""
+    makes = any("Tensor" in str(result.type) for result in target._schema.returns)
+    return makes or target._schema.is_mutable
+
+
+@cache
+def has_results(target: OpOverload[..., Any]) -> bool:
+    """Whether an operator returns anything."""
+    return bool(target._schema.returns)
+
+
+@cache
+def is_in_place(target: OpOverload[..., Any]) -> bool:
+    """Whether an operator writes into its arguments."""
+    return target._schema.is_mutable
+
+
+@cache
+def places_of_arguments(target: OpOverload[..., Any]) -> Mapping[str, int]:
+    """Where each argument of an operator stands, by name."""
+    return {argument.name: place for place, argument in enumerate(target._schema.arguments)}
+
+
+@cache
+def written_arguments(target: OpOverload[..., Any]) -> tuple[str, ...]:
+    """The names of the arguments that an operator writes into. The gradients of a fused optimizer it only may."""
+    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(name for name in written if name != "grads")
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a node's target takes functions: a loop, a branch, flexible attention."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def strides(tensor: Tensor) -> Sequence[Any]:
+    """How far apart a tensor's values lie; a dimension with 0 is one value, however large. Sparse ones: no 0."""
+    return tensor.stride() if tensor.layout is torch.strided else [1] * tensor.dim()
 
 
 def size_hint(size: Any) -> int:

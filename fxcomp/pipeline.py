@@ -47,6 +47,7 @@ from fxcomp.feedback import (
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
+from fxcomp.graph.work import unknowns
 from fxcomp.guards import StepGuard, settled
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
@@ -287,7 +288,7 @@ def compile_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
             choice=decided.choice, mode=mode, flip_gbit=flips(),
             notes=(*decided.notes, *step.notes, *step.counted_notes), measured_ms=step.step_ms,
-            exposed_ms=step.exposed_ms,
+            exposed_ms=step.exposed_ms, unknowns=unknowns(captured.graph),
         ),
     )  # fmt: skip
     for number, stage in enumerate(step.stages):

@@ -23,6 +23,7 @@ from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Span, Stream, Timeline
+from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.workload import Workload
 from fxcomp.strategy import Bucket, Collective, CollectiveKind, Compress, Device, Plan, Propose, Strategy
@@ -51,10 +52,19 @@ class Explanation:
     measured_ms: float = math.nan
     exposed_ms: float = math.nan
     """Measured too: how long the step stood still for the network."""
+    unknowns: Unknowns = NO_UNKNOWNS
+    """Operators that the model of compute knows little of."""
 
     @property
     def step_us(self) -> float:
         return self.timeline.step_time_us
+
+    @property
+    def error(self) -> float:
+        """The prediction's own relative error."""
+        if self.choice is not None and self.is_chosen:
+            return self.choice.error
+        return self.costs.error_of(self.workload.free_us, self.step_us)
 
     @property
     def is_chosen(self) -> bool:
@@ -75,6 +85,7 @@ def explain_step(
     notes: Sequence[str],
     measured_ms: float,
     exposed_ms: float,
+    unknowns: Unknowns,
 ) -> str:
     """The report of a compiled step as plain text."""
     return to_text(
@@ -91,6 +102,7 @@ def explain_step(
             notes=notes,
             measured_ms=measured_ms,
             exposed_ms=exposed_ms,
+            unknowns=unknowns,
         )
     )
 
@@ -110,7 +122,13 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "bf16": choice.bf16_us / 1e3 if choice else None,
             "free": explanation.workload.free_us / 1e3,
         },
-        "error": explanation.costs.error,
+        "error": explanation.error,
+        "estimate": explanation.costs.estimate or None,
+        "compute": {
+            "source": _compute_source(explanation),
+            "unpriced": _counted(explanation.unknowns.unpriced),
+            "by_bytes": _counted(explanation.unknowns.by_bytes),
+        },
         "exposed_ms": explanation.timeline.exposed_us / 1e3,
         "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
         "plan": {
@@ -138,6 +156,10 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         },
         "notes": list(explanation.notes),
     }
+
+
+def _counted(operators: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"operator": name, "count": count} for name, count in operators]
 
 
 # For people
@@ -228,6 +250,7 @@ def _headline(explanation: Explanation) -> RenderableType:
     where = f"{_count(cluster.hosts, 'host')} x {_count(cluster.ranks_per_host, 'rank')}"
     if not cluster.is_even or cluster.above:
         where = f"{_count(cluster.hosts, 'host')}, {_count(cluster.world_size, 'rank')} ({cluster.shape})"
+    device = [f"estimate for {explanation.costs.hardware}"] if explanation.costs.estimate else []
     links = [f"{format_gbit(cluster.inter.gb_per_s)} between hosts"] if cluster.hosts > 1 else []
     links += [f"{format_gbit(tier.link.gb_per_s)} between {tier.name}s" for tier in cluster.above]
     links += [f"{format_gbit(cluster.intra.gb_per_s)} inside"] if cluster.ranks_per_host > 1 else []
@@ -235,7 +258,7 @@ def _headline(explanation: Explanation) -> RenderableType:
         links = ["links as measured"]
     mode = [f"mode {explanation.mode}"] if explanation.mode else []
     what = f"{_count(len(workload.gradients), 'gradient')}, {_mb(workload.dense_bytes)} MB"
-    return Text(" · ".join([", ".join([where, *links]), what, *mode]), style="dim")
+    return Text(" · ".join([", ".join([where, *links]), what, *mode, *device]), style="dim")
 
 
 def _verdict(explanation: Explanation) -> RenderableType:
@@ -291,7 +314,8 @@ def _arithmetic(timeline: Timeline, digits: int) -> str:
 
 
 def _prediction(explanation: Explanation, digits: int) -> str:
-    error = f"The prediction may be off by ±{explanation.costs.error:.0%}."
+    what = "This is an estimate and" if explanation.costs.estimate else "The prediction"
+    error = f"{what} may be off by ±{explanation.error:.0%}."
     if math.isnan(explanation.measured_ms):
         return error
     off = 1e-3 * explanation.step_us / explanation.measured_ms - 1
@@ -571,12 +595,13 @@ def _sources(explanation: Explanation) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    roofline = f"{costs.roofline.gflops:.3g} GFLOP/s and {costs.roofline.gb_per_s:.3g} GB/s ({costs.roofline.source})"
-    if costs.compute:
-        sources = ", ".join(dict.fromkeys(measured.source for measured in costs.compute.values()))
-        table.add_row("compute", f"{_count(len(costs.compute), 'operation')}: {sources}; others by {roofline}")
-    else:
-        table.add_row("compute", f"by {roofline}")
+    table.add_row("compute", _compute_source(explanation))
+    for what, operators in (
+        ("unpriced", explanation.unknowns.unpriced),
+        ("priced by bytes alone", explanation.unknowns.by_bytes),
+    ):
+        if operators:
+            table.add_row(what, _operators(operators))
     steps = dict.fromkeys(step for bucket in plan.buckets for step in bucket.strategy.collectives)
     for (kind, level), fit in costs.collectives.items():
         speed = f"{fit.alpha_us:.3g} us a step, {format_gbit(fit.gb_per_s)} a rank, ±{fit.spread:.0%}"
@@ -591,6 +616,25 @@ def _sources(explanation: Explanation) -> RenderableType:
         table.add_row("machine", ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part))
     table.add_row("kernels", kernels.describe().removeprefix("compression on the CPU: "))
     return Padding(table, (0, 0, 0, 2))
+
+
+def _compute_source(explanation: Explanation) -> str:
+    costs = explanation.costs
+    roofline = f"{costs.roofline} ({costs.roofline.source})"
+    if not costs.compute:
+        return f"by {roofline}"
+    sources = ", ".join(dict.fromkeys(measured.source for measured in costs.compute.values()))
+    return f"{_count(len(costs.compute), 'operation')}: {sources}; others by {roofline}"
+
+
+_LISTED = 6  # operators by name; more are counted
+
+
+def _operators(operators: Sequence[tuple[str, int]]) -> str:
+    """`3 of 2 kinds: mine.scan x 2, mine.log x 1`."""
+    shown = ", ".join(f"{name} x {count}" for name, count in operators[:_LISTED])
+    more = f", and {len(operators) - _LISTED} more" if len(operators) > _LISTED else ""
+    return f"{_count(sum(count for _, count in operators), 'call')}: {shown}{more}"
 
 
 # Numbers

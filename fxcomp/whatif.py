@@ -2,7 +2,8 @@
 
     Job, Cluster ─► capture ─► workload ─► dense plan, run here without a network ─► workload as measured ─► choose
 
-Compute and compression cost what they cost on this machine, unless the user says how long the step takes on theirs.
+Compute and compression cost what they cost on this machine, unless the user says how long the step takes on theirs, or
+names a device: then a preset's roofline prices them, nothing is run, and every report calls it an estimate.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from fxcomp.calibrate import StepMeasurement, apportion, machine_costs, measure_
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.cost.devices import ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.errors import BadOption
 from fxcomp.graph.edit import clone
+from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.job import Job
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.label_gradients import label_gradients
@@ -69,8 +72,10 @@ class Answer:
     mode: Mode
     flip_gbit: float | None
     is_own_compute: bool
-    """Compute takes as long as on this machine; False if the user said how long it takes."""
+    """Compute takes as long as on this machine; False if the user said how long it takes, or named a device."""
     notes: tuple[str, ...]
+    unknowns: Unknowns
+    """Operators that the model of compute knows little of."""
 
     def explanation(self, *first_notes: str) -> Explanation:
         """The same for a report."""
@@ -85,6 +90,7 @@ class Answer:
             flip_gbit=self.flip_gbit,
             knows_flip=True,
             notes=(*first_notes, *self.notes),
+            unknowns=self.unknowns,
         )
 
 
@@ -95,25 +101,28 @@ def what_if(
     mode: Mode = Mode.BALANCED,
     plan: AskedPlan | None = None,
     step_ms: float | None = None,
+    device: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Answer:
     """Predict the step; `plan` asks about a certain plan, `step_ms` says how long the step takes without a network.
 
-    `tell` hears what is being done. The job's model and optimizer are as before, but for fresh optimizer state.
+    `device` names a preset (cost/devices.py) for ranks that are not like this machine. `tell` hears what is being done.
+    The job's model and optimizer are as before, but for fresh optimizer state. Raises BadOption.
     """
+    preset = preset_named(device) if device is not None else None
     if step_ms is not None and not step_ms > 0:
         raise BadOption(f"--step-ms is how long a step takes without a network, above 0; it is {step_ms:g}")
     tell("capturing the step")
     training, captured = capture_job(job)
-    device = training.device
-    tell("measuring what compression costs on this machine")
-    costs = machine_costs((*compressors_of(Mode.AGGRESSIVE), *(plan.compressors if plan else ())), device)
-    has_spare = device.type != "cpu" or compat.processors() > torch.get_num_threads()
-    costs = replace(costs, has_spare_host=has_spare)
-    tell("measuring the step on this machine")
-    costs, workload = measured_here(training, captured, job.batch, costs, cluster)
+    compressors = (*compressors_of(Mode.AGGRESSIVE), *(plan.compressors if plan else ()))
+    if preset is not None:
+        costs = preset.costs(compressors)
+        workload = analyze(captured.graph, costs, cluster)
+    else:
+        costs, workload = _measured(training, captured, job.batch, compressors, cluster, tell)
     if step_ms is not None:
         workload = scaled(workload, 1e3 * step_ms / workload.free_us)
+        costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
     tell("choosing")
     choice = choose(workload, costs, cluster, mode)
     wanted = choice.plan if plan is None else plan.make(workload, costs)
@@ -129,9 +138,27 @@ def what_if(
         cluster=cluster,
         mode=mode,
         flip_gbit=flip_gbit(workload, costs, cluster, mode) if cluster.hosts > 1 else None,
-        is_own_compute=step_ms is None,
-        notes=_notes(costs, cluster, step_ms),
+        is_own_compute=step_ms is None and preset is None,
+        notes=_notes(costs, choice.error, cluster, step_ms),
+        unknowns=unknowns(captured.graph),
     )
+
+
+def _measured(
+    training: Training,
+    captured: Captured,
+    batch: Any,
+    compressors: tuple[Compressor, ...],
+    cluster: Cluster,
+    tell: Callable[[str], None],
+) -> tuple[CostTable, Workload]:
+    """What compression and the step cost on this machine."""
+    device = training.device
+    tell("measuring what compression costs on this machine")
+    costs = machine_costs(compressors, device)
+    has_spare = device.type != "cpu" or compat.processors() > torch.get_num_threads()
+    tell("measuring the step on this machine")
+    return measured_here(training, captured, batch, replace(costs, has_spare_host=has_spare), cluster)
 
 
 def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:
@@ -215,21 +242,27 @@ def scaled(workload: Workload, factor: float) -> Workload:
     )
 
 
-def _notes(costs: CostTable, cluster: Cluster, step_ms: float | None) -> tuple[str, ...]:
+def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | None) -> tuple[str, ...]:
     notes: list[str] = []
     if cluster.world_size == 1:
         notes.append("One rank: nothing to communicate.")
-    if step_ms is None:
+    if costs.estimate:
+        compute = "compression" if step_ms is not None else "compute and compression"
         notes.append(
-            f"The verdict is for compute as fast as this machine's ({costs.hardware}). For ranks of another speed pass"
-            " --step-ms with what a step takes there without communication."
+            f"An estimate: nothing ran on {costs.hardware}. There {compute} cost what its data sheet lets expect, every"
+            " operator a kernel of its own; nothing is known of its host, so nothing is offloaded to it."
         )
+    if step_ms is not None:
+        where = "" if costs.estimate else " Compression costs what it costs on this machine."
+        notes.append(f"Compute is scaled so that a step without communication takes {step_ms:g} ms, as told.{where}")
+    elif costs.estimate:
+        notes.append("--step-ms with what a step takes there without communication makes it a better one.")
     else:
         notes.append(
-            f"Compute is scaled so that a step without communication takes {step_ms:g} ms, as told. Compression costs"
-            " what it costs on this machine."
+            f"The verdict is for compute as fast as this machine's ({costs.hardware}). For ranks of another speed pass"
+            " --step-ms with what a step takes there without communication, or --device with what they are."
         )
-    notes.append(f"The prediction's error of {costs.error:.0%} is assumed: nothing has run on this cluster.")
+    notes.append(f"The prediction's error of {error:.0%} is assumed: nothing has run on this cluster.")
     return tuple(notes)
 
 

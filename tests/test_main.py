@@ -72,6 +72,7 @@ def test_dump_prints_the_emitted_step(capsys: pytest.CaptureFixture[str]):
         (["explain", EXAMPLE, "--inter", "fast"], "cannot read the bandwidth 'fast'"),
         (["explain", EXAMPLE, "--mode", "brave"], "there is no mode 'brave'"),
         (["explain", EXAMPLE, "--step-ms", "-1"], "above 0; it is -1"),
+        (["explain", EXAMPLE, "--device", "h10"], "there is no device 'h10'; did you mean 'h100'"),
         (["explain", EXAMPLE, "--plan", "none.json"], "cannot read the plan none.json"),
         (["explain", EXAMPLE, "--plan", "gzip"], "plan='gzip' is neither"),
         (["explain", EXAMPLE, "--save-plan", "/nowhere/plan.json"], "cannot save the plan to /nowhere/plan.json"),

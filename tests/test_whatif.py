@@ -2,12 +2,14 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fxcomp import whatif
 from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
@@ -16,7 +18,7 @@ from fxcomp.describe import examples
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.job import Job, load_job
 from fxcomp.pipeline import analyze
-from fxcomp.report import Explanation, to_text
+from fxcomp.report import Explanation, to_json, to_text
 from fxcomp.search.budget import plan_error
 from fxcomp.search.choose import uniform
 from fxcomp.search.space import Mode
@@ -24,6 +26,15 @@ from fxcomp.search.tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
 from fxcomp.strategy import Plan
 from fxcomp.whatif import capture_job, graph_after, plan_named, rewritten, scaled, what_if
+
+LIBRARY = torch.library.Library("fxcomp_test_whatif", "DEF")
+for name in ("mystery", "mystery_backward"):
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxcomp_test_whatif::{name}", torch.empty_like, lib=LIBRARY)
+torch.library.register_autograd(
+    "fxcomp_test_whatif::mystery", lambda _, g: torch.ops.fxcomp_test_whatif.mystery_backward(g), lib=LIBRARY
+)
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "mlp.py")
 
@@ -145,6 +156,56 @@ def test_a_pass_that_does_not_exist_is_answered_with_those_that_do(job: Job):
 
 def test_one_rank_runs_the_plain_step(job: Job):
     assert "all_reduce" not in rewritten(job, cluster("1x1", "1gbit")).source
+
+
+def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, monkeypatch: pytest.MonkeyPatch):
+    def runs(*_: object, **__: object) -> None:
+        raise AssertionError("an estimate ran something")
+
+    monkeypatch.setattr(whatif, "machine_costs", runs)
+    monkeypatch.setattr(whatif, "measured_here", runs)
+    answer = what_if(job, cluster("4x2", "10gbit"), device="h100")
+    assert not answer.is_own_compute
+    assert answer.choice.error > answer.costs.error
+    shown, data = to_text(answer.explanation()), to_json(answer.explanation())
+    assert "estimate for NVIDIA H100 SXM" in shown
+    assert "This is an estimate and may be off by" in shown
+    assert "NVIDIA's H100 data sheet" in shown
+    assert data["estimate"] == answer.costs.estimate
+    assert data["compute"]["source"].endswith(f"(estimate: {answer.costs.estimate})")
+    assert data["error"] == answer.choice.error
+
+
+def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_told(job: Job):
+    where = cluster("2x1", "10gbit")
+    steps = {device: what_if(job, where, device=device) for device in ("l4", "h200")}
+    assert steps["h200"].workload.free_us <= steps["l4"].workload.free_us
+    told = what_if(job, where, device="h200", step_ms=100.0)
+    assert told.workload.free_us == pytest.approx(100e3)
+    assert told.costs.compute_error < steps["h200"].costs.compute_error
+    assert told.costs.estimate
+
+
+def test_a_device_without_a_preset_is_refused_before_anything_is_captured(job: Job):
+    with pytest.raises(BadOption, match="there is no device 'h10'; did you mean 'h100'"):
+        what_if(job, cluster("2x1", "1gbit"), device="h10")
+
+
+def test_what_is_unpriced_is_counted_and_listed():
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mystery = torch.ops.fxcomp_test_whatif.mystery
+        return mystery(mystery(model(batch))).mean()
+
+    model = torch.nn.Linear(4, 4)
+    job = Job(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
+    answer = what_if(job, cluster("2x1", "1gbit"), device="a100")
+    explained = replace(answer.explanation(), unknowns=replace(answer.unknowns, unpriced=(("tick", 3),)))
+    assert answer.unknowns.by_bytes == (("mystery", 2), ("mystery_backward", 2))
+    shown, data = to_text(explained), to_json(explained)
+    assert "4 calls: mystery x 2, mystery_backward x 2" in shown
+    assert re.search(r"unpriced +3 calls: tick x 3", shown)
+    assert data["compute"]["unpriced"] == [{"operator": "tick", "count": 3}]
+    assert data["compute"]["by_bytes"][0] == {"operator": "mystery", "count": 2}
 
 
 def test_every_mode_is_answered(job: Job):

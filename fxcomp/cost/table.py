@@ -39,13 +39,24 @@ class Roofline:
     """What the device does at best, for operations that were never run."""
 
     gflops: float
+    """Of float32 products, in GFLOP/s."""
     gb_per_s: float
     launch_us: float = 5.0  # assumed: torch's dispatch of one op
     source: str = ASSUMED
+    others: Mapping[str, float] = field(default_factory=dict[str, float])
+    """GFLOP/s of products in other types of numbers: `{"bf16": 312_000.0}`. What is missing here is as float32."""
 
-    def us(self, flops: float, size: float) -> float:
-        """The time of an operation of so many floating-point operations that touches so many bytes."""
-        return max(self.launch_us, flops / (self.gflops * 1e3), size / (self.gb_per_s * 1e3))
+    def us(self, flops: float, size: float, math_type: str = "f32") -> float:
+        """The time of an operation of so many floating-point operations that touches so many bytes.
+
+        The largest of three: starting it, its arithmetic, and moving its bytes (Williams and others, "Roofline", 2009).
+        """
+        gflops = self.others.get(math_type, self.gflops)
+        return max(self.launch_us, flops / (gflops * 1e3), size / (self.gb_per_s * 1e3))
+
+    def __str__(self) -> str:
+        others = "".join(f", {name} {_flops(gflops)}" for name, gflops in self.others.items())
+        return f"{_flops(self.gflops)}{others} and {self.gb_per_s:.4g} GB/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +107,16 @@ class CostTable:
     has_spare_host: bool = True  # assumed: processors that compute leaves free, so that the pool runs beside it
     contention: float = 1.0  # assumed: how much slower the pool compresses while the device computes
     error: float = 0.1  # assumed: the prediction's own relative error
+    compute_error: float = 0.0
+    """How much further off compute is where it was estimated: of the step only its part of it."""
+    estimate: str = ""
+    """What compute and compression were estimated from, where nothing was measured on the device; empty otherwise."""
 
     # Estimates
 
-    def compute_us(self, key: str, flops: float, size: float) -> Measured:
+    def compute_us(self, key: str, flops: float, size: float, math_type: str = "f32") -> Measured:
         """The time of one operation: as measured, or by the roofline."""
-        return self.compute.get(key) or Measured(self.roofline.us(flops, size))
+        return self.compute.get(key) or Measured(self.roofline.us(flops, size, math_type), source=self.roofline.source)
 
     def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """The time of one collective over `size` bytes: what one rank contributes (all_gather) or the full tensor."""
@@ -166,9 +181,13 @@ class CostTable:
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
         """`measured` if this very compressor was timed, or what its cost was taken from."""
         if self.has_measured(compressor, device):
-            return "measured"
+            return f"estimated: {self.estimate}" if self.estimate else "measured"
         key = self._key(compressor, device)
         return f"{ASSUMED}, as {key}" if key else f"{ASSUMED}, by memory bandwidth"
+
+    def error_of(self, free_us: float, step_us: float) -> float:
+        """The relative error of a predicted step that takes `free_us` without communication."""
+        return self.error + self.compute_error * min(1.0, free_us / step_us if step_us > 0 else 1.0)
 
     def pack_us(self, size: float) -> float:
         """The time to gather gradients of `size` bytes into a bucket, scaled."""
@@ -200,6 +219,8 @@ class CostTable:
             "has_spare_host": self.has_spare_host,
             "contention": self.contention,
             "error": self.error,
+            "compute_error": self.compute_error,
+            "estimate": self.estimate,
             "roofline": asdict(self.roofline),
             "compute": {key: asdict(value) for key, value in self.compute.items()},
             "collectives": {f"{kind.value}@{level.value}": asdict(v) for (kind, level), v in self.collectives.items()},
@@ -224,6 +245,8 @@ class CostTable:
                 has_spare_host=bool(data["has_spare_host"]),
                 contention=float(data["contention"]),
                 error=float(data["error"]),
+                compute_error=float(data.get("compute_error", 0.0)),
+                estimate=str(data.get("estimate", "")),
                 roofline=Roofline(**data["roofline"]),
                 compute={key: Measured(**value) for key, value in data["compute"].items()},
                 collectives={_parse_collective(key): AlphaBeta(**v) for key, v in data["collectives"].items()},
@@ -274,8 +297,7 @@ class CostTable:
     def __str__(self) -> str:
         lines = [
             f"costs of {self.hardware} ({self.source}{', ' + self.date if self.date else ''})",
-            f"  compute      {len(self.compute)} operations measured, else {self.roofline.gflops:.4g} GFLOP/s and "
-            f"{self.roofline.gb_per_s:.4g} GB/s ({self.roofline.source})",
+            f"  compute      {len(self.compute)} operations measured, else {self.roofline} ({self.roofline.source})",
             f"  pack         {self.pack_gb_per_s:.4g} GB/s",
         ]
         if self.copy_gb_per_s is not None:
@@ -356,6 +378,10 @@ def _set_aside(path: Path) -> Path:
     except OSError:  # another rank was faster, or the folder is read-only
         return path
     return kept
+
+
+def _flops(gflops: float) -> str:
+    return f"{gflops / 1e3:.4g} TFLOP/s" if gflops >= 1e3 else f"{gflops:.4g} GFLOP/s"
 
 
 def _parse_collective(key: str) -> tuple[CollectiveKind, Level]:

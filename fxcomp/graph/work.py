@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 
@@ -50,23 +53,231 @@ def work_key(node: Node) -> str:
     return " ".join([operator_text(node.target), *types])
 
 
+class Basis(Enum):
+    """What a plain operator's time can be estimated from."""
+
+    NOTHING_TO_DO = "free"  # a view, an allocation, or arithmetic on plain numbers
+    WORK = "floating-point operations and bytes"  # torch's formula, or an operator known to be bound by memory
+    BYTES = "bytes alone"  # what it computes is unknown: another library's operator, a decomposition of a matrix
+    NONE = "unpriced"  # neither: it takes no tensor and makes none
+
+
+def basis(node: Node) -> Basis:
+    """What this node's time can be estimated from. Never fails, whatever the operator."""
+    known = _basis_of(node.target)
+    if known is not Basis.BYTES:
+        return known
+    values = [tensor for value in _read_and_made(node) for tensor in _tensors(value)]
+    return Basis.BYTES if values else Basis.NONE
+
+
 def is_free(node: Node) -> bool:
-    """Whether a node moves no data: a view, or arithmetic on plain numbers."""
-    target = node.target
+    """Whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
+    return basis(node) is Basis.NOTHING_TO_DO
+
+
+@cache
+def _basis_of(target: Any) -> Basis:
+    """The same of an operator, as if it had tensors to count."""
+    if compat.is_higher_order(target):
+        return Basis.BYTES
     if not compat.is_operator(target):
-        return True
-    return compat.is_view(target) or not any(True for _ in _tensors(node.meta.get("val")))
+        return Basis.NOTHING_TO_DO  # Python's own: getitem, arithmetic on sizes
+    if compat.is_view(target):
+        return Basis.NOTHING_TO_DO
+    if not _is_torchs(target):
+        return Basis.BYTES
+    if _name(target) in _ALLOCATIONS or not compat.moves_tensors(target):
+        return Basis.NOTHING_TO_DO
+    if compat.is_bound_by_memory(target) or _name(target) in _BOUND_BY_MEMORY or _is_list_operator(target):
+        return Basis.WORK
+    return Basis.WORK if compat.has_flop_formula(target) or _is_attention(target) else Basis.BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Unknowns:
+    """Operators whose time the model cannot know from what they compute, by name, with how often they run."""
+
+    unpriced: tuple[tuple[str, int], ...] = ()
+    """Counted as taking no time."""
+    by_bytes: tuple[tuple[str, int], ...] = ()
+    """Counted as if they only moved their tensors."""
+
+
+NO_UNKNOWNS = Unknowns()
+
+
+def unknowns(gm: GraphModule) -> Unknowns:
+    """List them, in the order in which they first run."""
+    counts: dict[Basis, dict[str, int]] = {Basis.NONE: {}, Basis.BYTES: {}}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or _is_ours(node.target):
+            continue
+        found = counts.get(basis(node))
+        if found is not None:
+            name = operator_text(node.target)
+            found[name] = found.get(name, 0) + 1
+    return Unknowns(tuple(counts[Basis.NONE].items()), tuple(counts[Basis.BYTES].items()))
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations, by torch's own counter; 0 where it knows none (then bytes decide)."""
-    return compat.flops(node.target, [_values(a) for a in node.args], _values(node.meta.get("val")))
+    """Floating-point operations; 0 where there is no formula (then bytes decide).
+
+    Torch's own counter, and its formula for attention on CPUs too, which it does not list. A causal mask halves
+    attention: kernels skip the blocks that it hides.
+    """
+    target, made = node.target, _values(node.meta.get("val"))
+    if compat.is_operator(target) and _is_attention(target):
+        counted = _attention_flops(node)
+    else:
+        counted = compat.flops(target, [_values(a) for a in node.args], _kept(node.kwargs), made)
+    return counted / 2 if counted and _argument(node, "is_causal") is True else counted
+
+
+def math_type(node: Node) -> str:
+    """The number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it."""
+    types = [t.dtype for n in node.all_input_nodes for t in _tensors(n.meta.get("val")) if t.is_floating_point()]
+    if not types:
+        return "f32"
+    if types[0] is torch.float32 and compat.multiplies_in_tf32(is_convolution="conv" in operator_text(node.target)):
+        return "tf32"
+    return _SHORT.get(types[0], "f32")
 
 
 def touched_bytes(node: Node) -> float:
-    """Bytes of all argument and result tensors."""
-    values = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))]
-    return float(sum(_bytes(t) for t in [*values, *_tensors(node.meta.get("val"))]))
+    """Bytes that the operator must read and write: its arguments and what it makes, but for what it can leave alone.
+
+    A lookup reads the rows that it returns, a fill reads nothing, a copy overwrites its first argument, batch norm
+    reads its input once for the statistics and once more to apply them.
+    """
+    target = node.target
+    if not compat.is_operator(target):
+        return float(sum(_bytes(t) for value in _read_and_made(node) for t in _tensors(value)))
+    name = _name(target)
+    made = sum(_bytes(t) for t in _tensors(node.meta.get("val")))
+    if not compat.has_results(target):  # in place, on lists: the optimizer's foreach and fused operators
+        made = sum(_bytes(t) for value in _written(node) for t in _tensors(value))
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    if name in _FILLS:
+        return float(made)
+    if name == "copy":
+        inputs = inputs[1:]
+    read = sum(_bytes(t) for value in inputs for t in _tensors(value))
+    if name in _LOOKUPS or (name in _SCATTERS and compat.is_in_place(target)):
+        rest = sum(_bytes(t) for value in inputs[1:] for t in _tensors(value))
+        part = made if name in _LOOKUPS else rest  # of the table: what is returned, or what is added
+        return float(rest + 2 * part)
+    again = _READ_TWICE.get(name, 0)
+    return float(read + made + sum(_bytes(t) for value in inputs[:again] for t in _tensors(value)))
+
+
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
+     "lift_fresh", "lift_fresh_copy", "detach", "alias", "set_", "resize"}
+)  # fmt: skip
+
+_FILLS = frozenset(
+    {"fill", "zero", "full", "zeros", "ones", "arange", "scalar_tensor", "zeros_like", "ones_like", "full_like",
+     "new_zeros", "new_ones", "new_full", "rand", "randn", "rand_like", "randn_like", "randint", "randperm",
+     "uniform", "normal", "exponential", "bernoulli", "normal_functional", "eye", "linspace"}
+)  # fmt: skip
+
+_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "_unsafe_index", "take", "take_along_dim"})
+
+_SCATTERS = frozenset({"index_put", "_unsafe_index_put", "scatter", "scatter_add", "scatter_reduce", "index_add",
+                       "index_copy", "index_fill", "masked_scatter"})  # fmt: skip
+
+_READ_TWICE = {
+    "native_batch_norm": 1, "_native_batch_norm_legit": 1, "_native_batch_norm_legit_functional": 1,
+    "cudnn_batch_norm": 1, "miopen_batch_norm": 1, "_batch_norm_with_update": 1,
+    "_batch_norm_with_update_functional": 1, "_native_batch_norm_legit_no_stats": 1,
+    "native_batch_norm_backward": 2, "cudnn_batch_norm_backward": 2, "miopen_batch_norm_backward": 2,
+    "batch_norm_backward": 2, "embedding_dense_backward": 1, "native_group_norm": 1,
+}  # fmt: skip
+"""How many of the first arguments are read a second time."""
+
+_BOUND_BY_MEMORY = frozenset(
+    {*_FILLS, *_LOOKUPS, *_SCATTERS, *_READ_TWICE,
+     "copy", "_to_copy", "cat", "stack", "repeat", "roll", "flip", "constant_pad_nd", "pixel_shuffle", "tril", "triu",
+     "slice_backward", "select_backward", "slice_scatter", "select_scatter", "diagonal_backward", "diagonal_scatter",
+     "as_strided_scatter", "unfold_backward", "diag_embed", "index_backward", "masked_select", "nonzero", "cumsum",
+     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax",
+     "native_layer_norm", "native_layer_norm_backward", "native_group_norm_backward", "_fused_rms_norm",
+     "_fused_rms_norm_backward", "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward",
+     "mse_loss", "mse_loss_backward", "native_dropout", "native_dropout_backward", "glu", "glu_backward",
+     "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool1d", "avg_pool2d", "avg_pool2d_backward",
+     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "max_pool3d_with_indices", "avg_pool3d",
+     "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
+     "mv", "dot", "addmv", "ger", "outer", "bincount", "bucketize", "searchsorted", "where", "sum", "mean",
+     "max", "min", "_amp_foreach_non_finite_check_and_unscale", "_amp_update_scale", "_index_put_impl", "equal",
+     "split_with_sizes_copy"}
+)  # fmt: skip
+"""Of ATen's operators those without a tag that says so, whose arithmetic is a few operations a value."""
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION_BACKWARD = f"{_ATTENTION}_backward"
+_ALL_OF_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
+
+
+def _is_torchs(target: Any) -> bool:
+    return str(target).partition(".")[0] in ("aten", "prims", "prim")
+
+
+def _is_ours(target: Any) -> bool:
+    """Operators that the compiler puts in, and collectives, have prices of their own."""
+    return compat.is_operator(target) and str(target).partition(".")[0] in ("fxcomp", "_c10d_functional")
+
+
+@cache
+def _name(target: Any) -> str:
+    """An operator's bare name; one that works in place has the name of the other."""
+    name = str(target).split(".")[1]
+    return name.rstrip("_") if not name.endswith("__") else name
+
+
+def _is_list_operator(target: Any) -> bool:
+    return _name(target).startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad"))
+
+
+@cache
+def _is_attention(target: Any) -> bool:
+    return _name(target) in (_ATTENTION, _ATTENTION_BACKWARD)
+
+
+def _attention_flops(node: Node) -> float:
+    """Two products of q·kᵀ's size forward, five backward, as torch counts attention on GPUs."""
+    is_backward = _name(node.target) == _ATTENTION_BACKWARD
+    names = ("query", "key", "value")
+    shapes = [_values(_argument(node, name)) for name in names]
+    if not all(isinstance(shape, Tensor) for shape in shapes):
+        return 0.0
+    (*batch, rows, width), (*_, columns, _), (*_, out_width) = (
+        [compat.size_hint(size) for size in shape.shape] for shape in shapes
+    )
+    forward = [width, out_width]  # q·kᵀ, and its softmax times v
+    products = [width, *forward, width, out_width] if is_backward else forward
+    return 2.0 * math.prod(batch) * rows * columns * sum(products)
+
+
+def _argument(node: Node, name: str) -> Any:
+    """The argument of that name; None if the operator has none, or it was left out."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    place = compat.places_of_arguments(node.target).get(name) if compat.is_operator(node.target) else None
+    return node.args[place] if place is not None and place < len(node.args) else None
+
+
+def _written(node: Node) -> list[Any]:
+    """What an operator without results writes."""
+    return [_values(_argument(node, name)) for name in compat.written_arguments(node.target)]
+
+
+def _read_and_made(node: Node) -> list[Any]:
+    return [*(n.meta.get("val") for n in node.all_input_nodes), node.meta.get("val")]
+
+
+def _kept(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _values(value) for name, value in kwargs.items()}
 
 
 def _values(value: Any) -> Any:
@@ -86,5 +297,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """A symbolic size counts with the size that it was traced with."""
-    return math.prod(compat.size_hint(size) for size in tensor.shape) * tensor.element_size()
+    """A symbolic size counts with the size that it was traced with, an expanded dimension as the one value it is."""
+    sizes = [compat.size_hint(size) for size in tensor.shape]
+    steps = [compat.size_hint(step) for step in compat.strides(tensor)]
+    kept = [size if step else min(size, 1) for size, step in zip(sizes, steps, strict=True)]
+    return math.prod(kept) * tensor.element_size()

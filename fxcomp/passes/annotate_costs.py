@@ -6,7 +6,9 @@
     %mm   gradient    f32[4,2]     1.2 us   aten.mm(%a, %x)
     %r    collective  f32[12]     52.0 us   all_reduce(%p, sum, world)
 
-Plain operators cost what was measured for them, else what the roofline says; the rest is priced by bytes and links.
+Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
+bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. The rest is priced by bytes
+and links.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from fxcomp.graph.ops import (
     REDUCE_SCATTER,
     SAVE,
 )
-from fxcomp.graph.work import flops, is_free, touched_bytes, work_key
+from fxcomp.graph.work import Basis, basis, flops, math_type, touched_bytes, work_key
 from fxcomp.strategy import CollectiveKind, Device
 
 _KIND = {
@@ -85,9 +87,9 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     if role is Role.DECOMPRESS:
         elements, ranks = sum(arguments[2]), int(arguments[1])
         return costs.decode_us(compressor_of(target, arguments[3:]), elements, ranks, device)
-    if is_free(node):
+    if basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
         return 0.0
-    return costs.compute_us(work_key(node), flops(node), touched_bytes(node)).us
+    return costs.compute_us(work_key(node), flops(node), touched_bytes(node), math_type(node)).us
 
 
 def _velocity_us(node: Node, costs: CostTable, device: Device) -> float:

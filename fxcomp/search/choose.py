@@ -96,7 +96,8 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
     search = _Search(workload, costs, cluster, mode, bursts=bursts)
     dense, dense_us = search.best_dense()
     fastest, fastest_us = search.best(dense)
-    leaves_dense = _leaves_dense(dense_us, fastest_us, costs)
+    error = costs.error_of(workload.free_us, dense_us)
+    leaves_dense = _leaves_dense(dense_us, fastest_us, error)
     parts, step_us = (fastest, fastest_us) if leaves_dense else (dense, dense_us)
     return Choice(
         plan=search.plan(parts),
@@ -107,14 +108,14 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
         fastest_us=fastest_us,
         bf16_us=predict_us(workload, uniform("bf16", workload, costs, cluster), costs, cluster),
         free_us=workload.free_us,
-        error=costs.error,
+        error=error,
         alternatives=search.alternatives(parts),
         evaluations=len(search.known),
     )
 
 
-def _leaves_dense(dense_us: float, fastest_us: float, costs: CostTable) -> bool:
-    return dense_us - fastest_us > costs.error * dense_us
+def _leaves_dense(dense_us: float, fastest_us: float, error: float) -> bool:
+    return dense_us - fastest_us > error * dense_us
 
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
@@ -146,7 +147,7 @@ def flip_gbit(
     def is_dense(gbit: float) -> bool:
         search = _Search(workload, costs, cluster.with_inter(gbit / 8), mode, bursts=bursts)
         dense, dense_us = search.best_dense()
-        return not _leaves_dense(dense_us, search.best(dense)[1], costs)
+        return not _leaves_dense(dense_us, search.best(dense)[1], costs.error_of(workload.free_us, dense_us))
 
     low, high = 1e-3, 1e3
     if is_dense(low) or not is_dense(high):

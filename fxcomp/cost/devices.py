@@ -1,0 +1,156 @@
+"""Devices that are not here, from their data sheets: what a roofline for them is made of.
+
+Peaks are those of dense matrices; data sheets print twice as much for sparse ones. What a kernel reaches of them is
+assumed, and so is what starting one costs: everything priced by a preset is an estimate, and reports call it so.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fxcomp.compressors import Compressor
+from fxcomp.compressors.powersgd import near_square
+from fxcomp.cost.table import CompressorPoint, CostTable, Roofline
+from fxcomp.errors import BadOption
+from fxcomp.strategy import Device
+
+PRODUCT_SHARE = 0.7
+"""Of the peak that a matrix product reaches (assumed: vendors' libraries reach 0.6 to 0.9 of it on large matrices)."""
+
+MEMORY_SHARE = 0.85
+"""Of the peak bandwidth that a stream of reads and writes reaches (assumed: 0.8 to 0.93 is usual)."""
+
+LAUNCH_US = 5.0
+"""One operator: torch's dispatch and the launch of a kernel, which follow each other faster than kernels shorter than
+this can run (assumed)."""
+
+COPY_SHARE = 0.8
+"""Of PCIe's bandwidth that a copy from pinned memory reaches (assumed)."""
+
+ERROR = 0.75
+"""How far compute may be off that a preset prices, relative (measured on the example jobs on a CPU, 2026-11: the same
+model with the machine's own peaks told 11 to 75 % less than the step took; that it is no worse on a GPU is assumed)."""
+
+ERROR_OF_TOLD_STEP = 0.15
+"""The same where the user says how long the step takes: what is left to guess is how it is shared out (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A device by its data sheet."""
+
+    name: str
+    title: str
+    tflops: Mapping[str, float]
+    """Peak of dense products, by type of numbers: f32 without tensor cores, tf32, bf16, f16, f64."""
+    gb_per_s: float
+    """Peak of the device's memory."""
+    host_gb_per_s: float
+    """Peak between host and device, one way."""
+    source: str
+
+    @property
+    def description(self) -> str:
+        """What an estimate by this preset is made of, for reports."""
+        shares = f"{PRODUCT_SHARE:.0%} in products and {MEMORY_SHARE:.0%} of the bandwidth"
+        return f"{self.source}; of its peaks {shares} assumed"
+
+    @property
+    def roofline(self) -> Roofline:
+        """What its operators are assumed to reach."""
+        reached = {name: 1e3 * PRODUCT_SHARE * peak for name, peak in self.tflops.items()}
+        return Roofline(
+            gflops=reached["f32"],
+            gb_per_s=MEMORY_SHARE * self.gb_per_s,
+            launch_us=LAUNCH_US,
+            source=f"estimate: {self.description}",
+            others={name: gflops for name, gflops in reached.items() if name != "f32"},
+        )
+
+    def costs(self, compressors: Sequence[Compressor]) -> CostTable:
+        """A table for a job on this device. Nothing is known of its host, so that nothing is offloaded to it."""
+        roofline = self.roofline
+        return CostTable(
+            hardware=self.title,
+            source="estimate",
+            roofline=roofline,
+            compressors={f"{c}@{Device.GPU.value}": compressor_points(c, roofline) for c in dict.fromkeys(compressors)},
+            pack_gb_per_s=roofline.gb_per_s / 2,  # what is filled is read elsewhere first
+            copy_gb_per_s=COPY_SHARE * self.host_gb_per_s,
+            has_spare_host=False,
+            compute_error=ERROR,
+            estimate=self.description,
+        )
+
+
+def compressor_points(compressor: Compressor, roofline: Roofline) -> tuple[CompressorPoint, ...]:
+    """What a compressor takes by memory bandwidth, at the size below which launching is all, and at a large one."""
+    return tuple(_point(compressor, roofline, elements) for elements in _SIZES)
+
+
+_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)
+
+
+def _point(compressor: Compressor, roofline: Roofline, elements: int) -> CompressorPoint:
+    """Bytes that must move, through memory as often as the compressor says of itself (`Facts.passes`).
+
+    Encoding reads the gradient and, with error feedback, the residual in every pass, then writes the residual and the
+    payload. Decoding reads a payload and adds it to the sum, once a rank. Every pass is a launch of its own.
+    """
+    facts = compressor.facts
+    bound = compressor.bound_to([near_square(elements)], 2)
+    carried = 4 * elements if compressor.needs_error_feedback else 0
+    payload = bound.payload_bytes((elements,))
+    read = facts.passes * (4 * elements + carried)
+    encode = facts.passes * roofline.launch_us + _us(roofline, read + carried + payload)
+    decode = roofline.launch_us + _us(roofline, payload + 8 * elements)
+    propose = roofline.launch_us + _us(roofline, 4 * elements + carried) if facts.agreement is not None else 0.0
+    return CompressorPoint(elements, encode, decode, propose)
+
+
+def _us(roofline: Roofline, size: float) -> float:
+    return size / (roofline.gb_per_s * 1e3)
+
+
+_PRESETS = (
+    # "NVIDIA A100 Tensor Core GPU" data sheet, 2022: SXM, 80 GB HBM2e, PCIe 4.
+    Preset("a100", "NVIDIA A100 SXM 80 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
+           2039.0, 32.0, "NVIDIA's A100 data sheet"),
+    # The same with 40 GB of HBM2.
+    Preset("a100-40gb", "NVIDIA A100 SXM 40 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
+           1555.0, 32.0, "NVIDIA's A100 data sheet"),
+    # "NVIDIA H100 Tensor Core GPU" data sheet, 2023: SXM5; it prints products of sparse matrices, halved here. PCIe 5.
+    Preset("h100", "NVIDIA H100 SXM", {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f64": 34.0},
+           3350.0, 64.0, "NVIDIA's H100 data sheet"),
+    # "NVIDIA H200 Tensor Core GPU" data sheet, 2023: the H100's processor, 141 GB of HBM3e; halved likewise.
+    Preset("h200", "NVIDIA H200 SXM", {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f64": 34.0},
+           4800.0, 64.0, "NVIDIA's H200 data sheet"),
+    # "NVIDIA L40S" data sheet, 2023: 48 GB GDDR6, PCIe 4.
+    Preset("l40s", "NVIDIA L40S", {"f32": 91.6, "tf32": 183.0, "bf16": 362.05, "f16": 362.05, "f64": 1.4},
+           864.0, 32.0, "NVIDIA's L40S data sheet"),
+    # "NVIDIA L4" data sheet, 2023: 24 GB GDDR6, PCIe 4; halved likewise.
+    Preset("l4", "NVIDIA L4", {"f32": 30.3, "tf32": 60.0, "bf16": 121.0, "f16": 121.0, "f64": 0.5},
+           300.0, 32.0, "NVIDIA's L4 data sheet"),
+    # "NVIDIA A10" data sheet, 2021: 24 GB GDDR6, PCIe 4.
+    Preset("a10", "NVIDIA A10", {"f32": 31.2, "tf32": 62.5, "bf16": 125.0, "f16": 125.0, "f64": 1.0},
+           600.0, 32.0, "NVIDIA's A10 data sheet"),
+    # "NVIDIA V100" data sheet, 2020: SXM2; neither TF32 nor bfloat16 in its tensor cores. PCIe 3.
+    Preset("v100", "NVIDIA V100 SXM2", {"f32": 15.7, "f16": 125.0, "f64": 7.8},
+           900.0, 16.0, "NVIDIA's V100 data sheet"),
+)  # fmt: skip
+
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
+
+
+def preset_named(name: str) -> Preset:
+    """The preset that `--device` names. Raises BadOption with those there are."""
+    found = PRESETS.get(name.lower())
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name.lower(), list(PRESETS), n=1, cutoff=0.0)
+    raise BadOption(
+        f"there is no device {name!r}; did you mean {close[0]!r}? The devices are {', '.join(PRESETS)}.\n"
+        "  For another one, say with --step-ms what a step takes there without communication."
+    )
