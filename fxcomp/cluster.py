@@ -27,6 +27,8 @@ class Level(Enum):
     INTER = "inter"  # the ranks with the same place in their hosts, one a host
     WORLD = "world"  # all ranks
 
+    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+
 
 class Way(Enum):
     """Who sends to whom at the same time, which decides how many messages share a link."""
@@ -34,9 +36,10 @@ class Way(Enum):
     CHAIN = "chain"  # each rank to the next: rings, and pipelined trees along the same order
     DOUBLING = "doubling"  # to partners at distances 1, 2, 4, ...
     PAIRS = "pairs"  # everyone to everyone
-    ROOT = "root"  # everyone to one rank, or one rank to another
+    ROOT = "root"  # everyone to one rank
+    ONE = "one"  # one rank to another
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+    __hash__ = object.__hash__  # as above
 
 
 # Links
@@ -174,15 +177,17 @@ class _Crossing(NamedTuple):
         outside, others = ranks - inside, ranks - 1
         pairs = inside * outside / others  # each sends every other one its part
         # Whether the root is inside or not: the worse.
-        loads = (float(turns), float(min(inside, outside)), pairs, max(inside, outside) / others)
+        loads = (float(turns), float(min(inside, outside)), pairs, max(inside, outside) / others, 1.0)
         return cls(loads, inside, turns)
 
     def plus(self, other: _Crossing) -> _Crossing:
-        loads = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
+        """What one group does on a medium that two of its units share. What one rank receives passes it once."""
+        sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
+        loads = (*sums[:3], *map(max, self.loads[3:], other.loads[3:]))
         return _Crossing(loads, self.inside + other.inside, self.turns + other.turns)
 
 
-_OWN_LINK = _Crossing((1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own carries what it sends
+_OWN_LINK = _Crossing((1.0, 1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own carries what it sends
 
 
 # Clusters
@@ -424,7 +429,7 @@ class Cluster:
         for (tier, unit), own in crossed.items():
             link = self.links[tier]
             for number, way in enumerate(Way):
-                is_one_way = way is Way.ROOT or link.is_shared
+                is_one_way = way in (Way.ROOT, Way.ONE) or link.is_shared
                 together = sum(crossing.loads[number] for crossing in everyone[tier, unit]) / link.count
                 alone = own.loads[number] / min(link.count, own.inside)
                 speed = link.one_way_gb_per_s if is_one_way else link.both_ways_gb_per_s

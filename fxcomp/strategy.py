@@ -29,12 +29,18 @@ from fxcomp.errors import BadPlan, BadStrategy, FxcompError
 
 
 class CollectiveKind(Enum):
-    """A collective, in torch's spelling."""
+    """A collective, in torch's spelling. Strategies use the first three, buffers the fourth; others have a price."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    POINT_TO_POINT = "point_to_point"
+
+    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
 
 
 class Device(Enum):

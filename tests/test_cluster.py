@@ -187,12 +187,13 @@ def test_a_shared_bus_is_one_for_all_ranks_of_its_host():
     assert ring(bus, (0, 1), (4, 5)) == 6.0  # another host's bus
     air = Cluster.parse("4x1", intra=INTRA, inter=Link(10.0, 1.0, is_shared=True))
     assert ring(air, (0, 1, 2, 3)) == 0.25
+    assert air.reach((0, 1, 2, 3)).gb_per_s(Way.ROOT) == 1.0  # what the root receives passes once
 
 
 def test_half_duplex_and_uneven_directions_slow_what_goes_both_ways():
     half = Cluster.parse("2x1", intra=INTRA, inter=Link(10.0, 1.0, is_half_duplex=True))
     assert ring(half, (0, 1)) == 0.5
-    assert half.reach((0, 1)).gb_per_s(Way.ROOT) == 1.0
+    assert half.reach((0, 1)).gb_per_s(Way.ROOT) == half.reach((0, 1)).gb_per_s(Way.ONE) == 1.0
     line = Cluster.parse("2x1", intra=INTRA, inter=Link(10.0, 1.0, in_gb_per_s=0.2))
     assert ring(line, (0, 1)) == 0.2
 

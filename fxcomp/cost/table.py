@@ -124,8 +124,7 @@ class CostTable:
         fit = self._fit(kind, level, cluster)
         if fit is not None:
             return formulas.time_us(kind, ranks, size, fit.alpha_us, fit.gb_per_s)
-        reach = cluster.reach_at(level)
-        return formulas.time_us(kind, ranks, size, reach.alpha_us, reach.gb_per_s(formulas.way_of(kind)))
+        return formulas.reach_us(kind, size, cluster.reach_at(level))
 
     def starting_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """What compute loses to a collective: its start, and the processor's time that the transport takes."""
@@ -135,6 +134,14 @@ class CostTable:
     def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
         fit = self._fit(kind, level, cluster)
         return fit.source if fit else f"the cluster's link, {cluster.link_at(level)}"
+
+    def collective_formula(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
+        """How `collective_us` gets its number, as text: the formula, and the numbers put in."""
+        reach, fit = cluster.reach_at(level), self._fit(kind, level, cluster)
+        if fit is not None:
+            return formulas.format_price(kind, reach.ranks, size, fit.alpha_us, fit.gb_per_s)
+        speed = reach.gb_per_s(formulas.way_of(kind))
+        return formulas.format_price(kind, reach.ranks, size, reach.alpha_us, speed, reach.message_us)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """The time in which a rank compresses its own gradient."""

@@ -1,57 +1,192 @@
-"""The formulas of collectives against numbers worked out by hand."""
+"""The formulas of collectives against numbers worked out by hand, and what is solved from them."""
+
+import math
+import random
 
 import pytest
+import sympy
 
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.cost import collectives as formulas
+from fxcomp.cost.collectives import FORMULAS, HIERARCHICAL, Algorithm, Compression
+from fxcomp.cost.table import CostTable
 from fxcomp.strategy import CollectiveKind
 
-# α = 10 µs, B = 1 GB/s = 1000 bytes a µs, p = 4, n = 8000 bytes
+K, A = CollectiveKind, Algorithm
+PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in algorithms]
+
+# α = 10 µs, o = 1 µs, B = 1 GB/s = 1000 bytes a µs, p = 4, n = 8000 bytes
 BY_HAND = {
-    CollectiveKind.ALL_REDUCE: 60.0 + 12.0,
-    CollectiveKind.ALL_GATHER: 30.0 + 24.0,
-    CollectiveKind.REDUCE_SCATTER: 30.0 + 6.0,
-    CollectiveKind.BROADCAST: 20.0 + 8.0,
+    (K.ALL_REDUCE, A.RING): 60.0 + 6.0 + 12.0,
+    (K.ALL_REDUCE, A.TREE): 40.0 + 4.0 + 16.0,
+    (K.ALL_REDUCE, A.HALVING_DOUBLING): 40.0 + 4.0 + 12.0,
+    (K.REDUCE_SCATTER, A.RING): 30.0 + 3.0 + 6.0,
+    (K.REDUCE_SCATTER, A.HALVING_DOUBLING): 20.0 + 2.0 + 6.0,
+    (K.ALL_GATHER, A.RING): 30.0 + 3.0 + 24.0,
+    (K.ALL_GATHER, A.HALVING_DOUBLING): 20.0 + 2.0 + 24.0,
+    (K.ALL_GATHER, A.DIRECT): 10.0 + 3.0 + 24.0,
+    (K.ALL_TO_ALL, A.DIRECT): 10.0 + 3.0 + 6.0,
+    (K.BROADCAST, A.TREE): 20.0 + 2.0 + 8.0,
+    (K.REDUCE, A.TREE): 20.0 + 2.0 + 8.0,
+    (K.GATHER, A.DIRECT): 10.0 + 3.0 + 24.0,
+    (K.POINT_TO_POINT, A.DIRECT): 10.0 + 1.0 + 8.0,
 }
 
 
-@pytest.mark.parametrize("kind", CollectiveKind)
-def test_four_ranks_take_what_is_worked_out_by_hand(kind: CollectiveKind):
-    assert formulas.time_us(kind, 4, 8000, alpha_us=10.0, gb_per_s=1.0) == pytest.approx(BY_HAND[kind])
+@pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
+def test_four_ranks_take_what_is_worked_out_by_hand(kind: K, algorithm: A):
+    us = formulas.time_us(kind, 4, 8000, alpha_us=10.0, gb_per_s=1.0, message_us=1.0, algorithm=algorithm)
+    assert us == pytest.approx(BY_HAND[kind, algorithm])
 
 
-@pytest.mark.parametrize("kind", CollectiveKind)
-def test_one_rank_takes_no_time_and_sends_nothing(kind: CollectiveKind):
-    assert formulas.time_us(kind, 1, 8000, alpha_us=10.0, gb_per_s=1.0) == 0.0
-    assert formulas.wire_bytes(kind, 1, 8000) == 0.0
+@pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
+def test_one_rank_takes_no_time_and_sends_nothing(kind: K, algorithm: A):
+    assert formulas.time_us(kind, 1, 8000, 10.0, 1.0, 1.0, algorithm) == 0.0
+    assert formulas.wire_bytes(kind, 1, 8000, algorithm) == 0.0
+    assert formulas.steps(kind, 1, algorithm) == formulas.messages(kind, 1, algorithm) == 0.0
 
 
-@pytest.mark.parametrize("kind", CollectiveKind)
-def test_more_bytes_or_less_bandwidth_are_never_cheaper(kind: CollectiveKind):
-    for ranks in (2, 3, 8, 100):
-        times = [formulas.time_us(kind, ranks, n, 10.0, 1.0) for n in (0, 1, 1000, 10**9)]
-        assert times == sorted(times)
-        times = [formulas.time_us(kind, ranks, 10**6, 10.0, b) for b in (100.0, 10.0, 0.1)]
-        assert times == sorted(times)
+def test_every_collective_has_a_price():
+    assert set(FORMULAS) == set(K)
+    assert {kind: formulas.default_algorithm(kind) for kind in (K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER)} == {
+        K.ALL_REDUCE: A.RING,
+        K.ALL_GATHER: A.RING,
+        K.REDUCE_SCATTER: A.RING,
+    }
 
 
 def test_a_reduce_scatter_and_an_all_gather_of_shards_make_an_all_reduce():
-    scatter = formulas.time_us(CollectiveKind.REDUCE_SCATTER, 8, 8000, 10.0, 1.0)
-    gather = formulas.time_us(CollectiveKind.ALL_GATHER, 8, 1000, 10.0, 1.0)
-    assert scatter + gather == pytest.approx(formulas.time_us(CollectiveKind.ALL_REDUCE, 8, 8000, 10.0, 1.0))
+    for algorithm in (A.RING, A.HALVING_DOUBLING):
+        scatter = formulas.time_us(K.REDUCE_SCATTER, 8, 8000, 10.0, 1.0, algorithm=algorithm)
+        gather = formulas.time_us(K.ALL_GATHER, 8, 1000, 10.0, 1.0, algorithm=algorithm)
+        whole = formulas.time_us(K.ALL_REDUCE, 8, 8000, 10.0, 1.0, algorithm=algorithm)
+        assert scatter + gather == pytest.approx(whole)
 
 
 def test_a_broadcast_takes_as_many_rounds_as_doublings():
-    rounds = [formulas.steps(CollectiveKind.BROADCAST, ranks) for ranks in (2, 3, 4, 5, 2**29)]
+    rounds = [formulas.steps(K.BROADCAST, ranks) for ranks in (2, 3, 4, 5, 2**29)]
     assert rounds == [1, 2, 2, 3, 29]
 
 
 def test_ranks_of_a_host_share_its_link_between_hosts_but_a_flat_ring_does_not():
     cluster = Cluster(2, 4, intra=Link(1, 100), inter=Link(10, 8))
-    ring = formulas.way_of(CollectiveKind.ALL_REDUCE)
+    ring = formulas.way_of(K.ALL_REDUCE)
     assert [cluster.reach_at(level).gb_per_s(ring) for level in Level] == [100.0, 2.0, 8.0]
 
 
-def test_a_formula_prints_for_a_report():
-    assert formulas.format_formula(CollectiveKind.ALL_GATHER) == "all_gather: α*(p - 1) + n*(p - 1)/B"
-    assert "ceil_log2(p)" in formulas.format_formula(CollectiveKind.BROADCAST)
+def test_groups_are_priced_by_the_links_that_they_cross():
+    cluster = Cluster.parse("4x4", intra=Link(1, 100), inter=Link(10, 1, message_us=2))
+    across, inside = cluster.reach((0, 4, 8, 12)), cluster.reach((0, 1, 2, 3))
+    assert formulas.reach_us(K.ALL_REDUCE, 8e6, across) == pytest.approx(6 * (10 + 2) + 1.5 * 8e6 / 1e3)
+    assert formulas.reach_us(K.ALL_REDUCE, 8e6, inside) == pytest.approx(6 * 1 + 1.5 * 8e6 / 100e3)
+    assert CostTable().collective_us(K.ALL_REDUCE, Level.INTRA, 8e6, cluster) == pytest.approx(6 + 120)
+    # Between hosts, four such groups share each host's link.
+    assert CostTable().collective_us(K.ALL_REDUCE, Level.INTER, 8e6, cluster) == pytest.approx(72 + 4 * 12e3)
+
+
+# By level
+
+
+@pytest.mark.parametrize("kind", HIERARCHICAL)
+def test_a_collective_by_level_takes_what_its_formula_says(kind: K):
+    cluster = Cluster.parse("3x4", intra=Link(2, 50, message_us=0.5), inter=Link(10, 4, message_us=1))
+    inner, outer = cluster.reach((0, 1, 2, 3)), cluster.reach((0, 4, 8))
+    symbols = {"k": 4, "h": 3, "n": 6e6, "α₀": 2, "α₁": 10, "o₀": 0.5, "o₁": 1, "B₀": 50e3, "B₁": 4e3}
+    expression = formulas.hierarchical_time(kind)
+    number = expression.subs({symbol: symbols[symbol.name] for symbol in expression.free_symbols})
+    assert formulas.hierarchical_us(kind, 6e6, [inner, outer]) == pytest.approx(
+        float(number.replace(formulas.CEIL_LOG2, lambda p: sympy.ceiling(sympy.log(p, 2))))
+    )
+
+
+def test_an_all_reduce_by_level_worked_out_by_hand():
+    cluster = Cluster.parse("3x4", intra=Link(2, 50), inter=Link(10, 4))
+    reaches = [cluster.reach_at(Level.INTRA), cluster.reach_at(Level.INTER)]
+    # 6 steps inside over 3/4 of 6 MB each way; 4 between hosts over 2·2/3 of a quarter, on a quarter of the link
+    by_hand = 6 * 2 + 2 * 0.75 * 6e6 / 50e3 + 4 * 10 + 2 * (2 / 3) * 1.5e6 / 1e3
+    assert formulas.hierarchical_us(K.ALL_REDUCE, 6e6, reaches) == pytest.approx(by_hand)
+
+
+def test_three_levels_are_two_of_which_one_is_two():
+    cluster = Cluster.parse("2x3x4", intra=Link(2, 50), inter=Link(10, 4))
+    reaches = [cluster.reach(group) for group in ((0, 1, 2, 3), (0, 4, 8), (0, 12))]
+    scatter, gather = K.REDUCE_SCATTER, K.ALL_GATHER
+    parts = [
+        formulas.reach_us(scatter, 24e6, reaches[0]),
+        formulas.reach_us(scatter, 6e6, reaches[1]),
+        formulas.reach_us(K.ALL_REDUCE, 2e6, reaches[2]),
+        formulas.reach_us(gather, 2e6, reaches[1]),
+        formulas.reach_us(gather, 6e6, reaches[0]),
+    ]
+    assert formulas.hierarchical_us(K.ALL_REDUCE, 24e6, reaches) == pytest.approx(sum(parts))
+
+
+# Break-even
+
+
+def saved_us(c: Compression, ranks: int, size: float, alpha_us: float, gb_per_s: float) -> float:
+    dense = formulas.time_us(K.ALL_REDUCE, ranks, size, alpha_us, gb_per_s)
+    compressed = formulas.time_us(c.kind, ranks, size / c.rate, alpha_us, gb_per_s)
+    return dense - compressed - c.us_per_byte * size - c.fixed_us
+
+
+def _kind_of(found: tuple[float, float] | None) -> str:
+    if found is None:
+        return "none"
+    return "all" if found == (0.0, math.inf) else "below" if found[0] == 0.0 else "above"
+
+
+def test_where_compressing_pays_agrees_with_a_scan():
+    chance = random.Random(3)
+    met = {"none": 0, "all": 0, "below": 0, "above": 0}
+    for _ in range(200):
+        kind = chance.choice([K.ALL_GATHER, K.ALL_REDUCE])
+        fixed = chance.choice([0.0, 10 ** chance.uniform(0, 3)])
+        c = Compression(chance.choice([2.0, 4.0, 32.0, 100.0]), 10 ** chance.uniform(-5, -2), fixed, kind)
+        ranks, alpha, size = chance.choice([2, 3, 8, 40]), 10 ** chance.uniform(0, 2), 10 ** chance.uniform(3, 9)
+        speed = 10 ** chance.uniform(-3, 2)
+        at_speed = formulas.pays_at_gb_per_s(c, ranks, size, alpha)
+        at_size = formulas.pays_at_bytes(c, ranks, alpha, speed)
+        for found, low, high, saved in (
+            (at_speed, 1e-6, 1e6, lambda x: saved_us(c, ranks, size, alpha, x)),  # noqa: B023
+            (at_size, 1.0, 1e14, lambda x: saved_us(c, ranks, x, alpha, speed)),  # noqa: B023
+        ):
+            for k in range(121):
+                x = low * (high / low) ** (k / 120)
+                assert (found is not None and found[0] < x < found[1]) == (saved(x) > 0)
+            met[_kind_of(found)] += 1
+    assert all(met.values()), met
+
+
+def test_int8_pays_below_a_bandwidth_worked_out_by_hand():
+    # p = 2: dense sends n, int8 n/4 and saves α; 1 ms for 10 MB: 7.5 MB / B = 1000 - 25 us
+    c = Compression(rate=4.0, us_per_byte=1e-4)
+    low, high = formulas.pays_at_gb_per_s(c, 2, 10e6, 25.0) or (0.0, 0.0)
+    assert low == 0.0
+    assert high == pytest.approx(7.5e6 / 975 / 1e3)
+
+
+# Text
+
+
+def test_formulas_print_as_they_are_written_by_hand():
+    assert formulas.format_formula(K.ALL_REDUCE) == "all_reduce ring: 2(p-1)α + 2(p-1)/p·n/B"
+    assert formulas.format_formula(K.ALL_GATHER) == "all_gather ring: (p-1)α + (p-1)n/B"
+    assert formulas.format_formula(K.ALL_REDUCE, A.TREE) == "all_reduce tree: 2⌈log₂ p⌉α + 2n/B"
+    assert formulas.format_formula(K.BROADCAST) == "broadcast tree: ⌈log₂ p⌉α + n/B"
+    assert formulas.format_formula(K.GATHER) == "gather direct: α + (p-1)n/B"
+
+
+def test_a_price_prints_with_its_numbers():
+    text = formulas.format_price(K.ALL_REDUCE, 4, 8e6, 25.0, 1.25)
+    assert text == "all_reduce ring: 2(p-1)α + 2(p-1)/p·n/B = 6·25 us + 1.5·8 MB/10gbit = 9.75 ms"
+    text = formulas.format_price(K.GATHER, 4, 8e6, 25.0, 1.25, 2.0)
+    assert text == "gather direct: α + (p-1)o + (p-1)n/B = 1·25 us + 3·2 us + 3·8 MB/10gbit = 19.23 ms"
+    assert formulas.format_price(K.GATHER, 1, 8e6, 25.0, 1.25) == "gather: one rank, nothing to do"
+
+
+@pytest.mark.parametrize("level", Level)
+def test_what_is_printed_is_what_is_computed(level: Level):
+    cluster, costs = Cluster.parse("2x4", intra=Link(1, 100), inter=Link(10, 1, message_us=2)), CostTable()
+    us = costs.collective_us(K.ALL_REDUCE, level, 8e6, cluster)
+    assert costs.collective_formula(K.ALL_REDUCE, level, 8e6, cluster).endswith(f" = {us / 1e3:.4g} ms")
