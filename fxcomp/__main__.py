@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.errors import BadOption, FxcompError
 
 EXAMPLES = """examples:
@@ -20,13 +21,13 @@ EXAMPLES = """examples:
   fxcomp explain train.py --cluster 8x4 --inter 25gbit          would it pay there?
   fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
   fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
+  fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
   fxcomp dump train.py --after bucket_gradients                 the graph after a pass
   fxcomp dump train.py --source                                 the code that would run
   fxcomp demo --inter 300mbit                                   train a GPT with DDP and with fxcomp
 """
 
 CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # what is asked about if the user does not say
-INTRA_ALPHA_US = 5.0  # assumed: ranks inside a host
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,9 +154,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="FILE.py[:job]", help="a file with a function that returns a fxcomp.Job")
-    parser.add_argument("--cluster", metavar="HxR", help=f"hosts x ranks per host, like 8x4 (default: {CLUSTER})")
-    parser.add_argument("--inter", metavar="RATE", help=f"between hosts: 300mbit, 25gbit@8us (default: {INTER})")
-    parser.add_argument("--intra", metavar="RATE", help=f"inside a host (default: {INTRA})")
+    parser.add_argument(
+        "--cluster", metavar="HxR", help=f"hosts x ranks per host, like 8x4 or 4+4+2, or a .toml (default: {CLUSTER})"
+    )
+    parser.add_argument("--inter", metavar="LINK", help=f"between hosts: 300mbit, 25gbit@8us (default: {INTER})")
+    parser.add_argument("--intra", metavar="LINK", help=f"inside a host: nvlink4, pcie4, 12GB/s (default: {INTRA})")
+    parser.add_argument("--rack", type=int, metavar="HOSTS", help="how many hosts each rack has (default: no racks)")
+    parser.add_argument("--oversubscription", metavar="A:B", help="what hosts of a rack could send: its uplink (1:1)")
     parser.add_argument(
         "--plan", metavar="PLAN", help="a saved plan.json, or one compressor for all: dense, bf16, int8"
     )
@@ -163,17 +168,37 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster that was asked about, and what the user did not say of it."""
-    inter = Link.parse(arguments.inter or INTER)
-    intra = Link.parse(arguments.intra or INTRA, alpha_us=INTRA_ALPHA_US)
-    cluster = Cluster.parse(arguments.cluster or CLUSTER, intra=intra, inter=inter)
+    text = arguments.cluster or CLUSTER
+    inter = Link.parse(arguments.inter) if arguments.inter else None
+    intra = Link.parse(arguments.intra, alpha_us=INTRA_ALPHA_US) if arguments.intra else None
     assumed: list[str] = []
-    if not arguments.cluster:
-        assumed.append(f"--cluster {CLUSTER}")
-    if not arguments.inter and cluster.hosts > 1:
-        assumed.append(f"--inter {INTER}")
-    if not arguments.intra and cluster.ranks_per_host > 1:
-        assumed.append(f"--intra {INTRA}")
+    if text.endswith(".toml"):
+        cluster = load_cluster(text, intra=intra, inter=inter)
+    else:
+        if not arguments.cluster:
+            assumed.append(f"--cluster {CLUSTER}")
+        named = {clause.split()[0] for clause in text.split(",")[1:] if clause.strip()}
+        for name, link in (("inter", inter), ("intra", intra)):
+            if link is not None and name in named:
+                raise BadOption(f"--cluster {text!r} says {name}, and so does --{name}: keep one")
+        usual = {"intra": Link.parse(INTRA, alpha_us=INTRA_ALPHA_US), "inter": Link.parse(INTER)}
+        cluster = Cluster.parse(text, intra=intra or usual["intra"], inter=inter or usual["inter"])
+        if inter is None and "inter" not in named and cluster.hosts > 1:
+            assumed.append(f"--inter {INTER}")
+        if intra is None and "intra" not in named and cluster.ranks_per_host > 1:
+            assumed.append(f"--intra {INTRA}")
+    cluster = _in_racks(cluster, arguments)
     return cluster, (f"Assumed, because it was not said: {', '.join(assumed)}.",) if assumed else ()
+
+
+def _in_racks(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
+    if arguments.rack is None:
+        if arguments.oversubscription:
+            raise BadOption("--oversubscription is about racks: say with --rack how many hosts each has")
+        return cluster
+    if cluster.above:
+        raise BadOption(f"--rack: the cluster has {cluster.above[0].name}s already ({cluster.shape}); leave it out")
+    return cluster.with_racks(arguments.rack, oversubscription=parse_ratio(arguments.oversubscription or "1:1"))
 
 
 def _version() -> str:

@@ -9,6 +9,7 @@ A tree: ranks are its leaves, and every unit (host, rack, what lies above) share
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fxcomp.errors import BadCluster
+from fxcomp.presets import LINK_PRESETS
 
 
 class Level(Enum):
@@ -100,17 +102,20 @@ class Link:
     def parse(cls, text: str, *, alpha_us: float = 25.0) -> Link:
         """Read `25gbit`, `300mbit` or `12GB/s`, with a latency behind `@` if given: `25gbit@8us`.
 
-        The latency is `alpha_us` otherwise (default 25 µs: TCP over Ethernet, assumed). More can be said:
-        `8x25gbit` (eight of them), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (and 2 µs for each message), and
-        behind it `half-duplex` and `shared`.
+        The latency is `alpha_us` otherwise (default 25 µs: TCP over Ethernet, assumed). More can be said: `nvlink4` (a
+        name of presets.py), `8x25gbit` (eight of them), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (and 2 µs for
+        each message), and behind it `half-duplex` and `shared`.
         """
         rest, flags = text.strip(), {"half-duplex": False, "shared": False}
         while (words := rest.rsplit(None, 1))[-1:] and words[-1].lower() in flags and len(words) == 2:
             flags[words[-1].lower()], rest = True, words[0]
         rates, _, latency = rest.partition("@")
-        count = re.match(r"\s*(\d+)\s*x\s*(?=[0-9.])", rates)
+        count = re.match(r"\s*(\d+)\s*x\s*", rates)
         outward, _, inward = rates[count.end() if count else 0 :].partition(":")
         alpha, _, message = latency.partition("+")
+        if outward.strip()[:1].isalpha():
+            outward, known_alpha = _preset(outward.strip()).split("@")
+            alpha_us = _latency_us(known_alpha, text)
         return cls(
             alpha_us=_latency_us(alpha, text) if latency else alpha_us,
             gb_per_s=parse_gb_per_s(outward),
@@ -143,6 +148,17 @@ def parse_gb_per_s(text: str) -> float:
     if unit is None or value <= 0:
         raise BadCluster(f"cannot read the bandwidth {text!r}: write it like 300mbit, 25gbit or 12GB/s")
     return value * unit
+
+
+def _preset(name: str) -> str:
+    if name.lower() in LINK_PRESETS:
+        return LINK_PRESETS[name.lower()].link
+    close = difflib.get_close_matches(name.lower(), LINK_PRESETS, n=1)
+    hint = f": did you mean {close[0]!r}?" if close else "."
+    raise BadCluster(
+        f"cannot read the bandwidth {name!r}: write it like 300mbit, 25gbit or 12GB/s, or name a link{hint}\n"
+        f"  The links are {', '.join(LINK_PRESETS)}."
+    )
 
 
 def format_gbit(gb_per_s: float) -> str:

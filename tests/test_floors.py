@@ -9,9 +9,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["errors", "compat"],
+    ["errors", "compat", "presets"],
     ["cluster", "compressors", "text"],
-    ["strategy", "runtime", "job", "hosts", "testing"],
+    ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt", "ranks"],
     ["graph"],
     ["capture", "passes", "search", "codegen"],
