@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from fxcomp.cost.fit import Sample, fit, interpolated, left_out_errors
+from fxcomp.cost.fit import Sample, fit, interpolate, left_out_errors
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "espresso_cpu_compressor_microbench.json"
 BAR = 0.10  # the median error that is asked for
@@ -66,7 +66,7 @@ def judge(run: str, compressor: str, work: str, samples: Sequence[Sample]) -> Re
         in_sample_worst=fitted.worst,
         left_out=statistics.median(errors),
         left_out_p90=statistics.quantiles(errors, n=10)[-1],
-        interpolated=statistics.median(left_out_errors(samples, interpolated)),
+        interpolated=statistics.median(left_out_errors(samples, lambda rest: lambda size: interpolate(rest, size))),
         fit=fitted.to_json(),
     )
 

@@ -51,6 +51,8 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
 
     def complete(known: CostTable | None) -> CostTable:
         table = known or _without_compressors(device)
+        if table.threads != torch.get_num_threads():
+            table = replace(table, threads=torch.get_num_threads())
         missing = [c for c in dict.fromkeys(compressors) if not all(table.has_measured(c, place) for place in Device)]
         if not missing:
             return table
@@ -71,6 +73,7 @@ def _without_compressors(device: torch.device) -> CostTable:
         roofline=roofline,
         pack_gb_per_s=pack,
         copy_gb_per_s=measure_copy(device),
+        threads=torch.get_num_threads(),
     )
 
 

@@ -603,9 +603,8 @@ def _sources(explanation: Explanation) -> RenderableType:
         if operators:
             table.add_row(what, _operators(operators))
     steps = dict.fromkeys(step for bucket in plan.buckets for step in bucket.strategy.collectives)
-    for (kind, level), fit in costs.collectives.items():
-        speed = f"{fit.alpha_us:.3g} us a step, {format_gbit(fit.gb_per_s)} a rank, ±{fit.spread:.0%}"
-        table.add_row(f"{kind.value}@{level.value}", f"{speed} ({fit.source})")
+    for (kind, reach), measured in costs.collectives.items():
+        table.add_row(f"{kind.value}@{reach}", measured.describe(kind))
     for step in steps if not costs.collectives else ():
         table.add_row(str(step), costs.collective_source(step.kind, step.level, cluster))
     used = dict.fromkeys((bucket.strategy.compressor, bucket.strategy.device) for bucket in plan.buckets)

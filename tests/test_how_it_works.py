@@ -12,7 +12,8 @@ from torch import nn
 from fxcomp.capture import capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import CompressorPoint, CostTable, Roofline
+from fxcomp.cost.measured import CompressorCost, CompressorPoint
+from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone
@@ -31,9 +32,10 @@ COSTS = CostTable(
     roofline=Roofline(gflops=10.0, gb_per_s=10.0, launch_us=20.0, source="made up"),
     compressors={
         **dict.fromkeys(
-            ("bf16@gpu", "int8@gpu"), (CompressorPoint(1, 60.0, 40.0), CompressorPoint(1_000_000, 360.0, 140.0))
+            ("bf16@gpu", "int8@gpu"),
+            CompressorCost.of(CompressorPoint(1, 60.0, 40.0), CompressorPoint(1_000_000, 360.0, 140.0)),
         ),
-        "int4@gpu": (CompressorPoint(1, 1e6, 1e6),),  # too slow here to be chosen
+        "int4@gpu": CompressorCost.of(CompressorPoint(1, 1e6, 1e6)),  # too slow here to be chosen
     },
     has_spare_host=False,
     error=0.05,

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import kernels, parse_compressor
-from fxcomp.cost.table import AlphaBeta, CompressorPoint, CostTable
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Stream, Task, simulate
 from fxcomp.report import Explanation, encodable, exposed_by_bucket, parts_us, sent_bytes, short, to_json, to_text
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
@@ -21,7 +22,9 @@ from fxcomp.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strateg
 
 COSTS = CostTable(
     compressors={
-        f"{parse_compressor(name)}@{device}": (CompressorPoint(4096, 4.0, 3.0), CompressorPoint(1 << 20, 400.0, 300.0))
+        f"{parse_compressor(name)}@{device}": CompressorCost.of(
+            CompressorPoint(4096, 4.0, 3.0), CompressorPoint(1 << 20, 400.0, 300.0)
+        )
         for name in ("bf16", "int8")
         for device in ("gpu", "cpu")
     }
@@ -166,10 +169,11 @@ def test_a_report_without_a_comparison_says_what_it_knows():
 
 
 def test_links_that_were_measured_are_listed_and_the_cluster_is_not_believed():
-    fits = {(CollectiveKind.ALL_REDUCE, Level.WORLD): AlphaBeta(30.0, 0.125, 0.02, "measured, 12 samples")}
+    kind = CollectiveKind.ALL_REDUCE
+    fits = {(kind, "2x1"): MeasuredCollective.line(kind, 2, 30.0, 0.125, 0.02, "measured, 12 samples")}
     text = to_text(explanation(cluster("1gbit"), costs=replace(COSTS, collectives=fits)))
     assert "links as measured" in text
-    assert "30 us a step, 1gbit a rank, ±2% (measured, 12 samples)" in text
+    assert "30 us a step, 1gbit a rank; off by 2.0 % (measured, 12 samples)" in text
 
 
 def test_one_rank_has_nothing_to_explain_but_its_compute():

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
-from fxcomp.cost.table import CompressorPoint, CostTable, Roofline
+from fxcomp.cost.measured import CompressorCost, CompressorPoint
+from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.errors import BadOption
 from fxcomp.strategy import Device
 
@@ -76,7 +77,7 @@ class Preset:
             hardware=self.title,
             source="estimate",
             roofline=roofline,
-            compressors={f"{c}@{Device.GPU.value}": compressor_points(c, roofline) for c in dict.fromkeys(compressors)},
+            compressors={f"{c}@{Device.GPU.value}": compressor_cost(c, roofline) for c in dict.fromkeys(compressors)},
             pack_gb_per_s=roofline.gb_per_s / 2,  # what is filled is read elsewhere first
             copy_gb_per_s=COPY_SHARE * self.host_gb_per_s,
             has_spare_host=False,
@@ -85,9 +86,9 @@ class Preset:
         )
 
 
-def compressor_points(compressor: Compressor, roofline: Roofline) -> tuple[CompressorPoint, ...]:
+def compressor_cost(compressor: Compressor, roofline: Roofline) -> CompressorCost:
     """What a compressor takes by memory bandwidth, at the size below which launching is all, and at a large one."""
-    return tuple(_point(compressor, roofline, elements) for elements in _SIZES)
+    return CompressorCost.of(*(_point(compressor, roofline, elements) for elements in _SIZES))
 
 
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)

@@ -29,7 +29,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,8 @@ FEWEST_POINTS = 3
 FINEST = 0.01
 """Relative errors below this are not told apart (assumed: the same call twice differs by as much)."""
 
-_ROUNDS = 5  # of reweighting (assumed: enough for weights to settle)
+_ROUNDS = 5  # of reweighting at most, until no weight changes by more than `_SETTLED` (both assumed)
+_SETTLED = 0.01
 _NOTHING = 1e-9  # of what a time is made of: rounding
 _HUBER = 1.5  # times the median error: where a size's error counts as unusual; 1.345 σ is 2 median errors of a Gaussian
 
@@ -193,29 +194,27 @@ def left_out_errors(
     return errors
 
 
-def interpolated(points: Sequence[Sample]) -> Callable[[float], float]:
-    """Lines from point to point instead of a fit: believes every one. Points lie by size.
+def interpolate(points: Sequence[Sample], size: float) -> float:
+    """Follow lines from point to point instead of a fit: believe every one. Points lie by size.
 
     Constant below the first point; beyond the last along the chord over all; in proportion to size if there is but one.
     Never falling: a point below an earlier one counts as high as that.
     """
-    sizes = [size for size, _ in points]
-    heights = [us for _, us in points]
-    rising = [max(heights[: k + 1]) for k in range(len(heights))]
-    first, last = sizes[0], sizes[-1]
+    rising = list(accumulate((us for _, us in points), max))
+    first, last = points[0][0], points[-1][0]
+    right = bisect_right(points, size, key=_size)
+    if right == 0:
+        return rising[0]
+    if len(points) == 1:
+        return rising[0] * size / first
+    if right == len(points):
+        return rising[-1] + (size - last) * (rising[-1] - rising[0]) / (last - first)
+    low, high = points[right - 1][0], points[right][0]
+    return rising[right - 1] + (size - low) * (rising[right] - rising[right - 1]) / (high - low)
 
-    def at(size: float) -> float:
-        right = bisect_right(sizes, size)
-        if right == 0:
-            return rising[0]
-        if len(sizes) == 1:
-            return rising[0] * size / first
-        if right == len(sizes):
-            return rising[-1] + (size - last) * (rising[-1] - rising[0]) / (last - first)
-        low, high = sizes[right - 1], sizes[right]
-        return rising[right - 1] + (size - low) * (rising[right] - rising[right - 1]) / (high - low)
 
-    return at
+def _size(point: Sample) -> float:
+    return point[0]
 
 
 def _noise(samples: Sequence[Sample], centre: Mapping[float, float]) -> float:
@@ -306,7 +305,9 @@ def _solve(x: Vector, y: Vector, breaks: Sequence[_Break]) -> tuple[Vector, Vect
         coefficients = _non_negative(rows * root[:, None], root)
         errors = np.abs(rows @ coefficients - 1.0)
         usual = max(_HUBER * float(np.median(errors)), FINEST)
-        weights = np.minimum(1.0, usual / np.maximum(errors, 1e-12))
+        before, weights = weights, np.minimum(1.0, usual / np.maximum(errors, 1e-12))
+        if np.max(np.abs(weights - before)) < _SETTLED:
+            break
     return coefficients, errors
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
-from fxcomp.cost import collectives as formulas
-from fxcomp.cost.table import AlphaBeta, CompressorPoint, Roofline
+from fxcomp.cost.fit import fit
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, compressor_key, format_bytes
+from fxcomp.cost.table import Roofline
 from fxcomp.strategy import CollectiveKind, Device
 
 TimeCollective = Callable[[CollectiveKind, Level, int], float]
@@ -20,29 +22,58 @@ TimeCollective = Callable[[CollectiveKind, Level, int], float]
 
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 16 << 20
+MOST_RECEIVED = 256 << 20
+"""A gather fills no more than this on one rank, so that measuring needs no memory that training would miss."""
 GROWTH = 4
 REPEATS = 3
 RANKS = 2  # whose payloads a compressor is timed with
 
+IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+"""What most plans are made of."""
+
+_RECEIVES_ALL = (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
+
+
+# Collectives
+
 
 def measure_collectives(
-    time_collective: TimeCollective, cluster: Cluster, budget_s: float = 3.0
-) -> dict[tuple[CollectiveKind, Level], AlphaBeta]:
-    """Fit α and bandwidth of all_reduce and all_gather at each level of the cluster to live timings.
+    time_collective: TimeCollective,
+    cluster: Cluster,
+    budget_s: float = 3.0,
+    *,
+    kinds: Sequence[CollectiveKind] = IN_STEPS,
+    largest: int = LARGEST_BYTES,
+    rounds: int = 1,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
+    """Fit live timings of collectives at each level of the cluster, filed under how its ranks sit.
 
-    What is measured next depends on the returned numbers alone: ranks that took different decisions would wait for
-    each other for ever. So time is what `time_collective` says has passed, never a clock.
+    The first round takes sizes that grow by `GROWTH`, the second those between, a third all of them once more. What is
+    measured next depends on the returned numbers alone: ranks that took different decisions would wait for each other
+    for ever. So time is what `time_collective` says has passed, never a clock; what one collective leaves of its share
+    of the budget is for the ones after it.
     """
-    pairs = [
-        (kind, level) for level in _levels(cluster) for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
-    ]
-    fits: dict[tuple[CollectiveKind, Level], AlphaBeta] = {}
-    for kind, level in pairs:
-        samples = _sample(
-            lambda size, kind=kind, level=level: time_collective(kind, level, size), budget_s / len(pairs)
-        )
-        fits[kind, level] = fit_alpha_beta(kind, cluster.ranks_at(level), samples)
+    pairs = [(kind, level) for level in _levels(cluster) for kind in kinds]
+    fits: dict[tuple[CollectiveKind, str], MeasuredCollective] = {}
+    for k, (kind, level) in enumerate(pairs):
+        reach = cluster.reach_at(level)
+        if reach.ranks == 1 or (kind, reach.text) in fits:
+            continue
+        tell(f"measuring {kind.value} among {reach.ranks} ranks ({reach.text})")
+        received = reach.ranks if kind in _RECEIVES_ALL else 1
+        sizes = _rounds(min(largest, MOST_RECEIVED // received), rounds)
+        samples, spent = _sample(partial(time_collective, kind, level), sizes, budget_s / (len(pairs) - k))
+        budget_s -= spent
+        fits[kind, reach.text] = fitted_collective(reach.ranks, samples)
     return fits
+
+
+def fitted_collective(ranks: int, samples: Sequence[tuple[int, float]]) -> MeasuredCollective:
+    """Fit (bytes, seconds)."""
+    found = fit([(size, 1e6 * seconds) for size, seconds in samples])
+    largest = max(size for size, _ in samples)
+    return MeasuredCollective(ranks, found, f"measured, {len(samples)} samples up to {format_bytes(largest)}")
 
 
 def _levels(cluster: Cluster) -> list[Level]:
@@ -51,92 +82,74 @@ def _levels(cluster: Cluster) -> list[Level]:
     return list(Level) if cluster.has_levels else [Level.WORLD]
 
 
-def _sample(timed: Callable[[int], float], budget_s: float) -> list[tuple[int, float]]:
-    """Time growing sizes while the budget lasts: the next size may cost `GROWTH` times the last."""
+def _rounds(largest: int, rounds: int) -> list[list[int]]:
+    coarse = [SMALLEST_BYTES]
+    while coarse[-1] * GROWTH <= largest:
+        coarse.append(coarse[-1] * GROWTH)
+    between = [size * GROWTH // 2 for size in coarse[:-1]]
+    return [coarse, between, sorted(coarse + between)][:rounds]
+
+
+def _sample(
+    timed: Callable[[int], float], rounds: Sequence[Sequence[int]], budget_s: float
+) -> tuple[list[tuple[int, float]], float]:
+    """Time every size of every round while the budget lasts; the samples, and what they took, in seconds.
+
+    A size is expected to take what it took before, or `GROWTH` times the next smaller one's time at most.
+    """
     spent = timed(SMALLEST_BYTES)  # the first one opens connections: not a sample
     samples: list[tuple[int, float]] = []
-    size = SMALLEST_BYTES
-    while size <= LARGEST_BYTES:
-        for _ in range(REPEATS):
-            seconds = timed(size)
-            spent += seconds
-            samples.append((size, seconds))
-            if spent + seconds > budget_s and len(samples) > REPEATS:
-                return samples
-        if spent + GROWTH * samples[-1][1] > budget_s and size > SMALLEST_BYTES:
-            break
-        size *= GROWTH
-    return samples
+    known: dict[int, float] = {}
+    for sizes in rounds:
+        for size in sizes:
+            for _ in range(REPEATS):
+                below = max((other for other in known if other < size), default=None)
+                next_s = known.get(size) or (0.0 if below is None else known[below] * size / below)
+                if len(samples) > REPEATS and spent + next_s > budget_s:
+                    break
+                seconds = timed(size)
+                spent += seconds
+                samples.append((size, seconds))
+                known[size] = min(seconds, known.get(size, seconds))
+    return samples, spent
 
 
-def fit_alpha_beta(kind: CollectiveKind, ranks: int, samples: Sequence[tuple[int, float]]) -> AlphaBeta:
-    """Fit `steps · α + wire bytes / B` to (bytes, seconds): the median of each size, by least squares.
-
-    Medians, because another job's traffic must not bend the line. Weighted 1/t, between absolute errors, which would
-    leave α to noise, and relative ones, which would believe the short bursts that a shaped link lets through.
-    """
-    steps = formulas.steps(kind, ranks)
-    sizes = sorted({size for size, _ in samples})
-    medians = [1e6 * max(1e-9, statistics.median(t for size, t in samples if size == s)) for s in sizes]
-    rows = [(steps, formulas.wire_bytes(kind, ranks, size), us) for size, us in zip(sizes, medians, strict=True)]
-    alpha, us_per_byte = _least_squares(rows)
-    errors = [abs(alpha * s + us_per_byte * b - t) / t for s, b, t in rows]
-    return AlphaBeta(
-        alpha_us=alpha,
-        gb_per_s=1e-3 / us_per_byte,
-        spread=statistics.median(errors),
-        source=f"measured, {len(samples)} samples up to {max(sizes):,} bytes",
-    )
-
-
-def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Minimise Σ (α s + β b - t)² / t with α ≥ 0 and β > 0."""
-    ss = sum(s * s / t for s, _, t in rows)
-    sb = sum(s * b / t for s, b, t in rows)
-    bb = sum(b * b / t for _, b, t in rows)
-    st, bt = sum(s for s, _, _ in rows), sum(b for _, b, _ in rows)
-    determinant = ss * bb - sb * sb
-    if determinant > 1e-12 * ss * bb:
-        alpha, beta = (st * bb - bt * sb) / determinant, (bt * ss - st * sb) / determinant
-        if alpha >= 0 and beta > 0:
-            return alpha, beta
-        if beta <= 0:  # time does not grow with size: the link is too fast to be seen
-            return st / ss, _FASTEST_US_PER_BYTE
-    return 0.0, max(bt / bb, _FASTEST_US_PER_BYTE)
-
-
-_FASTEST_US_PER_BYTE = 1e-6  # 1 TB/s: nothing measured here is faster
+# Compressors
 
 
 def measure_compressors(
     compressors: Sequence[Compressor],
-    sizes: Sequence[int] = (4_096, 65_536, 524_288, 2_097_152, 8_388_608),
+    sizes: Sequence[int] = (4_096, 16_384, 65_536, 262_144, 1_048_576, 2_097_152, 8_388_608),
     *,
     device: Device = Device.GPU,
     on: torch.device | None = None,
     each_s: float = 0.25,
-) -> dict[str, tuple[CompressorPoint, ...]]:
+) -> dict[str, CompressorCost]:
     """Time proposing, encoding and decoding at growing sizes, keyed as a cost table wants it.
 
     `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
-    threads are those that the caller allows). A compressor stops at a smaller size where more would take it longer than
-    `each_s`. One that knows shapes is given a matrix, as square as its size allows.
+    threads are those that the caller allows, and part of the key). A compressor stops at a smaller size where more
+    would take it longer than `each_s`. One that knows shapes is given a matrix, as square as its size allows.
     """
     on = on or torch.device("cpu")
     source = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).to(on)
-    return {f"{c}@{device.value}": _measure_compressor(c, source, sorted(sizes), each_s) for c in compressors}
+    threads = torch.get_num_threads() if on.type == "cpu" else None
+    return {
+        compressor_key(str(c), device.value, threads): _measure_compressor(c, source, sorted(sizes), each_s)
+        for c in compressors
+    }
 
 
 def _measure_compressor(
     compressor: Compressor, source: torch.Tensor, sizes: Sequence[int], budget_s: float
-) -> tuple[CompressorPoint, ...]:
+) -> CompressorCost:
     points: list[CompressorPoint] = []
     begun = time.perf_counter()
     for size in sizes:
         if points and time.perf_counter() - begun + _cost_of_next_s(points[-1], size) > budget_s:
             break
         points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), source[:size]))
-    return tuple(points)
+    return CompressorCost.fitted(points)
 
 
 def _measure_point(compressor: Compressor, bucket: torch.Tensor) -> CompressorPoint:
@@ -160,6 +173,9 @@ def _measure_point(compressor: Compressor, bucket: torch.Tensor) -> CompressorPo
 def _cost_of_next_s(last: CompressorPoint, size: int) -> float:
     once_us = last.propose_us + last.encode_us + RANKS * last.decode_us
     return 1e-6 * size / last.elements * 2 * REPEATS * once_us
+
+
+# Memory
 
 
 def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fxcomp.cluster import Cluster, Level, format_gbit
+from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
+from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
 
 ASSUMED = "assumed"
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,13 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
-class AlphaBeta:
-    """A collective as it was measured: a latency per step and the bandwidth that one rank gets."""
-
-    alpha_us: float
-    gb_per_s: float
-    spread: float = 0.0
-    source: str = ASSUMED
-
-
-@dataclass(frozen=True, slots=True)
-class CompressorPoint:
-    """A compressor at one size: what a rank needs to propose, to encode, and to decode one rank's payload."""
-
-    elements: int
-    encode_us: float
-    decode_us: float
-    propose_us: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class CostTable:
     """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
 
     `compute` is keyed by operation and shapes: `aten.mm f32[512,384] f32[384,384]`.
-    `compressors` is keyed by compressor and device as a strategy writes them: `int8@gpu`.
-    `collectives` holds live measurements and wins over the cluster's links.
+    `compressors` is keyed by compressor and device as a strategy writes them, and by threads: `int8@gpu`, `int8@cpu*2`.
+    `collectives` holds live measurements, keyed by how the ranks sit (`Cluster.reach`): `all_reduce@4x1`. They win over
+    the cluster's links.
     """
 
     hardware: str = "unknown"
@@ -94,12 +75,11 @@ class CostTable:
     source: str = ASSUMED
     compute: Mapping[str, Measured] = field(default_factory=dict[str, Measured])
     roofline: Roofline = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
-    collectives: Mapping[tuple[CollectiveKind, Level], AlphaBeta] = field(
-        default_factory=dict[tuple[CollectiveKind, Level], AlphaBeta]
+    collectives: Mapping[tuple[CollectiveKind, str], MeasuredCollective] = field(
+        default_factory=dict[tuple[CollectiveKind, str], MeasuredCollective]
     )
-    compressors: Mapping[str, tuple[CompressorPoint, ...]] = field(
-        default_factory=dict[str, tuple[CompressorPoint, ...]]
-    )
+    compressors: Mapping[str, CompressorCost] = field(default_factory=dict[str, CompressorCost])
+    threads: int | None = None  # that a compressor may use; None: as many as it was measured with
     pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
     launch_us: float = 20.0  # assumed: what the main thread spends on starting a collective
     interference_us_per_mb: float = 0.0  # what compute loses to the network's own work, for each MB that a rank sends
@@ -120,10 +100,9 @@ class CostTable:
 
     def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """The time of one collective over `size` bytes: what one rank contributes (all_gather) or the full tensor."""
-        ranks = cluster.ranks_at(level)
-        fit = self._fit(kind, level, cluster)
-        if fit is not None:
-            return formulas.time_us(kind, ranks, size, fit.alpha_us, fit.gb_per_s)
+        measured = self._measured(kind, level, cluster)
+        if measured is not None:
+            return measured[1].us(measured[0], kind, size)
         return formulas.reach_us(kind, size, cluster.reach_at(level))
 
     def starting_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
@@ -132,22 +111,26 @@ class CostTable:
         return self.launch_us + self.interference_us_per_mb * sent / 1e6
 
     def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
-        fit = self._fit(kind, level, cluster)
-        return fit.source if fit else f"the cluster's link, {cluster.link_at(level)}"
+        measured = self._measured(kind, level, cluster)
+        if measured is None:
+            return f"the cluster's link, {cluster.link_at(level)}"
+        known, found = measured
+        return found.source if known is kind else f"{ASSUMED}, as {known.value}: {found.source}"
 
     def collective_formula(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
         """How `collective_us` gets its number, as text: the formula, and the numbers put in."""
-        reach, fit = cluster.reach_at(level), self._fit(kind, level, cluster)
-        if fit is not None:
-            return formulas.format_price(kind, reach.ranks, size, fit.alpha_us, fit.gb_per_s)
+        reach, measured = cluster.reach_at(level), self._measured(kind, level, cluster)
+        if measured is not None:
+            known, found = measured
+            return found.format_us(known, kind, size)
         speed = reach.gb_per_s(formulas.way_of(kind))
         return formulas.format_price(kind, reach.ranks, size, reach.alpha_us, speed, reach.message_us)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """The time in which a rank compresses its own gradient."""
-        points = self._points(compressor, device)
-        if points:
-            return self._busy(_interpolate(points, [p.encode_us for p in points], elements), device)
+        known = self._compressor(compressor, device)
+        if known:
+            return self._busy(known.encode_us(elements), device)
         # g in, residual in, residual out: what error feedback must touch at least.
         return self._busy(self.roofline.us(0.0, 12.0 * elements), device)
 
@@ -155,17 +138,17 @@ class CostTable:
         """The time in which a rank makes what the ranks agree on before they compress."""
         if compressor.facts.agreement is None:
             return 0.0
-        points = self._points(compressor, device)
-        if points:
-            return self._busy(_interpolate(points, [p.propose_us for p in points], elements), device)
+        known = self._compressor(compressor, device)
+        if known:
+            return self._busy(known.propose_us(elements), device)
         # g in, residual in.
         return self._busy(self.roofline.us(0.0, 8.0 * elements), device)
 
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
         """The time in which a rank turns all ranks' payloads into their mean."""
-        points = self._points(compressor, device)
-        if points:
-            return self._busy(ranks * _interpolate(points, [p.decode_us for p in points], elements), device)
+        known = self._compressor(compressor, device)
+        if known:
+            return self._busy(ranks * known.decode_us(elements), device)
         # A payload in, the sum in and out, for each rank.
         return self._busy(ranks * self.roofline.us(0.0, 9.0 * elements), device)
 
@@ -183,7 +166,7 @@ class CostTable:
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
         """Whether this very compressor was timed there."""
-        return f"{compressor}@{device.value}" in self.compressors
+        return self._exact_key(_text(compressor), device.value) is not None
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
         """`measured` if this very compressor was timed, or what its cost was taken from."""
@@ -214,7 +197,7 @@ class CostTable:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": VERSION,
             "hardware": self.hardware,
             "versions": self.versions,
             "date": self.date,
@@ -230,16 +213,20 @@ class CostTable:
             "estimate": self.estimate,
             "roofline": asdict(self.roofline),
             "compute": {key: asdict(value) for key, value in self.compute.items()},
-            "collectives": {f"{kind.value}@{level.value}": asdict(v) for (kind, level), v in self.collectives.items()},
-            "compressors": {key: [asdict(p) for p in points] for key, points in self.compressors.items()},
+            "collectives": {f"{kind.value}@{reach}": v.to_json() for (kind, reach), v in self.collectives.items()},
+            "compressors": {key: known.to_json() for key, known in self.compressors.items()},
+            "threads": self.threads,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
         """Build a table from `to_json`'s data. Raises BadOption."""
         try:
-            if data["version"] != 1:
-                raise BadOption(f"this cost table has version {data['version']!r}; this fxcomp reads version 1")
+            if data["version"] != VERSION:
+                raise BadOption(
+                    f"this cost table has version {data['version']!r}; this fxcomp reads version {VERSION},"
+                    " which fxcomp calibrate writes"
+                )
             return cls(
                 hardware=str(data["hardware"]),
                 versions=str(data["versions"]),
@@ -256,8 +243,14 @@ class CostTable:
                 estimate=str(data.get("estimate", "")),
                 roofline=Roofline(**data["roofline"]),
                 compute={key: Measured(**value) for key, value in data["compute"].items()},
-                collectives={_parse_collective(key): AlphaBeta(**v) for key, v in data["collectives"].items()},
-                compressors={k: tuple(CompressorPoint(**p) for p in ps) for k, ps in data["compressors"].items() if ps},
+                collectives={
+                    _parse_collective(key): MeasuredCollective.from_json(value)
+                    for key, value in data["collectives"].items()
+                },
+                compressors={
+                    _checked_key(key): CompressorCost.from_json(value) for key, value in data["compressors"].items()
+                },
+                threads=None if data["threads"] is None else int(data["threads"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadOption(f"this is not a cost table: {type(error).__name__}: {error}") from None
@@ -309,14 +302,11 @@ class CostTable:
         ]
         if self.copy_gb_per_s is not None:
             lines.append(f"  copy         {self.copy_gb_per_s:.4g} GB/s between host and device")
-        for (kind, level), fit in self.collectives.items():
-            lines.append(
-                f"  {kind.value}@{level.value}  {fit.alpha_us:.4g} us a step, {format_gbit(fit.gb_per_s)} a rank, "
-                f"± {100 * fit.spread:.0f} % ({fit.source})"
-            )
-        for key, points in self.compressors.items():
-            largest = points[-1]
-            encode, decode = (1e3 * us / largest.elements for us in (largest.encode_us, largest.decode_us))
+        for (kind, reach), measured in self.collectives.items():
+            lines.append(f"  {kind.value}@{reach}  {measured.describe(kind)}")
+        for key, known in self.compressors.items():
+            largest = known.points[-1].elements
+            encode, decode = (1e3 * us / largest for us in (known.encode_us(largest), known.decode_us(largest)))
             lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
         lines.append(f"  interference {self.interference_us_per_mb:.3g} us of compute for each MB sent")
         lines.append(f"  contention   {self.contention:.3g}, prediction error {100 * self.error:.0f} %")
@@ -324,37 +314,51 @@ class CostTable:
 
     # Lookup
 
-    def _fit(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> AlphaBeta | None:
-        """The measurement for this collective, or of another one over the same ranks: α and B belong to the link."""
+    def _measured(
+        self, kind: CollectiveKind, level: Level, cluster: Cluster
+    ) -> tuple[CollectiveKind, MeasuredCollective] | None:
+        """This collective as measured among ranks that sit like these, or another one, whose link is the same."""
         if not self.collectives:
             return None
-        levels = [level]
-        if cluster.ranks_per_host == 1 and level is not Level.INTRA:
-            levels = [level, Level.INTER, Level.WORLD]
-        if cluster.hosts == 1 and level is not Level.INTER:
-            levels = [level, Level.INTRA, Level.WORLD]
+        reach = cluster.reach_at(level).text
         for known in (kind, CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER):
-            for place in levels:
-                if (known, place) in self.collectives:
-                    return self.collectives[known, place]
+            found = self.collectives.get((known, reach))
+            if found is not None:
+                return known, found
         return None
 
-    def _points(self, compressor: Compressor, device: Device) -> tuple[CompressorPoint, ...]:
+    def _compressor(self, compressor: Compressor, device: Device) -> CompressorCost | None:
         key = self._key(compressor, device)
-        return self.compressors[key] if key else ()
+        return self.compressors[key] if key else None
 
     def _key(self, compressor: Compressor, device: Device) -> str | None:
         """This compressor here, else elsewhere if device and host are one, else one of its name with other numbers."""
         text = _text(compressor)
         devices = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         for place in devices:
-            if f"{text}@{place}" in self.compressors:
-                return f"{text}@{place}"
+            key = self._exact_key(text, place)
+            if key is not None:
+                return key
         for place in devices:
-            for key in self.compressors:
-                if re.split(r"[(@]", key)[0] == compressor.name and key.endswith(f"@{place}"):
-                    return key
+            near = [key for key in self.compressors if _is_like(key, compressor.name, place)]
+            if near:
+                return min(near, key=self._other_threads)
         return None
+
+    def _exact_key(self, text: str, place: str) -> str | None:
+        """This very compressor on this device, with the threads that it may use, or a number that nobody said."""
+        for threads in (self.threads, None):
+            key = compressor_key(text, place, threads)
+            if key in self.compressors:
+                return key
+        if self.threads is not None:
+            return None
+        start = f"{text}@{place}*"
+        return next((key for key in self.compressors if key.startswith(start)), None)
+
+    def _other_threads(self, key: str) -> int:
+        threads = parse_compressor_key(key)[2]
+        return 0 if threads is None or self.threads is None else abs(threads - self.threads)
 
     def _busy(self, us: float, device: Device) -> float:
         return us * self.contention if device is Device.CPU else us
@@ -391,21 +395,18 @@ def _flops(gflops: float) -> str:
     return f"{gflops / 1e3:.4g} TFLOP/s" if gflops >= 1e3 else f"{gflops:.4g} GFLOP/s"
 
 
-def _parse_collective(key: str) -> tuple[CollectiveKind, Level]:
-    kind, _, level = key.partition("@")
-    return CollectiveKind(kind), Level(level)
+def _parse_collective(key: str) -> tuple[CollectiveKind, str]:
+    kind, _, reach = key.partition("@")
+    if not reach:
+        raise ValueError(f"{key!r} is not a collective among ranks, like all_reduce@4x1")
+    return CollectiveKind(kind), reach
 
 
-def _interpolate(points: Sequence[CompressorPoint], values: Sequence[float], elements: int) -> float:
-    """Constant below the first point, on a line between two, beyond the last along the line over all; never falling."""
-    rising = [max(values[: k + 1]) for k in range(len(values))]
-    first, last = points[0].elements, points[-1].elements
-    right = bisect_right(points, elements, key=lambda point: point.elements)
-    if right == 0:
-        return rising[0]
-    if len(points) == 1:
-        return rising[0] * elements / first
-    if right == len(points):
-        return rising[-1] + (elements - last) * (rising[-1] - rising[0]) / (last - first)
-    low, high = points[right - 1].elements, points[right].elements
-    return rising[right - 1] + (elements - low) * (rising[right] - rising[right - 1]) / (high - low)
+def _checked_key(key: str) -> str:
+    parse_compressor_key(key)
+    return key
+
+
+def _is_like(key: str, name: str, place: str) -> bool:
+    text, device, _ = parse_compressor_key(key)
+    return text.partition("(")[0] == name and device == place

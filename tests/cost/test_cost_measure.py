@@ -11,8 +11,15 @@ from fxcomp import calibrate
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost import collectives as formulas
-from fxcomp.cost.measure import fit_alpha_beta, measure_collectives, measure_compressors, measure_copy, measure_memory
-from fxcomp.cost.table import CompressorPoint
+from fxcomp.cost.measure import (
+    MOST_RECEIVED,
+    fitted_collective,
+    measure_collectives,
+    measure_compressors,
+    measure_copy,
+    measure_memory,
+)
+from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.describe import examples
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -42,10 +49,10 @@ class Network:
 def test_a_fit_finds_the_link_again_within_the_budget(gbit: float):
     network = Network(50.0, gbit / 8, FLAT)
     fits = measure_collectives(network, FLAT, budget_s=3.0)
-    assert list(fits) == [(CollectiveKind.ALL_REDUCE, Level.WORLD), (CollectiveKind.ALL_GATHER, Level.WORLD)]
-    for fit in fits.values():
-        assert fit.gb_per_s == pytest.approx(gbit / 8, rel=0.1)
-        assert fit.alpha_us == pytest.approx(50.0, rel=0.3)
+    assert list(fits) == [(CollectiveKind.ALL_REDUCE, "4x1"), (CollectiveKind.ALL_GATHER, "4x1")]
+    for (kind, _), fit in fits.items():
+        assert fit.gb_per_s(kind) == pytest.approx(gbit / 8, rel=0.1)
+        assert fit.alpha_us(kind) == pytest.approx(50.0, rel=0.3)
         assert fit.spread < 0.1
         assert fit.source.startswith("measured")
     assert network.spent_s < 4.0
@@ -54,7 +61,7 @@ def test_a_fit_finds_the_link_again_within_the_budget(gbit: float):
 def test_every_level_of_a_cluster_with_levels_is_measured():
     cluster = Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))
     fits = measure_collectives(Network(10.0, 1.0, cluster), cluster)
-    assert {level for _, level in fits} == set(Level)
+    assert {reach for _, reach in fits} == {"1x2", "2x1*2", "2x2"}
     assert measure_collectives(Network(10.0, 1.0, cluster), Cluster(1, 1, Link(1, 1), Link(1, 1))) == {}
 
 
@@ -70,30 +77,60 @@ def test_bursts_of_a_shaped_link_do_not_hide_its_rate():
         assert level is Level.WORLD
         return 1e-6 * (formulas.steps(kind, 4) * 20 + min(wire, 32_768) / 1000 + max(0.0, wire - 32_768) / 12.5)
 
-    fit = measure_collectives(shaped, FLAT)[CollectiveKind.ALL_REDUCE, Level.WORLD]
-    assert fit.gb_per_s == pytest.approx(0.0125, rel=0.1)
+    kind = CollectiveKind.ALL_REDUCE
+    found = measure_collectives(shaped, FLAT, rounds=2)[kind, "4x1"]
+    assert found.gb_per_s(kind) == pytest.approx(0.0125, rel=0.1)
+    for size in (3_000, 10_000, 100_000, 10_000_000):
+        assert found.fit.at(size) == pytest.approx(1e6 * shaped(kind, Level.WORLD, size), rel=0.15)
 
 
 def test_a_fit_never_gives_a_negative_latency_or_an_infinite_bandwidth():
-    falling = [(1024, 3e-3), (4096, 2e-3), (16384, 1e-3)]
-    fit = fit_alpha_beta(CollectiveKind.ALL_REDUCE, 2, falling)
-    assert fit.alpha_us >= 0
-    assert 0 < fit.gb_per_s < 1001
-    curved = [(size, 1e-12 * size**1.5) for size in (1024, 4096, 16384, 65536)]
-    assert fit_alpha_beta(CollectiveKind.ALL_REDUCE, 2, curved).alpha_us == 0.0
+    kind = CollectiveKind.ALL_REDUCE
+    falling = fitted_collective(2, [(1024, 3e-3), (4096, 2e-3), (16384, 1e-3)])
+    assert falling.alpha_us(kind) >= 0
+    assert 0 < falling.gb_per_s(kind) < 1001
+    curved = fitted_collective(2, [(size, 1e-12 * size**1.5) for size in (1024, 4096, 16384, 65536)])
+    assert curved.alpha_us(kind) == 0.0
+
+
+def test_more_rounds_take_the_sizes_between_and_stay_within_the_budget():
+    network = Network(50.0, 0.125, FLAT)
+    kinds = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.BROADCAST)
+    fits = measure_collectives(network, FLAT, budget_s=10.0, kinds=kinds, largest=64 << 20, rounds=3)
+    assert [kind for kind, _ in fits] == list(kinds)
+    sizes = {size for _, _, size in network.calls}
+    assert {1024, 2048, 4096, 32 << 20, 64 << 20} <= sizes
+    assert network.spent_s < 10.5
+
+
+def test_a_slow_link_stops_at_the_sizes_that_the_budget_allows():
+    network = Network(50.0, 0.00125, FLAT)
+    measure_collectives(network, FLAT, budget_s=1.0, rounds=3)
+    assert max(size for _, _, size in network.calls) < 1 << 20
+    assert network.spent_s < 1.5
+
+
+def test_a_gather_among_many_ranks_is_measured_with_less_each():
+    many = Cluster(64, 1, intra=Link(1, 10), inter=Link(10, 10))
+    network = Network(5.0, 10.0, many)
+    measure_collectives(network, many, budget_s=100.0, largest=64 << 20)
+    largest = {kind: max(size for other, _, size in network.calls if other is kind) for kind, *_ in network.calls}
+    assert largest[CollectiveKind.ALL_GATHER] * 64 == MOST_RECEIVED
+    assert largest[CollectiveKind.ALL_REDUCE] == 64 << 20
 
 
 @pytest.mark.parametrize("compressor", examples(), ids=str)
 def test_every_compressor_is_measured_at_growing_sizes(compressor: Compressor):
-    points = measure_compressors([compressor], sizes=(1024, 4096), each_s=10.0)[f"{compressor}@gpu"]
+    key = f"{compressor}@gpu*{torch.get_num_threads()}"
+    points = measure_compressors([compressor], sizes=(1024, 4096), each_s=10.0)[key].points
     assert [point.elements for point in points] == [1024, 4096]
     assert all(point.encode_us > 0 and point.decode_us > 0 for point in points)
     assert all((point.propose_us > 0) == (compressor.facts.agreement is not None) for point in points)
 
 
 def test_a_compressor_that_takes_too_long_stops_early():
-    (points,) = measure_compressors([parse_compressor("int8")], sizes=(1024, 4096, 1 << 20), each_s=0.0).values()
-    assert [point.elements for point in points] == [1024]
+    (cost,) = measure_compressors([parse_compressor("int8")], sizes=(1024, 4096, 1 << 20), each_s=0.0).values()
+    assert [point.elements for point in cost.points] == [1024]
 
 
 def test_compressors_that_a_cached_table_lacks_are_measured_and_only_those(
@@ -104,7 +141,7 @@ def test_compressors_that_a_cached_table_lacks_are_measured_and_only_those(
 
     def points(compressors: Sequence[Compressor], *, device: Device = Device.GPU, **_: object) -> object:
         asked.append([str(c) for c in compressors])
-        return {f"{c}@{device.value}": (CompressorPoint(1000, 1.0, 1.0),) for c in compressors}
+        return {f"{c}@{device.value}": CompressorCost.of(CompressorPoint(1000, 1.0, 1.0)) for c in compressors}
 
     monkeypatch.setattr(calibrate, "measure_compressors", points)
     int8, sidco = parse_compressor("int8"), parse_compressor("sidco(0.01)")

@@ -7,7 +7,9 @@ import pytest
 
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import AlphaBeta, CompressorPoint, CostTable, Measured, Roofline, cache_path
+from fxcomp.cost.fit import Fit, Piece
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.table import CostTable, Measured, Roofline, cache_path
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -20,8 +22,13 @@ TABLE = CostTable(
     source="test",
     compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "test")},
     roofline=Roofline(100.0, 20.0),
-    collectives={(CollectiveKind.ALL_REDUCE, Level.WORLD): AlphaBeta(20.0, 0.5, 0.05, "fit")},
-    compressors={f"{INT8}@gpu": (CompressorPoint(1000, 10.0, 4.0), CompressorPoint(2000, 20.0, 6.0))},
+    collectives={
+        (CollectiveKind.ALL_REDUCE, reach): MeasuredCollective.line(
+            CollectiveKind.ALL_REDUCE, 4, 20.0, 0.5, 0.05, "measured, 9 samples"
+        )
+        for reach in ("2x2", "4x1")
+    },
+    compressors={f"{INT8}@gpu": CompressorCost.of(CompressorPoint(1000, 10.0, 4.0), CompressorPoint(2000, 20.0, 6.0))},
 )
 
 
@@ -33,7 +40,7 @@ def test_a_table_goes_to_json_and_back():
 def test_a_table_prints():
     text = str(TABLE)
     assert "a machine" in text
-    assert "all_reduce@world  20 us a step, 4gbit a rank, ± 5 % (fit)" in text
+    assert "all_reduce@2x2  20 us a step, 4gbit a rank; off by 5.0 % (measured, 9 samples)" in text
 
 
 def test_what_was_measured_live_wins_over_the_clusters_link():
@@ -41,7 +48,9 @@ def test_what_was_measured_live_wins_over_the_clusters_link():
     assert live == pytest.approx(6 * 20.0 + 1.5 * 1000 / 500)
     by_link = TABLE.without_collectives().collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
     assert by_link == pytest.approx(6 * 10.0 + 1.5 * 1000 / 1000)
-    assert TABLE.collective_source(CollectiveKind.ALL_REDUCE, Level.WORLD, CLUSTER) == "fit"
+    assert TABLE.collective_source(CollectiveKind.ALL_REDUCE, Level.WORLD, CLUSTER) == "measured, 9 samples"
+    scatter = TABLE.collective_source(CollectiveKind.REDUCE_SCATTER, Level.WORLD, CLUSTER)
+    assert scatter == "assumed, as all_reduce: measured, 9 samples"
 
 
 def test_a_collective_that_was_not_measured_takes_the_link_of_one_that_was():
@@ -63,8 +72,8 @@ def test_compressor_costs_lie_on_lines_between_points_and_grow_beyond():
 
 
 def test_a_noisy_measurement_does_not_make_more_elements_cheaper():
-    points = tuple(CompressorPoint(n, us, us) for n, us in ((100, 5.0), (200, 9.0), (400, 7.0), (800, 9.5)))
-    table = CostTable(compressors={f"{INT8}@gpu": points})
+    points = [CompressorPoint(n, us, us) for n, us in ((100, 5.0), (200, 9.0), (400, 7.0), (800, 9.5))]
+    table = CostTable(compressors={f"{INT8}@gpu": CompressorCost.of(*points)})
     times = [table.encode_us(INT8, n) for n in range(50, 2000, 25)]
     assert times == sorted(times)
 
@@ -101,7 +110,7 @@ def test_a_table_survives_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_cached_table_is_completed_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    point = (CompressorPoint(1000, 1.0, 1.0, 3.0),)
+    point = CompressorCost.of(CompressorPoint(1000, 1.0, 1.0, 3.0))
 
     def with_sign(known: CostTable | None) -> CostTable:
         assert known is not None
@@ -138,5 +147,59 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch
 def test_data_that_is_no_table_is_refused():
     with pytest.raises(BadOption, match="this is not a cost table: KeyError: 'roofline'"):
         CostTable.from_json({k: v for k, v in TABLE.to_json().items() if k != "roofline"})
-    with pytest.raises(BadOption, match="this cost table has version 2; this fxcomp reads version 1"):
-        CostTable.from_json({**TABLE.to_json(), "version": 2})
+    with pytest.raises(BadOption, match="this cost table has version 1; this fxcomp reads version 2"):
+        CostTable.from_json({**TABLE.to_json(), "version": 1})
+    for part, key in (("collectives", "all_reduce"), ("compressors", "int8")):
+        one = next(iter(TABLE.to_json()[part].values()))
+        with pytest.raises(BadOption, match="this is not a cost table: ValueError"):
+            CostTable.from_json({**TABLE.to_json(), part: {key: one}})
+    with pytest.raises(BadOption, match="a compressor without a point"):
+        CostTable.from_json({**TABLE.to_json(), "compressors": {"int8@gpu": {"points": []}}})
+
+
+def test_groups_that_sit_differently_have_their_own_prices():
+    """Four ranks of four hosts, and four ranks of one host: the same number of ranks, not the same time."""
+    kind = CollectiveKind.ALL_REDUCE
+    table = CostTable(
+        collectives={
+            (kind, "4x1"): MeasuredCollective.line(kind, 4, 50.0, 0.1),
+            (kind, "1x4"): MeasuredCollective.line(kind, 4, 2.0, 10.0),
+        }
+    )
+    spread, together = (Cluster(h, r, intra=Link(1, 10), inter=Link(10, 1)) for h, r in ((4, 1), (1, 4)))
+    times = [table.collective_us(kind, Level.WORLD, 10**6, where) for where in (spread, together)]
+    assert times == pytest.approx([300.0 + 15_000.0, 12.0 + 150.0])
+
+
+def test_a_collective_priced_as_another_pays_for_its_own_steps_on_every_piece():
+    kind = CollectiveKind.ALL_REDUCE
+    bent = Fit((Piece(0.0, 60.0, 0.001), Piece(1e6, -940.0, 0.002)), 1e3, 1e7, 20)
+    table = CostTable(collectives={(kind, "2x2"): MeasuredCollective(4, bent)})
+    half = table.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 4e6, CLUSTER)
+    assert half == pytest.approx(bent.at(2e6) - 30.0)
+    sizes = [10.0**k for k in range(9)]
+    for other in CollectiveKind:
+        times = [table.collective_us(other, Level.WORLD, size, CLUSTER) for size in sizes]
+        assert times == sorted(times)
+
+
+def test_threads_that_are_not_measured_take_the_nearest_number_and_say_so():
+    costs = {f"{INT8}@cpu*{n}": CompressorCost.of(CompressorPoint(1000, 100.0 / n, 1.0)) for n in (1, 2, 8)}
+    table = CostTable(compressors=costs, threads=2)
+    assert table.encode_us(INT8, 1000, Device.CPU) == 50.0
+    assert table.compressor_source(INT8, Device.CPU) == "measured"
+    table = replace(table, threads=6)
+    assert table.encode_us(INT8, 1000, Device.CPU) == 12.5
+    assert table.compressor_source(INT8, Device.CPU) == f"assumed, as {INT8}@cpu*8"
+    assert replace(table, threads=None).compressor_source(INT8, Device.CPU) == "measured"
+
+
+def test_a_fit_replaces_lines_between_points_only_where_it_tells_left_out_sizes_better():
+    noisy = [CompressorPoint(1 << k, (100.0 + 2**k / 1e3) * (1.06 if k % 2 else 0.94), 1.0) for k in range(10, 24, 2)]
+    bowed = [CompressorPoint(1 << k, 100.0 + (2.0**k) ** 0.5, 1.0) for k in range(10, 24, 2)]
+    assert CompressorCost.fitted(noisy).propose is None
+    assert CompressorCost.fitted(bowed[:3]).encode is None
+    straight = CompressorCost.fitted([CompressorPoint(p.elements, 5 + p.elements / 1e3, 1.0) for p in noisy])
+    assert straight.encode is not None
+    assert straight.encode_us(3_000_000) == pytest.approx(3005.0, rel=0.01)
+    assert CompressorCost.from_json(straight.to_json()) == straight

@@ -14,7 +14,7 @@ from fxcomp.cost.fit import (
     Sample,
     _non_negative,  # pyright: ignore[reportPrivateUsage]
     fit,
-    interpolated,
+    interpolate,
     left_out_errors,
     medians,
     student,
@@ -163,14 +163,14 @@ def test_errors_at_sizes_left_out_tell_a_wrong_model_from_a_right_one():
     several = left_out_errors(samples, lambda rest: fit(rest).at)
     assert len(one) == len(several) == len(SIZES)
     assert sum(several) < sum(one) / 2
-    assert left_out_errors([(1, 2.0), (1, 3.0)], interpolated) == []
+    assert left_out_errors([(1, 2.0), (1, 3.0)], lambda rest: fit(rest).at) == []
 
 
 def test_interpolation_lies_on_lines_and_never_falls():
-    at = interpolated([(100, 5.0), (200, 9.0), (400, 7.0), (800, 9.5)])
-    assert [at(n) for n in (1, 100, 150, 300)] == [5.0, 5.0, 7.0, 9.0]
-    assert at(1500) == pytest.approx(9.5 + 700 * 4.5 / 700)
-    assert interpolated([(100, 5.0)])(200) == 10.0
+    points = [(100, 5.0), (200, 9.0), (400, 7.0), (800, 9.5)]
+    assert [interpolate(points, n) for n in (1, 100, 150, 300)] == [5.0, 5.0, 7.0, 9.0]
+    assert interpolate(points, 1500) == pytest.approx(9.5 + 700 * 4.5 / 700)
+    assert interpolate([(100, 5.0)], 200) == 10.0
 
 
 def test_least_squares_without_negative_coefficients_is_the_best_of_all_subsets():

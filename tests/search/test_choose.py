@@ -11,7 +11,8 @@ import pytest
 from workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster import Cluster, Link
-from fxcomp.cost.table import CompressorPoint, CostTable
+from fxcomp.cost.measured import CompressorCost, CompressorPoint
+from fxcomp.cost.table import CostTable
 from fxcomp.search.budget import error_limit, plan_error
 from fxcomp.search.choose import choose, choose_plan, flip_gbit, predict_us, uniform
 from fxcomp.search.space import Mode, strategies
@@ -94,7 +95,7 @@ def test_a_gradient_that_has_the_time_to_travel_loses_nothing():
 
 
 def test_a_tie_goes_to_dense():
-    free = {key: (CompressorPoint(1, 0.0, 0.0),) for key in COSTS.compressors}
+    free = {key: CompressorCost.of(CompressorPoint(1, 0.0, 0.0)) for key in COSTS.compressors}
     costs = replace(COSTS, compressors=free, error=0.0)
     where = Cluster(2, 1, Link(0.0, 1e15), Link(0.0, 1e15))
     choice = choose(layers(10), costs, where, Mode.AGGRESSIVE)

@@ -4,12 +4,15 @@ import random
 
 from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import CompressorPoint, CostTable
+from fxcomp.cost.measured import CompressorCost, CompressorPoint
+from fxcomp.cost.table import CostTable
 from fxcomp.search.workload import Gradient, Workload
 
 
-def _points(encode_ns: float, decode_ns: float) -> tuple[CompressorPoint, ...]:
-    return tuple(CompressorPoint(n, 2 + encode_ns * n / 1e3, 2 + decode_ns * n / 1e3) for n in (4096, 1 << 20))
+def _points(encode_ns: float, decode_ns: float) -> CompressorCost:
+    return CompressorCost.of(
+        *(CompressorPoint(n, 2 + encode_ns * n / 1e3, 2 + decode_ns * n / 1e3) for n in (4096, 1 << 20))
+    )
 
 
 COSTS = CostTable(

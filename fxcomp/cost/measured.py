@@ -1,0 +1,223 @@
+"""What was measured, as a cost table keeps it: a collective among certain ranks, a compressor on a certain device."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from fxcomp.cluster import format_gbit
+from fxcomp.cost import collectives as formulas
+from fxcomp.cost.fit import Fit, Sample, fit, interpolate, left_out_errors
+from fxcomp.strategy import CollectiveKind
+
+FASTEST_GB_PER_S = 1e3
+"""Nothing measured here is faster; a time that does not grow with size says no more than that."""
+
+
+# Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCollective:
+    """A collective's time by the bytes that it works on, among so many ranks. The table's key says how they sit."""
+
+    ranks: int
+    fit: Fit
+    source: str = "measured"
+
+    @classmethod
+    def line(
+        cls,
+        kind: CollectiveKind,
+        ranks: int,
+        alpha_us: float,
+        gb_per_s: float,
+        spread: float = 0.0,
+        source: str = "measured",
+    ) -> MeasuredCollective:
+        """One that takes what its formula says, with α per step and the bandwidth that one rank gets."""
+        us_per_byte = formulas.wire_bytes(kind, ranks, 1.0) / (1e3 * gb_per_s)
+        return cls(ranks, Fit.line(formulas.steps(kind, ranks) * alpha_us, us_per_byte, spread), source)
+
+    def alpha_us(self, kind: CollectiveKind) -> float:
+        """The latency of one step of `kind`, which was measured: its smallest messages' time over its steps."""
+        return self.fit.pieces[0].at_zero_us / max(1.0, formulas.steps(kind, self.ranks))
+
+    def gb_per_s(self, kind: CollectiveKind) -> float:
+        """What one rank gets with large messages of `kind`, which was measured."""
+        return self._gb_per_s(kind, self.fit.pieces[-1].us_per_unit)
+
+    def _gb_per_s(self, kind: CollectiveKind, us_per_byte: float) -> float:
+        sent = 1e-3 * formulas.wire_bytes(kind, self.ranks, 1.0)
+        return min(FASTEST_GB_PER_S, sent / us_per_byte) if us_per_byte else FASTEST_GB_PER_S
+
+    @property
+    def spread(self) -> float:
+        """How far the fit is off, relative, in the median over sizes."""
+        return self.fit.residual
+
+    def us(self, known: CollectiveKind, asked: CollectiveKind, size: float) -> float:
+        """The time of a collective over `size` bytes, of the kind that was measured or of another.
+
+        Another one is taken to send its wire bytes as fast as the known one would, and to pay the known one's latency
+        for each of its own steps.
+        """
+        if asked is known:
+            return self.fit.at(size)
+        ranks = self.ranks
+        one_byte = formulas.wire_bytes(known, ranks, 1.0)
+        if not one_byte:
+            return 0.0
+        as_much = formulas.wire_bytes(asked, ranks, size) / one_byte
+        more_steps = formulas.steps(asked, ranks) - formulas.steps(known, ranks)
+        return max(0.0, self.fit.at(as_much) + more_steps * self.alpha_us(known))
+
+    def format_us(self, known: CollectiveKind, asked: CollectiveKind, size: float) -> str:
+        """`us` as text: `all_reduce as measured among 4 ranks: 2 MB take 1.66 ms (measured, 24 samples)`."""
+        us = self.us(known, asked, size)
+        name = asked.value if asked is known else f"{asked.value}, priced as {known.value},"
+        return (
+            f"{name} as measured among {self.ranks} ranks: {size / 1e6:.3g} MB take {us / 1e3:.4g} ms ({self.source})"
+        )
+
+    def describe(self, kind: CollectiveKind) -> str:
+        """Every piece: α per step and bandwidth with half of their 95 % intervals, and how well they fit."""
+        steps = max(1.0, formulas.steps(kind, self.ranks))
+        texts: list[str] = []
+        for k, piece in enumerate(self.fit.pieces):
+            speed = format_gbit(self._gb_per_s(kind, piece.us_per_unit))
+            margin = piece.us_per_unit_error / piece.us_per_unit if piece.us_per_unit else float("inf")
+            text = f"{piece.at_zero_us / steps:.4g}{_plus_minus(piece.at_zero_error / steps)} us a step, {speed}"
+            text += f"{_percent_off(margin)} a rank"
+            if k:
+                text = f"from {format_bytes(piece.start)}{' (a switch)' if piece.is_switch else ''} {text}"
+            texts.append(text)
+        return f"{'; '.join(texts)}; off by {100 * self.spread:.1f} % ({self.source})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "fit": self.fit.to_json(), "source": self.source}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MeasuredCollective:
+        """Build one from `to_json`'s data. Raises KeyError, TypeError or ValueError."""
+        return cls(int(data["ranks"]), Fit.from_json(data["fit"]), str(data["source"]))
+
+
+def format_bytes(size: float) -> str:
+    """Write a size the way buffers are: `64 KiB`, `1.5 MiB`."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.3g} B"
+
+
+def _plus_minus(error: float) -> str:
+    return "" if error == float("inf") else f" ± {error:.2g}"
+
+
+def _percent_off(margin: float) -> str:
+    return "" if margin == float("inf") else f" ± {100 * margin:.0f} %"
+
+
+# Compressors
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorPoint:
+    """A compressor at one size: what a rank needs to propose, to encode, and to decode one rank's payload."""
+
+    elements: int
+    encode_us: float
+    decode_us: float
+    propose_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorCost:
+    """A compressor as it was measured, and fits where they tell sizes that were left out better than the points do."""
+
+    points: tuple[CompressorPoint, ...]
+    encode: Fit | None = None
+    decode: Fit | None = None
+    propose: Fit | None = None
+
+    @classmethod
+    def of(cls, *points: CompressorPoint) -> CompressorCost:
+        """What lines from point to point tell."""
+        return cls(points)
+
+    @classmethod
+    def fitted(cls, points: Sequence[CompressorPoint]) -> CompressorCost:
+        return cls(
+            tuple(points),
+            better_fit([(p.elements, p.encode_us) for p in points]),
+            better_fit([(p.elements, p.decode_us) for p in points]),
+            better_fit([(p.elements, p.propose_us) for p in points]),
+        )
+
+    def encode_us(self, elements: float) -> float:
+        if self.encode is not None:
+            return self.encode.at(elements)
+        return interpolate([(p.elements, p.encode_us) for p in self.points], elements)
+
+    def decode_us(self, elements: float) -> float:
+        """For one rank's payload."""
+        if self.decode is not None:
+            return self.decode.at(elements)
+        return interpolate([(p.elements, p.decode_us) for p in self.points], elements)
+
+    def propose_us(self, elements: float) -> float:
+        if self.propose is not None:
+            return self.propose.at(elements)
+        return interpolate([(p.elements, p.propose_us) for p in self.points], elements)
+
+    def to_json(self) -> dict[str, Any]:
+        fits = {"encode": self.encode, "decode": self.decode, "propose": self.propose}
+        points = [asdict(point) for point in self.points]
+        return {"points": points, **{name: known.to_json() for name, known in fits.items() if known is not None}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CompressorCost:
+        """Build one from `to_json`'s data. Raises KeyError, TypeError or ValueError."""
+        points = tuple(CompressorPoint(**point) for point in data["points"])
+        if not points:
+            raise ValueError("a compressor without a point")
+        encode, decode, propose = (
+            Fit.from_json(data[name]) if name in data else None for name in ("encode", "decode", "propose")
+        )
+        return cls(points, encode, decode, propose)
+
+
+FEWEST_FOR_FIT = 4
+"""Fewer sizes leave nothing to judge a fit by."""
+
+
+def better_fit(samples: Sequence[Sample]) -> Fit | None:
+    """Two lines or one, if they tell sizes left out better than lines from point to point do; else None."""
+    if len(samples) < FEWEST_FOR_FIT or not any(us for _, us in samples):
+        return None
+
+    def fitted(rest: Sequence[Sample]) -> Callable[[float], float]:
+        return fit(rest, most_pieces=2).at
+
+    by_fit = statistics.fmean(left_out_errors(samples, fitted))
+    by_points = statistics.fmean(left_out_errors(samples, lambda rest: lambda size: interpolate(rest, size)))
+    return fit(samples, most_pieces=2) if by_fit < by_points else None
+
+
+def compressor_key(compressor: str, device: str, threads: int | None) -> str:
+    """`int8(block=128)@cpu*2`: the compressor, the device, and how many threads it may use (on a GPU none)."""
+    return f"{compressor}@{device}{'' if threads is None else f'*{threads}'}"
+
+
+@cache
+def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
+    """The compressor's text, the device and the threads. Raises ValueError."""
+    match = re.fullmatch(r"(.+)@(\w+)(?:\*(\d+))?", key)
+    if match is None:
+        raise ValueError(f"{key!r} is not a compressor on a device, like int8@cpu*2")
+    return match[1], match[2], int(match[3]) if match[3] else None
