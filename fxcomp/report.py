@@ -26,7 +26,8 @@ from fxcomp.cost.timeline import Span, Stream, Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.workload import Workload
-from fxcomp.strategy import Bucket, Collective, CollectiveKind, Compress, Device, Plan, Propose, Strategy
+from fxcomp.strategy import Bucket, Device, Plan, Strategy
+from fxcomp.wire import break_even_lines, formula_lines, sent_by
 
 WIDTH = 100
 _NARROW = 64  # below this many columns the tables leave out what is least needed
@@ -154,6 +155,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "inter": str(cluster.inter),
             "intra": str(cluster.intra),
         },
+        "collectives": dict(formula_lines(explanation.plan, explanation.costs, cluster, explanation.workload.shapes)),
         "notes": list(explanation.notes),
     }
 
@@ -191,7 +193,20 @@ def print_report(explanation: Explanation, stream: TextIO) -> None:
 
 
 _ASCII = str.maketrans(
-    {"█": "#", "▓": "+", "░": "-", "·": ".", "±": "+/-", "→": "->", "µ": "u", "…": "~", "α": "alpha"}
+    {
+        "⌈": "ceil(",
+        "⌉": ")",
+        "₂": "2",
+        "█": "#",
+        "▓": "+",
+        "░": "-",
+        "·": ".",
+        "±": "+/-",
+        "→": "->",
+        "µ": "u",
+        "…": "~",
+        "α": "alpha",
+    }
 )
 
 
@@ -213,6 +228,8 @@ def _sections(explanation: Explanation, width: int) -> list[RenderableType]:
         sections += [_title("Plan"), _plan_table(explanation, digits, width), _strategies(explanation.plan)]
     if explanation.is_chosen and explanation.choice is not None and any(explanation.choice.alternatives):
         sections += [_title("Not taken"), _not_taken(explanation, explanation.choice, digits, width)]
+    if explanation.plan.buckets:
+        sections += [_title("Collectives"), _formulas(explanation)]
     sections += [_title("Timeline"), _drawing(explanation.timeline, width, digits)]
     if explanation.knows_flip and explanation.cluster.hosts > 1:
         sections += [_title("Where the verdict flips"), _indented(_flip(explanation))]
@@ -403,22 +420,10 @@ def short(strategy: Strategy) -> str:
 
 def sent_bytes(bucket: Bucket, cluster: Cluster, workload: Workload) -> float:
     """What one rank sends of a bucket over the slowest links on its way: between hosts, if there are several."""
-    shapes = workload.shapes
-    compressor = bucket.strategy.bound([shapes[name] for name in bucket.names], cluster)
-    segments, payload = bucket.sizes, None
     sent: dict[bool, float] = {True: 0.0, False: 0.0}
-    for step in bucket.strategy.steps:
-        if isinstance(step, Propose) and compressor is not None:
-            payload = compressor.proposal_bytes(segments)
-        elif isinstance(step, Compress) and compressor is not None:
-            payload = compressor.payload_bytes(segments)
-        elif isinstance(step, Collective):
-            ranks = cluster.ranks_at(step.level)
-            size = 4 * sum(segments) if payload is None else payload
-            sent[step.level is Level.INTRA] += wire_bytes(step.kind, ranks, size)
-            payload = None  # what follows a collective makes its own, or the tensor is dense again
-            if step.kind is CollectiveKind.REDUCE_SCATTER:
-                segments = tuple(-(-n // ranks) for n in segments)
+    for part in sent_by(bucket, cluster, workload.shapes):
+        ranks = cluster.ranks_at(part.step.level)
+        sent[part.step.level is Level.INTRA] += wire_bytes(part.step.kind, ranks, part.size)
     return sent[False] or sent[True]
 
 
@@ -588,6 +593,18 @@ def _flip(explanation: Explanation) -> str:
     if explanation.costs.collectives:
         return f"{text}, with latencies of {explanation.cluster.inter.alpha_us:g} us; the links here are listed below."
     return f"{text}; here it is {format_gbit(explanation.cluster.inter.gb_per_s)}."
+
+
+def _formulas(explanation: Explanation) -> RenderableType:
+    """The largest of each kind of collective, as it is computed, and where compressing it would pay on its own."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
+    for name, line in formula_lines(*asked):
+        table.add_row(name, line)
+    lines = [Text(line) for line in break_even_lines(*asked)]
+    return Padding(Group(table, *lines), (0, 0, 0, 2))
 
 
 def _sources(explanation: Explanation) -> RenderableType:

@@ -15,6 +15,7 @@ FLOORS = [
     ["cost", "describe", "gpt", "ranks"],
     ["graph"],
     ["capture", "passes", "search", "codegen"],
+    ["wire"],
     ["feedback", "guards", "report"],
     ["step"],
     ["calibrate"],
