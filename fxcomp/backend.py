@@ -576,7 +576,8 @@ def _decide(
     costs = chosen.costs
     if costs is None:
         costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
-        costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
+        if device.type == "cpu":
+            costs = replace(costs, processors=ranks.processors())
         if ranks.fits_links:
             costs = with_live_links(costs, transport, cluster, device)
     # The optimizer is not known and may be Adam, which a plan of the user's own choice must fit too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import time
@@ -22,7 +23,7 @@ from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
-from fxcomp.cost.table import CostTable, Measured
+from fxcomp.cost.table import CostTable, Measured, ProcessorTime
 from fxcomp.graph.info import info
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.runtime.runtime import Runtime
@@ -96,16 +97,12 @@ def versions() -> str:
 def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, device: torch.device) -> CostTable:
     """Add what collectives take on the running process groups, in under 3 s. Every rank takes part.
 
-    Where compute leaves no processor free, the transport's threads take theirs from it: for each MB this rank's
-    processor time during the largest all_reduce over all ranks, while the main thread only waits, and for each
-    collective that of the smallest ones.
+    Where compute's own processors carry the network's software, this adds its processor time too: this process's, while
+    the main thread only waits.
     """
-    largest = (0, 0.0)
-    started: list[float] = []
+    loads = _Loads()
 
     def seconds(kind: CollectiveKind, level: Level, size: int) -> float:
-        nonlocal largest
-        is_flat = kind is CollectiveKind.ALL_REDUCE and level is Level.WORLD
         ranks = cluster.ranks_at(level)
         elements = max(1, size // 4)
         value = torch.zeros(elements, device=device)
@@ -113,24 +110,49 @@ def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, de
         _barrier(transport, device)
         start, cpu = time.perf_counter(), time.process_time()
         if kind is CollectiveKind.ALL_GATHER:
-            transport.all_gather(value, out, level.value, "main").wait()
+            work = transport.all_gather(value, out, level.value, "main")
         else:
-            transport.all_reduce(value, level.value, "main").wait()
+            work = transport.all_reduce(value, level.value, "main")
+        launched = time.perf_counter() - start
+        work.wait()
         compat.synchronize(device)
         passed, worked = time.perf_counter() - start, time.process_time() - cpu
-        if is_flat and size >= largest[0]:
-            largest = (size, worked)
-        if is_flat and size <= SMALL_BYTES:
-            started.append(1e6 * worked)
+        if level is Level.WORLD:
+            loads.add(kind, size, wire_bytes(kind, ranks, size), 1e6 * launched, 1e6 * max(0.0, worked - launched))
         return _slowest(transport, passed, device)
 
     fits = measure_collectives(seconds, cluster)
-    size, worked = largest
-    sent_mb = wire_bytes(CollectiveKind.ALL_REDUCE, cluster.world_size, size) / 1e6
-    if costs.has_spare_host or not sent_mb:
-        return replace(costs, collectives=fits)
-    launch_us = max(costs.launch_us, statistics.median(started) if started else 0.0)
-    return replace(costs, collectives=fits, interference_us_per_mb=1e6 * worked / sent_mb, launch_us=launch_us)
+    costs = replace(costs, collectives=fits, launch_us=loads.launch_us(costs.launch_us))
+    return costs if math.isinf(costs.processors.count) else replace(costs, transport=loads.fitted())
+
+
+@dataclass(slots=True)
+class _Loads:
+    """What collectives over all ranks took of this rank's processors: (bytes, bytes sent, µs)."""
+
+    found: dict[CollectiveKind, list[tuple[int, float, float]]] = field(
+        default_factory=dict[CollectiveKind, list[tuple[int, float, float]]]
+    )
+    launches_us: list[float] = field(default_factory=list[float])
+
+    def add(self, kind: CollectiveKind, size: int, sent: float, launched_us: float, worked_us: float) -> None:
+        self.found.setdefault(kind, []).append((size, sent, worked_us))
+        self.launches_us.append(launched_us)
+
+    def launch_us(self, assumed: float) -> float:
+        return statistics.median(self.launches_us) if self.launches_us else assumed
+
+    def fitted(self) -> dict[CollectiveKind, ProcessorTime]:
+        """The smallest collectives' time for each, and the largest's for each MB beyond."""
+        times: dict[CollectiveKind, ProcessorTime] = {}
+        for kind, samples in self.found.items():
+            small = [us for size, _, us in samples if size <= SMALL_BYTES]
+            largest = max(size for size, _, _ in samples)
+            sent_mb = max(sent for _, sent, _ in samples) / 1e6
+            fixed = statistics.median(small) if small else 0.0
+            most = statistics.median([us for size, _, us in samples if size == largest])
+            times[kind] = ProcessorTime(fixed, max(0.0, most - fixed) / sent_mb)
+        return times
 
 
 SMALL_BYTES = 4096

@@ -33,7 +33,7 @@ from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import simulate
+from fxcomp.cost.timeline import UNSHARED, Processors, simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
 from fxcomp.feedback import (
     CLASSIC,
@@ -107,7 +107,7 @@ def rewrite(
 ) -> Variant:
     """Turn a captured step into the source of one that follows the plan."""
     history = follow(plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
-    return finish(captured, list(history.values())[-1], history)
+    return finish(captured, list(history.values())[-1], history, costs.processors)
 
 
 def follow(
@@ -140,13 +140,15 @@ def follow(
     return run.history
 
 
-def finish(captured: Captured, gm: GraphModule, history: Mapping[str, GraphModule]) -> Variant:
+def finish(
+    captured: Captured, gm: GraphModule, history: Mapping[str, GraphModule], processors: Processors = UNSHARED
+) -> Variant:
     """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
     source = emit(gm)
     module = load(source, gm, compat.cache_directory() / "steps")
     if captured.device.type in INDUCTOR_DEVICES:
         compile_regions(module, gm)
-    return Variant.of(captured, gm, history, module, source, simulate(graph_tasks(gm)))
+    return Variant.of(captured, gm, history, module, source, simulate(graph_tasks(gm), processors))
 
 
 INDUCTOR_DEVICES = ("cuda",)
@@ -399,7 +401,8 @@ def _decide(
     dense: StepMeasurement | None = None
     if costs is None:
         costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
-        costs = replace(costs, has_spare_host=device.type != "cpu" or ranks.has_spare_processor())
+        if device.type == "cpu":
+            costs = replace(costs, processors=ranks.processors())
         if ranks.fits_links:
             costs = with_live_links(costs, transport, cluster, device)
         costs, dense = _measured_on_job(
@@ -544,7 +547,7 @@ def _measured_on_job(
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
     compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
     costs = replace(costs, compute={**costs.compute, **compute})
-    predicted = simulate(graph_tasks(rewriting(captured, plan, costs).graph)).step_time_us
+    predicted = simulate(graph_tasks(rewriting(captured, plan, costs).graph), costs.processors).step_time_us
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
 

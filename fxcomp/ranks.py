@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadCluster, NoProcessGroup
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.transport import Groups, Nowhere, Transport
@@ -86,12 +87,14 @@ class Ranks:
             for tensor in tensors:
                 dist.broadcast(tensor.data, 0)
 
-    def has_spare_processor(self) -> bool:
-        """Whether the ranks on this machine leave it a processor beside the threads that they compute with."""
+    def processors(self) -> Processors:
+        """What each rank's threads share: this machine's processors, evenly among the ranks on it."""
         here = compat.machine_name()
         sharing = self.gather("counting ranks on a machine", here).count(here)
-        spare = compat.processors() // sharing > torch.get_num_threads()
-        return all(self.gather("counting processors", spare))
+        count = min(self.gather("counting processors", compat.processors() / sharing))
+        threads = max(self.gather("counting threads", torch.get_num_threads()))
+        # What compute takes was measured with all ranks computing: more than there is it did not take.
+        return Processors(count, min(threads, count))
 
     # The network
 

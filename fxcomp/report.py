@@ -367,12 +367,12 @@ def _kind(name: str) -> str:
 
 
 def parts_us(timeline: Timeline) -> dict[str, float]:
-    """Where the step goes: compute, packing, compression, and standing still."""
+    """Where the step goes: compute, packing, compression, what these lose to the network's software, standing still."""
     parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
     for span in timeline.spans:
         if span.task.stream is Stream.COMPUTE:
             parts[_kind(span.task.name)] += span.task.duration_us
-    return {**parts, _EXPOSED: timeline.exposed_us}
+    return {**parts, "contention": timeline.slowed_us(Stream.COMPUTE), _EXPOSED: timeline.exposed_us}
 
 
 # The plan

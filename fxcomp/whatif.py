@@ -24,7 +24,7 @@ from fxcomp.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.devices import ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.cost.timeline import Processors, Timeline, simulate
 from fxcomp.errors import BadOption
 from fxcomp.graph.edit import clone
 from fxcomp.graph.work import Unknowns, unknowns
@@ -132,7 +132,7 @@ def what_if(
     return Answer(
         choice=choice,
         plan=wanted,
-        timeline=simulate(plan_tasks(workload, wanted, costs, cluster)),
+        timeline=simulate(plan_tasks(workload, wanted, costs, cluster), costs.processors),
         workload=workload,
         costs=costs,
         cluster=cluster,
@@ -156,9 +156,10 @@ def _measured(
     device = training.device
     tell("measuring what compression costs on this machine")
     costs = machine_costs(compressors, device)
-    has_spare = device.type != "cpu" or compat.processors() > torch.get_num_threads()
+    if device.type == "cpu":
+        costs = replace(costs, processors=Processors(compat.processors(), torch.get_num_threads()))
     tell("measuring the step on this machine")
-    return measured_here(training, captured, batch, replace(costs, has_spare_host=has_spare), cluster)
+    return measured_here(training, captured, batch, costs, cluster)
 
 
 def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:

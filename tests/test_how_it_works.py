@@ -14,7 +14,7 @@ from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable, Roofline
-from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.cost.timeline import Processors, Timeline, simulate
 from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone
 from fxcomp.passes.annotate_costs import annotate_costs
@@ -37,7 +37,7 @@ COSTS = CostTable(
         ),
         "int4@gpu": CompressorCost.of(CompressorPoint(1, 1e6, 1e6)),  # too slow here to be chosen
     },
-    has_spare_host=False,
+    processors=Processors(1.0, 1.0),
     error=0.05,
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI_VERSION = 6  # the same number as in csrc/module.cpp
+ABI_VERSION = 7  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
@@ -59,6 +59,16 @@ def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
     assert library is not None, f"{name} was called, but no kernels are built"
     library.fxcomp_set_threads(ctypes.c_int64(torch.get_num_threads()))
     return library[name](*map(_to_c, arguments))
+
+
+@cache
+def function(name: str, result: Any) -> Any:
+    """A kernel that takes no tensors, to be called with ctypes' own types."""
+    library = _library()
+    assert library is not None, f"{name} was asked for, but no kernels are built"
+    found = library[name]
+    found.restype = result
+    return found
 
 
 @cache

@@ -80,7 +80,6 @@ class Preset:
             compressors={f"{c}@{Device.GPU.value}": compressor_cost(c, roofline) for c in dict.fromkeys(compressors)},
             pack_gb_per_s=roofline.gb_per_s / 2,  # what is filled is read elsewhere first
             copy_gb_per_s=COPY_SHARE * self.host_gb_per_s,
-            has_spare_host=False,
             compute_error=ERROR,
             estimate=self.description,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -18,6 +19,7 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
+from fxcomp.cost.timeline import UNSHARED, Processors
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -60,6 +62,15 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessorTime:
+    """What the network's own software takes of the processors that compute runs on, for one collective."""
+
+    us: float
+    us_per_mb: float
+    """For each 10⁶ bytes that a rank sends; receiving as many is in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class CostTable:
     """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
 
@@ -81,11 +92,10 @@ class CostTable:
     compressors: Mapping[str, CompressorCost] = field(default_factory=dict[str, CompressorCost])
     threads: int | None = None  # that a compressor may use; None: as many as it was measured with
     pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
-    launch_us: float = 20.0  # assumed: what the main thread spends on starting a collective
-    interference_us_per_mb: float = 0.0  # what compute loses to the network's own work, for each MB that a rank sends
+    launch_us: float = 20.0  # assumed: what a thread spends on starting a collective
+    transport: Mapping[CollectiveKind, ProcessorTime] = field(default_factory=dict[CollectiveKind, ProcessorTime])
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
-    has_spare_host: bool = True  # assumed: processors that compute leaves free, so that the pool runs beside it
-    contention: float = 1.0  # assumed: how much slower the pool compresses while the device computes
+    processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
     error: float = 0.1  # assumed: the prediction's own relative error
     compute_error: float = 0.0
     """How much further off compute is where it was estimated: of the step only its part of it."""
@@ -105,10 +115,25 @@ class CostTable:
             return measured[1].us(measured[0], kind, size)
         return formulas.reach_us(kind, size, cluster.reach_at(level))
 
-    def starting_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """What compute loses to a collective: its start, and the processor's time that the transport takes."""
+    def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
+        """How many of compute's processors a collective takes while it runs."""
+        taken = self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
+        takes_us = self.collective_us(kind, level, size, cluster)
+        if taken is None or not takes_us:
+            return 0.0
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
-        return self.launch_us + self.interference_us_per_mb * sent / 1e6
+        return (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the pool may compress: it finds a processor, and what it takes there is known."""
+        is_known = self.copy_gb_per_s is None or any(key.endswith(f"@{Device.CPU.value}") for key in self.compressors)
+        return is_known and self.processors.has_spare
+
+    @property
+    def pool_load(self) -> float:
+        """How many of compute's processors the pool takes while it works: none if compute has a device of its own."""
+        return 1.0 if self.copy_gb_per_s is None else 0.0
 
     def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
         measured = self._measured(kind, level, cluster)
@@ -130,9 +155,9 @@ class CostTable:
         """The time in which a rank compresses its own gradient."""
         known = self._compressor(compressor, device)
         if known:
-            return self._busy(known.encode_us(elements), device)
+            return known.encode_us(elements)
         # g in, residual in, residual out: what error feedback must touch at least.
-        return self._busy(self.roofline.us(0.0, 12.0 * elements), device)
+        return self.roofline.us(0.0, 12.0 * elements)
 
     def propose_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """The time in which a rank makes what the ranks agree on before they compress."""
@@ -140,29 +165,29 @@ class CostTable:
             return 0.0
         known = self._compressor(compressor, device)
         if known:
-            return self._busy(known.propose_us(elements), device)
+            return known.propose_us(elements)
         # g in, residual in.
-        return self._busy(self.roofline.us(0.0, 8.0 * elements), device)
+        return self.roofline.us(0.0, 8.0 * elements)
 
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
         """The time in which a rank turns all ranks' payloads into their mean."""
         known = self._compressor(compressor, device)
         if known:
-            return self._busy(ranks * known.decode_us(elements), device)
+            return ranks * known.decode_us(elements)
         # A payload in, the sum in and out, for each rank.
-        return self._busy(ranks * self.roofline.us(0.0, 9.0 * elements), device)
+        return ranks * self.roofline.us(0.0, 9.0 * elements)
 
-    def keep_us(self, size: float, device: Device = Device.GPU) -> float:
+    def keep_us(self, size: float) -> float:
         """The time to make a summed payload of `size` bytes a compressor's next state."""
-        return self._busy(self.pack_us(size), device)
+        return self.pack_us(size)
 
-    def accumulate_us(self, size: float, device: Device = Device.GPU) -> float:
+    def accumulate_us(self, size: float) -> float:
         """The time to raise a bucket of `size` bytes and its velocity, which is twice what a copy moves."""
-        return self._busy(2 * self.pack_us(size), device)
+        return 2 * self.pack_us(size)
 
-    def mask_us(self, size: float, device: Device = Device.GPU) -> float:
+    def mask_us(self, size: float) -> float:
         """The time to forget the velocity where a value was sent: reads the residual, and writes little."""
-        return self._busy(self.pack_us(size), device)
+        return self.pack_us(size)
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
         """Whether this very compressor was timed there."""
@@ -204,10 +229,9 @@ class CostTable:
             "source": self.source,
             "pack_gb_per_s": self.pack_gb_per_s,
             "launch_us": self.launch_us,
-            "interference_us_per_mb": self.interference_us_per_mb,
+            "transport": {kind.value: asdict(taken) for kind, taken in self.transport.items()},
             "copy_gb_per_s": self.copy_gb_per_s,
-            "has_spare_host": self.has_spare_host,
-            "contention": self.contention,
+            "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
             "error": self.error,
             "compute_error": self.compute_error,
             "estimate": self.estimate,
@@ -234,10 +258,9 @@ class CostTable:
                 source=str(data["source"]),
                 pack_gb_per_s=float(data["pack_gb_per_s"]),
                 launch_us=float(data["launch_us"]),
-                interference_us_per_mb=float(data["interference_us_per_mb"]),
+                transport={CollectiveKind(k): ProcessorTime(**v) for k, v in data["transport"].items()},
                 copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
-                has_spare_host=bool(data["has_spare_host"]),
-                contention=float(data["contention"]),
+                processors=UNSHARED if data["processors"] is None else Processors(**data["processors"]),
                 error=float(data["error"]),
                 compute_error=float(data.get("compute_error", 0.0)),
                 estimate=str(data.get("estimate", "")),
@@ -308,8 +331,14 @@ class CostTable:
             largest = known.points[-1].elements
             encode, decode = (1e3 * us / largest for us in (known.encode_us(largest), known.decode_us(largest)))
             lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
-        lines.append(f"  interference {self.interference_us_per_mb:.3g} us of compute for each MB sent")
-        lines.append(f"  contention   {self.contention:.3g}, prediction error {100 * self.error:.0f} %")
+        for kind, taken in self.transport.items():
+            lines.append(
+                f"  transport    {kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB"
+            )
+        if not math.isinf(self.processors.count):
+            shared = self.processors
+            lines.append(f"  processors   {shared.count:.3g} for each rank, compute takes {shared.compute:.3g}")
+        lines.append(f"  error        {100 * self.error:.0f} % of a predicted step")
         return "\n".join(lines)
 
     # Lookup
@@ -359,9 +388,6 @@ class CostTable:
     def _other_threads(self, key: str) -> int:
         threads = parse_compressor_key(key)[2]
         return 0 if threads is None or self.threads is None else abs(threads - self.threads)
-
-    def _busy(self, us: float, device: Device) -> float:
-        return us * self.contention if device is Device.CPU else us
 
 
 def cache_path(hardware: str, versions: str) -> Path:

@@ -1,10 +1,25 @@
-"""Run tasks on streams, on paper: the only simulator and the only clock that we predict with."""
+"""Run tasks on streams, on paper: the only simulator and the only clock that we predict with.
+
+A stream runs its tasks in the order given, each when its predecessors are done. Compute, the compressor pool and the
+network's own software may share processors: where they ask for more than there are, each gets its fair share, and what
+gets less takes longer.
+
+    compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by what the transport takes
+    inter                 ░░░░░░░░░░              two processors would let both run at full speed
+
+`step_time_us` is the same for a search that asks thousands of times, in C++ where kernels are built
+(csrc/timeline.cpp); the Python below is its specification.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from fxcomp.compressors import kernels
 
 
 class Stream(Enum):
@@ -22,23 +37,48 @@ class Stream(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Processors:
+    """What compute, the compressor pool and the network's software share, for one rank."""
+
+    count: float = math.inf
+    """Processors, or on a GPU 1 for the device; infinite where nothing that runs beside compute slows it."""
+    compute: float = 1.0
+    """How many of them compute takes."""
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether another thread finds a processor beside compute."""
+        return self.count >= self.compute + 1
+
+
+UNSHARED = Processors()
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Work that occupies one stream for a while, after other work."""
 
     name: str
     stream: Stream
     duration_us: float
+    """How long it takes with all the processors it asks for."""
     after: tuple[str, ...] = ()
+    load: float = 0.0
+    """How many processors it takes meanwhile; what compute takes is said once, by `Processors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
+    """When a task ran."""
+
     task: Task
     start_us: float
+    end_us: float
 
     @property
-    def end_us(self) -> float:
-        return self.start_us + self.task.duration_us
+    def slowed_us(self) -> float:
+        """How much longer it took than with all the processors it asked for."""
+        return max(0.0, self.end_us - self.start_us - self.task.duration_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +92,12 @@ class Timeline:
         return max((span.end_us for span in self.spans), default=0.0)
 
     def busy_us(self, stream: Stream) -> float:
-        return sum(span.task.duration_us for span in self.spans if span.task.stream is stream)
+        """How long a stream has work, slowed as it is."""
+        return sum(span.end_us - span.start_us for span in self.spans if span.task.stream is stream)
+
+    def slowed_us(self, stream: Stream) -> float:
+        """How much of that is for want of processors."""
+        return sum(span.slowed_us for span in self.spans if span.task.stream is stream)
 
     @property
     def exposed_us(self) -> float:
@@ -60,29 +105,113 @@ class Timeline:
         return self.step_time_us - self.busy_us(Stream.COMPUTE)
 
 
-def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks in the order given, each as soon as its stream and its predecessors allow."""
-    starts, _ = _run(tasks)
-    return Timeline(tuple(Span(task, start) for task, start in zip(tasks, starts, strict=True)))
+def simulate(tasks: Sequence[Task], processors: Processors = UNSHARED) -> Timeline:
+    """Run tasks, each as soon as its stream and its predecessors allow."""
+    starts, ends = _run(tasks, processors)
+    return Timeline(tuple(map(Span, tasks, starts, ends)))
 
 
-def step_time_us(tasks: Sequence[Task]) -> float:
-    """`simulate(tasks).step_time_us` without the spans, for a search that asks thousands of times."""
-    _, end = _run(tasks)
-    return end
+def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> float:
+    """`simulate(tasks, processors).step_time_us` without the spans."""
+    if not kernels.available():
+        return max(_run(tasks, processors)[1], default=0.0)
+    number = {task.name: k for k, task in enumerate(tasks)}
+    after = [number[name] for task in tasks for name in task.after]
+    count = len(tasks)
+    return kernels.function("fxcomp_step_time", ctypes.c_double)(
+        ctypes.c_int32(count),
+        (ctypes.c_int32 * count)(*[_PLACE[task.stream] for task in tasks]),
+        (ctypes.c_double * count)(*[task.duration_us for task in tasks]),
+        (ctypes.c_double * count)(*[_demand(task, processors) for task in tasks]),
+        (ctypes.c_int32 * count)(*[len(task.after) for task in tasks]),
+        (ctypes.c_int32 * len(after))(*after),
+        ctypes.c_double(processors.count),
+    )
 
 
-def _run(tasks: Sequence[Task]) -> tuple[list[float], float]:
-    """When each task starts, and when the last one ends."""
-    free = dict.fromkeys(Stream, 0.0)
-    end: dict[str, float] = {}
-    starts: list[float] = []
-    for task in tasks:
-        stream = task.stream
-        start = free[stream]
-        for name in task.after:
-            if end[name] > start:
-                start = end[name]
-        starts.append(start)
-        free[stream] = end[task.name] = start + task.duration_us
-    return starts, max(free.values())
+_PLACE = {stream: place for place, stream in enumerate(Stream)}
+
+
+def _demand(task: Task, processors: Processors) -> float:
+    return processors.compute if task.stream is Stream.COMPUTE else min(task.load, processors.count)
+
+
+def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], list[float]]:
+    """When each task starts and ends."""
+    queues = [[k for k, task in enumerate(tasks) if task.stream is stream] for stream in Stream]
+    number = {task.name: k for k, task in enumerate(tasks)}
+    after = [[number[name] for name in task.after] for task in tasks]
+    done = [False] * len(tasks)
+    starts, ends = [0.0] * len(tasks), [math.inf] * len(tasks)
+    rates = [1.0] * len(tasks)
+    heads, running = [0] * len(queues), [-1] * len(queues)
+    clock = 0.0
+    while True:
+        _start_what_may(tasks, queues, after, heads, running, done, starts, ends, clock)
+        now = [k for k in running if k >= 0]
+        if not now:
+            break
+        shares = _shares([_demand(tasks[k], processors) for k in now], processors.count)
+        for k, rate in zip(now, shares, strict=True):
+            if math.isinf(ends[k]):
+                ends[k] = clock + tasks[k].duration_us / rate
+            elif rate != rates[k]:
+                ends[k] = clock + (ends[k] - clock) * rates[k] / rate
+            rates[k] = rate
+        clock = min(ends[k] for k in now)
+        for place, k in enumerate(running):
+            if k >= 0 and ends[k] <= clock:
+                done[k], running[place] = True, -1
+    assert all(done), "tasks wait for each other"
+    return starts, ends
+
+
+def _start_what_may(
+    tasks: Sequence[Task],
+    queues: Sequence[Sequence[int]],
+    after: Sequence[Sequence[int]],
+    heads: list[int],
+    running: list[int],
+    done: list[bool],
+    starts: list[float],
+    ends: list[float],
+    clock: float,
+) -> None:
+    """Start the head of every idle stream whose predecessors are done; what takes no time is done at once."""
+    moved = True
+    while moved:
+        moved = False
+        for place, queue in enumerate(queues):
+            while running[place] < 0 and heads[place] < len(queue):
+                k = queue[heads[place]]
+                if not all(done[j] for j in after[k]):
+                    break
+                heads[place] += 1
+                starts[k] = clock
+                moved = True
+                if tasks[k].duration_us > 0:
+                    running[place] = k
+                else:
+                    ends[k], done[k] = clock, True
+
+
+def _shares(demands: Sequence[float], count: float) -> list[float]:
+    """The speed of each of several that ask for so many processors: 1 if there are enough.
+
+    Else as a fair scheduler does it: who asks for less than an equal share gets what it asks for, the others share what
+    is left. One that asks for several processors has as many threads, and weighs as many.
+    """
+    rates, asked, left, weight = [1.0] * len(demands), 0.0, count, 0.0
+    weights = [max(1.0, demand) for demand in demands]
+    for k, demand in enumerate(demands):  # not sum(): some versions of Python round it otherwise
+        asked += demand
+        weight += weights[k]
+    if asked <= count:
+        return rates
+    for k in sorted(range(len(demands)), key=lambda k: demands[k] / weights[k]):
+        if demands[k] > 0:
+            got = min(demands[k], left * weights[k] / weight)
+            rates[k] = got / demands[k]
+            left -= got
+        weight -= weights[k]
+    return rates

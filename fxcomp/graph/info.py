@@ -72,7 +72,11 @@ class NodeInfo:
     stage: int = 0
     cost_us: float | None = None
     starting_us: float = 0.0
-    """What a collective takes from compute: its start, and the transport's own work on the processor."""
+    """What the thread that launches a collective spends on that."""
+    load: float = 0.0
+    """How many of compute's processors it takes while it runs."""
+    launcher_load: float = 0.0
+    """How many the thread takes that launches it, if that is the pool's."""
     stream: Stream | None = None
     source: Source | None = None
 

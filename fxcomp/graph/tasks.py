@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.cost.timeline import Stream, Task
 from fxcomp.graph.info import Role, info
+from fxcomp.graph.ops import SAVE
 
 _PLAIN = (Role.COMPUTE, Role.GRADIENT, Role.CLIP, Role.UPDATE, Role.UNPACK)
 
@@ -19,6 +20,7 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
     made_by: dict[Node, tuple[str, ...]] = {}
     run: list[Node] = []
     counts: dict[str, int] = {}
+    saved: dict[int | None, str] = {}
 
     def close_run() -> None:
         if run:
@@ -42,6 +44,10 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
             continue
         close_run()
         before = tuple(dict.fromkeys(_waits_for(node, made_by)))
+        if (
+            label.role is Role.COMPRESS and label.stream is Stream.CPU and label.bucket in saved
+        ):  # the main thread hands over what it has saved
+            before = (*before, saved[label.bucket])
         if _blocks(node):
             tasks.append(Task(node.name, Stream.COMPUTE, 0.0, before))
             made_by[node] = (node.name,)
@@ -49,11 +55,13 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
             assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
             if label.starting_us:
                 on_host = any(info(source).stream is Stream.CPU for source in node.all_input_nodes)
-                start = Task(f"start {node.name}", Stream.COMPUTE, label.starting_us, () if on_host else before)
-                tasks.append(start)
-                before = before if on_host else (*before, start.name)
-            tasks.append(Task(node.name, label.stream, label.cost_us, before))
+                stream, load = (Stream.CPU, label.launcher_load) if on_host else (Stream.COMPUTE, 0.0)
+                tasks.append(Task(f"start {node.name}", stream, label.starting_us, before, load))
+                before = (*before, tasks[-1].name)
+            tasks.append(Task(node.name, label.stream, label.cost_us, before, label.load))
             made_by[node] = (node.name,)
+            if node.target is SAVE and label.stream is Stream.COMPUTE:
+                saved[label.bucket] = node.name
         else:
             made_by[node] = before
     close_run()

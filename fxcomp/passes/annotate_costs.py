@@ -51,10 +51,16 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
     for node in gm.graph.nodes:
         if node.target is D2H or (node.target is not H2D and any(source in on_host for source in node.all_input_nodes)):
             on_host.add(node)
-        update_info(node, cost_us=_cost_us(node, costs, cluster, Device.CPU if node in on_host else Device.GPU))
-        if node.target in _KIND and info(node).bucket is not None:
-            level, size = Level(str(node.args[-1])), _bytes(node.args[0])
-            update_info(node, starting_us=costs.starting_us(_KIND[node.target], level, size, cluster))
+        is_there = node in on_host
+        update_info(node, cost_us=_cost_us(node, costs, cluster, Device.CPU if is_there else Device.GPU))
+        pool_load = costs.pool_load if is_there else 0.0
+        if node.target in _KIND:
+            what = _KIND[node.target], Level(str(node.args[-1])), _bytes(node.args[0]), cluster
+            # The broadcast of buffers is started by the thread that has just made them, and not counted.
+            launch_us = costs.launch_us if info(node).bucket is not None else 0.0
+            update_info(node, starting_us=launch_us, launcher_load=pool_load, load=costs.load_of(*what))
+        else:
+            update_info(node, load=pool_load)
     return gm
 
 
@@ -76,9 +82,9 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     if role is Role.COPY:
         return costs.copy_us(_bytes(node))
     if role is Role.VELOCITY:
-        return _velocity_us(node, costs, device)
+        return _velocity_us(node, costs)
     if role is Role.KEEP:
-        return costs.keep_us(_bytes(node), device)
+        return costs.keep_us(_bytes(node))
     if role is Role.PROPOSE:
         return costs.propose_us(compressor_of(target, arguments[3:]), sum(arguments[2]), device)
     if role is Role.COMPRESS:
@@ -92,11 +98,11 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     return costs.compute_us(work_key(node), flops(node), touched_bytes(node), math_type(node)).us
 
 
-def _velocity_us(node: Node, costs: CostTable, device: Device) -> float:
+def _velocity_us(node: Node, costs: CostTable) -> float:
     """Keeping costs nothing: a velocity is replaced while it is accumulated."""
     if node.target is ACCUMULATE:
-        return costs.accumulate_us(_bytes(node), device)
-    return costs.mask_us(_bytes(node), device) if node.target is MASK_VELOCITY else 0.0
+        return costs.accumulate_us(_bytes(node))
+    return costs.mask_us(_bytes(node)) if node.target is MASK_VELOCITY else 0.0
 
 
 def _bytes(node: object) -> int:

@@ -120,7 +120,7 @@ def _leaves_dense(dense_us: float, fastest_us: float, error: float) -> bool:
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
     """The predicted step of any plan."""
-    return simulate(plan_tasks(workload, plan, costs, cluster)).step_time_us
+    return simulate(plan_tasks(workload, plan, costs, cluster), costs.processors).step_time_us
 
 
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
@@ -185,7 +185,7 @@ class _Search:
     ) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self.choices = choices or {
-            vector: strategies(mode, cluster, vector, offload=costs.has_spare_host) for vector in (False, True)
+            vector: strategies(mode, cluster, vector, offload=costs.offloads) for vector in (False, True)
         }
         self.errors = {vector: [strategy_error(s, cluster) for s in self.choices[vector]] for vector in (False, True)}
         self.bursts = {vector: [is_bursty(s, cluster) for s in self.choices[vector]] for vector in (False, True)}
@@ -254,7 +254,7 @@ class _Search:
             regions.append(self._region(previous, last))
             previous = last
         buckets = [self._priced(part) for part in parts]
-        return step_time_us(assemble(self.workload, regions, buckets, self.broadcast))
+        return step_time_us(assemble(self.workload, regions, buckets, self.broadcast), self.costs.processors)
 
     def _priced(self, part: _Part) -> BucketTasks:
         tasks = self.priced.get(part)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
@@ -71,8 +71,8 @@ def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Ta
     """The broadcast of buffers, without what it follows."""
     if not workload.broadcast_bytes or cluster.world_size == 1:
         return None
-    us = costs.collective_us(CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster)
-    return Task(BROADCAST, _stream(Level.WORLD, cluster), us)
+    what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
+    return Task(BROADCAST, _stream(Level.WORLD, cluster), costs.collective_us(*what), load=costs.load_of(*what))
 
 
 def assemble(
@@ -125,7 +125,7 @@ def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
 
 
 def _behind(task: Task, before: Task) -> Task:
-    return Task(task.name, task.stream, task.duration_us, after=(before.name,))
+    return replace(task, after=(before.name,))
 
 
 def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
@@ -237,15 +237,15 @@ class _Writer:
         us = self.costs.encode_us(self.compressor, self.elements, step.device)
         self.payload_bytes = self.compressor.payload_bytes(self.segments)
         moved = [*self._to_host(step.device), *self._accumulate(step.device)]
-        before = self._saved_state()
-        return [*moved, *before, self._task("compress", _device_stream(step.device), us), *self._saved_payload(step)]
+        saved = self._saved_state()
+        compress = self._task("compress", _device_stream(step.device), us, *[task.name for task in saved])
+        return [*moved, *saved, compress, *self._saved_payload(step)]
 
     def _saved_state(self) -> list[Task]:
         if not self.commits or not self.compressor.has_state:
             return []
-        return [
-            self._task("save state", Stream.COMPUTE, self.costs.pack_us(self.compressor.state_bytes(self.segments)))
-        ]
+        us = self.costs.pack_us(self.compressor.state_bytes(self.segments))
+        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
 
     def _saved_payload(self, step: Compress) -> list[Task]:
         """A payload that is summed in place is needed again to roll a residual back."""
@@ -260,7 +260,7 @@ class _Writer:
             return []
         self.accumulated = True
         saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
-        us = self.costs.accumulate_us(self.dense_bytes, device)
+        us = self.costs.accumulate_us(self.dense_bytes)
         return [*(saved if self.commits else []), self._task("accumulate", _device_stream(device), us)]
 
     def _mask(self) -> list[Task]:
@@ -268,8 +268,9 @@ class _Writer:
         compressor, device = self.strategy.compressor, self.strategy.device
         if not self.velocity or compressor is None or device is None or not compressor.sends_values:
             return []
-        us = self.costs.mask_us(self.dense_bytes, device)
-        return [Task(f"mask {self.k}", _device_stream(device), us, after=(f"compress {self.k}",))]
+        us, stream = self.costs.mask_us(self.dense_bytes), _device_stream(device)
+        load = self.costs.pool_load if stream is Stream.CPU else 0.0
+        return [Task(f"mask {self.k}", stream, us, (f"compress {self.k}",), load)]
 
     def _to_host(self, device: Device) -> list[Task]:
         """A copy, if the compressor runs where the tensor is not yet."""
@@ -281,7 +282,7 @@ class _Writer:
         compressor = self.compressor
         us = self.costs.decode_us(compressor, self.elements, self.ranks, step.device)
         if compressor.has_state and compressor.facts.state_from_payload:
-            us += self.costs.keep_us(compressor.state_bytes(self.segments), step.device)
+            us += self.costs.keep_us(compressor.state_bytes(self.segments))
         self.payload_bytes, self.on_pool = None, False
         if step.device is Device.GPU:
             return [self._task("decompress", Stream.COMPUTE, us)]
@@ -316,15 +317,15 @@ class _Writer:
 
     def _sent(self, name: str, step: Collective, size: int) -> list[Task]:
         us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
-        starting_us = self.costs.starting_us(step.kind, step.level, size, self.cluster)
-        start = Task(f"start {name} {self.k}", Stream.COMPUTE, starting_us)
-        if not self.on_pool:  # the pool starts its own; compute is slowed all the same
-            start = self._task(f"start {name}", Stream.COMPUTE, starting_us)
-        return [start, self._task(name, _stream(step.level, self.cluster), us)]
+        launcher = Stream.CPU if self.on_pool else Stream.COMPUTE
+        start = self._task(f"start {name}", launcher, self.costs.launch_us)
+        load = self.costs.load_of(step.kind, step.level, size, self.cluster)
+        return [start, self._task(name, _stream(step.level, self.cluster), us, load=load)]
 
-    def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
+    def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str, load: float = 0.0) -> Task:
         """A task behind the bucket's previous one."""
-        task = Task(f"{what} {self.k}", stream, duration_us, after=(self.previous, *also_after))
+        load = self.costs.pool_load if stream is Stream.CPU else load
+        task = Task(f"{what} {self.k}", stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task
 

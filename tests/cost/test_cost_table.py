@@ -9,7 +9,8 @@ from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Measured, Roofline, cache_path
+from fxcomp.cost.table import CostTable, Measured, ProcessorTime, Roofline, cache_path
+from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -22,6 +23,8 @@ TABLE = CostTable(
     source="test",
     compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "test")},
     roofline=Roofline(100.0, 20.0),
+    transport={CollectiveKind.ALL_GATHER: ProcessorTime(10.0, 900.0)},
+    processors=Processors(1.5, 1.0),
     collectives={
         (CollectiveKind.ALL_REDUCE, reach): MeasuredCollective.line(
             CollectiveKind.ALL_REDUCE, 4, 20.0, 0.5, 0.05, "measured, 9 samples"
@@ -91,13 +94,25 @@ def test_what_was_not_measured_is_assumed_and_says_so():
     assert TABLE.compute_us("aten.mm f32[9,9] f32[9,9]", 1e9, 1) == Measured(1e4)
 
 
-def test_the_pool_is_the_device_where_there_is_no_other_but_slower_beside_compute():
-    table = replace(TABLE, contention=1.5)
-    assert table.encode_us(INT8, 1000, Device.CPU) == 15.0
-    assert table.copy_us(1000) == 0.0
-    with_gpu = replace(table, copy_gb_per_s=10.0)
+def test_the_pool_is_the_device_where_there_is_no_other_and_shares_its_processors():
+    assert TABLE.encode_us(INT8, 1000, Device.CPU) == 10.0
+    assert TABLE.copy_us(1000) == 0.0
+    assert TABLE.pool_load == 1.0
+    with_gpu = replace(TABLE, copy_gb_per_s=10.0)
+    assert with_gpu.pool_load == 0.0
     assert with_gpu.compressor_source(INT8, Device.CPU) == "assumed, by memory bandwidth"
     assert with_gpu.copy_us(10_000) == 1.0
+
+
+def test_a_collectives_load_is_its_processor_time_over_its_time():
+    kind, level = CollectiveKind.ALL_REDUCE, Level.WORLD
+    assert CostTable().load_of(kind, level, 10**6, CLUSTER) == 0.0
+    table = replace(TABLE, transport={kind: ProcessorTime(us=30.0, us_per_mb=1000.0)})
+    assert table.load_of(kind, level, 10**6, CLUSTER) == pytest.approx((30 + 1500) / (6 * 20 + 1.5e6 / 500))
+    # What was not measured is as an all_reduce of as many bytes sent.
+    scatter = table.load_of(CollectiveKind.REDUCE_SCATTER, level, 10**6, CLUSTER)
+    assert scatter == pytest.approx((30 + 750) / (3 * 20 + 0.75e6 / 500))
+    assert table.load_of(kind, Level.INTRA, 0, Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))) == 0.0
 
 
 def test_a_table_survives_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

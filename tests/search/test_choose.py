@@ -89,14 +89,14 @@ def test_a_plan_names_every_gradient_once_in_ready_order_and_mixes_no_vectors(mo
 def test_a_gradient_that_has_the_time_to_travel_loses_nothing():
     gradients = (Gradient("early", (1000, 1000), 100.0, 1.0), Gradient("late", (2000, 1000), 100_000.0, 1.0))
     workload = Workload(gradients, 100_000.0)
-    plan = choose_plan(workload, replace(COSTS, error=0.0), cluster(2, 1, "1gbit"), Mode.BALANCED)
+    plan = choose_plan(workload, replace(COSTS, error=0.0, launch_us=0.0), cluster(2, 1, "1gbit"), Mode.BALANCED)
     assert not plan.is_dense
     assert plan.buckets[0] == Bucket(("early",), (1_000_000,), DENSE)  # has all of backward to travel
 
 
 def test_a_tie_goes_to_dense():
     free = {key: CompressorCost.of(CompressorPoint(1, 0.0, 0.0)) for key in COSTS.compressors}
-    costs = replace(COSTS, compressors=free, error=0.0)
+    costs = replace(COSTS, compressors=free, error=0.0, launch_us=0.0)  # which the pool would take over
     where = Cluster(2, 1, Link(0.0, 1e15), Link(0.0, 1e15))
     choice = choose(layers(10), costs, where, Mode.AGGRESSIVE)
     assert choice.fastest.is_dense

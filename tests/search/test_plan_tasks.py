@@ -79,7 +79,7 @@ def test_the_pool_compresses_beside_compute_with_copies_if_it_is_elsewhere():
     tasks = plan_tasks(TWO, plan_of(offload, DENSE), with_gpu, PAIR)
     streams = [task.stream for task in tasks if task.name.endswith(" 0")]
     assert streams == [
-        *(Stream.COMPUTE, Stream.COMPUTE, Stream.D2H, Stream.CPU, Stream.COMPUTE, Stream.INTER),
+        *(Stream.COMPUTE, Stream.COMPUTE, Stream.D2H, Stream.CPU, Stream.CPU, Stream.INTER),
         *(Stream.CPU, Stream.H2D, Stream.COMPUTE),
     ]
 
