@@ -630,7 +630,7 @@ class _Builder:
             elif node.target in _ALIASES:
                 copies[node] = copies[node.args[0]]
             elif not compat.is_profiler(node.target):
-                copy = self.graph.node_copy(node, lambda n: copies[n])
+                copy = compat.append_copy(self.graph, node, copies)
                 if node.op == "get_attr":
                     copy.target = self._adopt(getattr(piece, str(node.target)))
                 copies[node] = set_info(copy, NodeInfo(role, parameter=parameter))

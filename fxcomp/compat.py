@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.fx.node import map_arg
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -98,12 +99,39 @@ def without_onednn() -> Generator[None]:
 
 
 def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Trace again without in-place operators and views of written tensors."""
+    """Trace again without in-place operators and views of written tensors; where there are none it is that already."""
+    if not any(is_operator(node.target) and is_in_place(node.target) for node in traced.graph.nodes):
+        return traced
 
     def run(*flat: Any) -> Any:
         return Interpreter(traced).run(*flat)
 
     return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*inputs)
+
+
+def copied(nodes: Iterable[Node]) -> Graph:
+    """A graph of the same nodes, in this order, under the same names."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in nodes:
+        copies[node] = append_copy(graph, node, copies)
+    return graph
+
+
+def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
+    """Copy a node to a graph's end; its arguments are replaced by their copies.
+
+    `Graph.node_copy` does that too, and looks for raw symbols in the arguments, which takes longer than all the rest;
+    these nodes have been in a graph before.
+    """
+    name = graph._graph_namespace.create_name(node.name, None)
+    args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
+    made = Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    made.meta = dict(node.meta)
+    graph._graph_namespace.associate_name_with_obj(name, made)
+    graph._insert(made)
+    graph._find_nodes_lookup_table.insert(made)
+    graph._len += 1
+    return made
 
 
 def graph_module(root: GraphModule, graph: Graph, name: str) -> GraphModule:

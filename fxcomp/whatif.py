@@ -30,8 +30,16 @@ from fxcomp.graph.edit import clone
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.job import Job
 from fxcomp.passes.annotate_costs import annotate_costs
-from fxcomp.passes.label_gradients import label_gradients
-from fxcomp.pipeline import analyze, check_names_compressor, given_plan, rewrite
+from fxcomp.pipeline import (
+    PassRunner,
+    analyze,
+    carry_out,
+    check_names_compressor,
+    finish,
+    given_plan,
+    labelled,
+    rewrite,
+)
 from fxcomp.report import Explanation
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
@@ -53,8 +61,8 @@ class AskedPlan:
     make: Callable[[Workload, CostTable], Plan]
 
 
-QUICK_STEP_US = 300_000.0
-"""A step shorter than this is measured again, more often: there is time."""
+MEASURING_US, MOST_REPEATS = 500_000.0, 5
+"""A step of which several fit into this time is measured again, so many times at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +205,23 @@ def measured_here(
     training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster
 ) -> tuple[CostTable, Workload]:
     """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
-    plan = Plan(())
+    run = PassRunner(remembers=False)
+    graph = labelled(run, clone(captured.graph), cluster)
+    plan, workload = Plan(()), read_workload(annotate_costs(graph, costs, cluster))
     if cluster.world_size > 1:
-        plan = uniform("dense", analyze(captured.graph, costs, cluster), costs, cluster)
-    variant = rewrite(captured, plan, costs, cluster, 0)
+        plan = uniform("dense", workload, costs, cluster)
+    variant = finish(captured, carry_out(run, plan, clone(graph), costs, cluster, 0), {})
     device = training.device
     nothing = Residuals((), device), CompressorStates({}, device)
     step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
     measured = _measure(step, variant, batch, repeats=1)
-    if measured.step_us < QUICK_STEP_US:
-        measured = _measure(step, variant, batch, repeats=5)
+    repeats = min(MOST_REPEATS, int(MEASURING_US / measured.step_us))
+    if repeats > 1:
+        measured = _measure(step, variant, batch, repeats=repeats)
     source = f"measured in the emitted step, {_threads(device)}"
     compute = apportion(variant, measured.region_us, measured.spread, source)
     costs = replace(costs, compute={**costs.compute, **compute})
-    # What `analyze` would do once more, from where the passes of the dense step were at that point.
-    labelled = clone(variant.history[label_gradients.__name__])
-    return costs, read_workload(annotate_costs(labelled, costs, cluster))
+    return costs, read_workload(annotate_costs(graph, costs, cluster))
 
 
 def _measure(step: CompiledStep, variant: Variant, batch: Any, *, repeats: int) -> StepMeasurement:

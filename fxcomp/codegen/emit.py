@@ -173,15 +173,19 @@ def _statements(
     """A statement a node, or one for all that update a parameter; values go as soon as nobody needs them."""
     groups = _update_groups(nodes) if rules else [[node] for node in nodes]
     place = {node: k for k, group in enumerate(groups) for node in group}
+    kept = set(keep)
     last_use: dict[Node, int] = {}
     for k, group in enumerate(groups):
         for used in (used for node in group for used in node.all_input_nodes):
-            if place.get(used, k) != k and used not in keep:
+            if place.get(used, k) != k and used not in kept:
                 last_use[used] = k
+    dead_after: dict[int, list[str]] = {}
+    for used, k in last_use.items():
+        dead_after.setdefault(k, []).append(names.get(used, used.name))
     lines: list[str] = []
     for k, group in enumerate(groups):
         node = group[-1]
-        dead = [names.get(used, used.name) for used, user in last_use.items() if user == k]
+        dead = dead_after.get(k)
         if rules is not None and info(node).role is Role.UPDATE and not node.users:
             line = rules.call(group)
         else:

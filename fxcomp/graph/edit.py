@@ -16,12 +16,7 @@ from fxcomp.graph.ops import COLLECTIVES, PACK, WAIT
 
 def clone(gm: GraphModule) -> GraphModule:
     """Copy the nodes; parameters and metadata stay the same objects."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
-    return compat.graph_module(gm, graph, type(gm).__name__)
+    return compat.graph_module(gm, compat.copied(gm.graph.nodes), type(gm).__name__)
 
 
 def call(

@@ -95,7 +95,8 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         return costs.decode_us(compressor_of(target, arguments[3:]), elements, ranks, device)
     if basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
         return 0.0
-    return costs.compute_us(work_key(node), flops(node), touched_bytes(node), math_type(node)).us
+    key = work_key(node) if costs.compute else ""  # nothing to look up: most of this pass is writing keys
+    return costs.compute_us(key, flops(node), touched_bytes(node), math_type(node)).us
 
 
 def _velocity_us(node: Node, costs: CostTable) -> float:

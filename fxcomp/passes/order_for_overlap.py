@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.graph.info import Role, info
@@ -103,11 +103,4 @@ def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]
 
 
 def _reordered(gm: GraphModule, order: list[Node]) -> GraphModule:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in order:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
-    result = compat.graph_module(gm, graph, type(gm).__name__)
-    result.graph.lint()
-    return result
+    return compat.graph_module(gm, compat.copied(order), type(gm).__name__)

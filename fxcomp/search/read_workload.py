@@ -19,19 +19,23 @@ def read_workload(gm: GraphModule) -> Workload:
             clock += info(node).cost_us or 0.0
         ready[node] = clock
     broadcasts = [node for node in gm.graph.nodes if node.target is BROADCAST]
-    clip_us = _total(gm, Role.CLIP)
+    updates: dict[str | None, float] = {}
+    for node in gm.graph.nodes:
+        if info(node).role is Role.UPDATE:
+            name = info(node).parameter
+            updates[name] = updates.get(name, 0.0) + (info(node).cost_us or 0.0)
     return Workload(
         gradients=tuple(
             Gradient(
                 name=name,
                 shape=tuple(node.meta["val"].shape),
                 ready_us=ready[node],
-                update_us=_total(gm, Role.UPDATE, name),
+                update_us=updates.get(name, 0.0),
             )
             for name, node in gradients(gm).items()
         ),
         backward_us=clock,
-        finish_us=clip_us,
+        finish_us=_total(gm, Role.CLIP),
         clips=any(info(node).role is Role.CLIP for node in gm.graph.nodes),
         broadcast_bytes=sum(node.meta["val"].nbytes for node in broadcasts),
         broadcast_ready_us=max((ready[node] for node in broadcasts), default=0.0),
@@ -39,6 +43,5 @@ def read_workload(gm: GraphModule) -> Workload:
     )
 
 
-def _total(gm: GraphModule, role: Role, parameter: str | None = None) -> float:
-    nodes = (node for node in gm.graph.nodes if info(node).role is role)
-    return sum(info(node).cost_us or 0.0 for node in nodes if parameter is None or info(node).parameter == parameter)
+def _total(gm: GraphModule, role: Role) -> float:
+    return sum(info(node).cost_us or 0.0 for node in gm.graph.nodes if info(node).role is role)
