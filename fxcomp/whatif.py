@@ -145,7 +145,7 @@ def what_if(
         costs=costs,
         cluster=cluster,
         mode=mode,
-        flip_gbit=flip_gbit(workload, costs, cluster, mode) if cluster.hosts > 1 else None,
+        flip_gbit=flip_gbit(workload, costs, cluster, mode, choice=choice) if cluster.hosts > 1 else None,
         is_own_compute=step_ms is None and preset is None,
         notes=_notes(costs, choice.error, cluster, step_ms),
         unknowns=unknowns(captured.graph),

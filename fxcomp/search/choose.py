@@ -31,6 +31,8 @@ _SPLITS = 6  # how many places a bucket is split at
 _EVALUATIONS = 8_000  # simulated plans, a bound in numbers and not in time: every rank must stop at the same one
 _WORTH_A_ROUND = 1e-3  # relative: a round that gains less is the last
 _SAME = 1e-9  # relative: times closer than this are equal
+_FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
+_FLIP_BUCKETS = 32  # and from plans of so many buckets, which cost a search most
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +138,34 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
 
 
 def flip_gbit(
-    workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0
+    workload: Workload,
+    costs: CostTable,
+    cluster: Cluster,
+    mode: Mode,
+    *,
+    bursts: float = 1.0,
+    choice: Choice | None = None,
 ) -> float | None:
     """The bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
 
-    None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Asks the cluster's links, not what was measured live.
+    None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Asks the cluster's links, not what was measured live. Plans
+    are compared as the search starts from them, without improving them one by one: exact to about 10 %, as is the
+    bisection. `choice`, the verdict on this very cluster by its links, is never contradicted.
     """
     costs = costs.without_collectives()
 
     def is_dense(gbit: float) -> bool:
-        search = _Search(workload, costs, cluster.with_inter(gbit / 8), mode, bursts=bursts)
-        dense, dense_us = search.best_dense()
-        return not _leaves_dense(dense_us, search.best(dense)[1], costs.error_of(workload.free_us, dense_us))
+        return _Search(workload, costs, cluster.with_inter(gbit / 8), mode, bursts=bursts).stays_dense()
 
     low, high = 1e-3, 1e3
-    if is_dense(low) or not is_dense(high):
+    here = 8 * cluster.inter.gb_per_s
+    if choice is not None and low < here < high:
+        low, high = (low, here) if choice.plan.is_dense else (here, high)
+    if (choice is None or high == here) and is_dense(low):
         return None
-    while high / low > 1.1:
+    if (choice is None or low == here) and not is_dense(high):
+        return None
+    while high / low > _FLIP_RATIO:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_dense(middle) else (middle, high)
     return math.sqrt(low * high)
@@ -352,6 +365,19 @@ class _Search:
         """The fastest plan of all; `dense` if none is faster."""
         numbers = range(len(self.choices[False]))
         return self._improve_best([dense, *(self.start(cap, k) for k in numbers for cap in CAPS)], dense_only=False)
+
+    def stays_dense(self) -> bool:
+        """Whether no plan of those that a search starts from gains enough to leave dense; stops when that is clear."""
+        workload, costs = self.workload, self.costs
+        numbers = range(len(self.choices[False]))
+        dense = [k for k in numbers if self.choices[False][k].is_dense]
+        caps = [cap for cap in CAPS if 4 * sum(self.elements) <= _FLIP_BUCKETS * cap]
+        dense_us = min(self.step_us(self.start(cap, k)) for k in dense for cap in caps)
+        error = costs.error_of(workload.free_us, dense_us)
+        if not _leaves_dense(dense_us, workload.free_us, error):
+            return True  # not even without any communication
+        others = (self.start(cap, k) for k in reversed(numbers) if k not in dense for cap in caps)
+        return not any(_leaves_dense(dense_us, self.step_us(parts), error) for parts in others)
 
     def _improve_best(self, starts: list[_Parts], *, dense_only: bool) -> tuple[_Parts, float]:
         distinct = list(dict.fromkeys(starts))
