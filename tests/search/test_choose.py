@@ -186,3 +186,14 @@ def test_the_plan_does_not_depend_on_the_hash_seed():
         for seed in ("1", "42")
     }
     assert outputs == {f"{digests()}\n"}
+
+
+@pytest.mark.parametrize("hosts", [(2, 1), (8, 4)])
+@pytest.mark.parametrize("gbit", [0.1, 1.0, 10.0, 100.0])
+def test_where_the_verdict_flips_does_not_contradict_the_verdict(hosts: tuple[int, int], gbit: float):
+    where = cluster(*hosts, f"{gbit}gbit")
+    choice = choose(layers(12), COSTS, where, Mode.BALANCED)
+    flip = flip_gbit(layers(12), COSTS, where, Mode.BALANCED, choice=choice)
+    assert flip is not None
+    assert (flip <= gbit) == choice.plan.is_dense
+    assert flip == pytest.approx(flip_gbit(layers(12), COSTS, where, Mode.BALANCED), rel=0.21)
