@@ -1,6 +1,7 @@
 """The cluster of live process groups: told by host names, uneven hosts too, and what a group in it reaches."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -8,11 +9,12 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks, try_ranks
 
 import fxcomp
-from fxcomp import compat
-from fxcomp.cluster import Cluster, Link, Way
+from fxcomp import compat, hosts
+from fxcomp.cluster import Cluster, Link
+from fxcomp.cost.collectives import reach_us
 from fxcomp.errors import NoProcessGroup
 from fxcomp.ranks import Ranks, cluster_of_group
-from fxcomp.strategy import Strategy
+from fxcomp.strategy import CollectiveKind, Strategy
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
 
@@ -34,8 +36,11 @@ def test_a_live_cluster_is_told_by_the_names_of_its_hosts():
     assert (clusters[0].shape, clusters[0].placement) == ("2+1", (0, 1, 0))
 
 
+ACROSS, INSIDE = (0, 4, 5, 6), (0, 1, 2, 3)
+
+
 def reaches(names: Sequence[str], groups: Sequence[Sequence[int]]) -> list[tuple[str, str, float]]:
-    """For each group that this rank is in: its own cluster's shape, and how it sits among all ranks."""
+    """For each group that this rank is in: its own cluster's shape, how it sits among all ranks, and 8 MB's price."""
     on_hosts(names)
     world = cluster_of_group(intra=INTRA, inter=INTER)
     found: list[tuple[str, str, float]] = []
@@ -43,15 +48,43 @@ def reaches(names: Sequence[str], groups: Sequence[Sequence[int]]) -> list[tuple
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             reach = world.reach(dist.get_process_group_ranks(group))
-            found.append((cluster_of_group(group).shape, str(reach), reach.gb_per_s(Way.CHAIN)))
+            us = reach_us(CollectiveKind.ALL_REDUCE, 8_000_000, reach)
+            found.append((cluster_of_group(group).shape, str(reach), us))
     return found
 
 
-def test_a_live_group_across_hosts_and_one_inside_a_host_reach_each_other_by_other_links():
-    across, inside = ("2x1", "2x1", 1.0), ("1x2", "1x2", 100.0)
-    whole = ("2x2", "2x2", 1.0)
-    answers = run_ranks(4, reaches, ["a", "a", "b", "b"], [(0, 2), (0, 1), (2, 3), (0, 1, 2, 3)])
-    assert answers == [[across, inside, whole], [inside, whole], [across, inside, whole], [inside, whole]]
+def test_four_live_ranks_on_four_hosts_and_four_in_a_host_get_prices_of_their_own():
+    answers = run_ranks(7, reaches, ["a", "a", "a", "a", "b", "c", "d"], [ACROSS, INSIDE])
+    across, inside = ("4x1", "4x1", 6 * 10 + 1.5 * 8e6 / 1e3), ("1x4", "1x4", 6 * 1 + 1.5 * 8e6 / 100e3)
+    assert answers == [[across, inside], [inside], [inside], [inside], [across], [across], [across]]
+    # The same from text.
+    text = Cluster.parse("4+1+1+1", intra=INTRA, inter=INTER)
+    assert [reach_us(CollectiveKind.ALL_REDUCE, 8_000_000, text.reach(g)) for g in (ACROSS, INSIDE)] == [
+        across[2],
+        inside[2],
+    ]
+
+
+ON_REAL_HOSTS = """
+import torch.distributed as dist
+from fxcomp import hosts
+from fxcomp.ranks import cluster_of_group
+hosts.join()
+cluster = cluster_of_group()
+print(cluster.shape, cluster.placement, cluster.reach((0, 1)), cluster.reach((0, 2)))
+dist.destroy_process_group()
+"""
+
+
+def test_namespaces_of_one_machine_are_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reason = hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    (tmp_path / "told.py").write_text(ON_REAL_HOSTS)
+    with hosts.ShapedHosts(2) as two:
+        told = hosts.run_ranks([str(tmp_path / "told.py")], hosts=two, ranks_per_host=2)
+    assert told == ["2x2 (0, 0, 1, 1) 1x2 2x1\n"] * 4
 
 
 def alone(_: object = None) -> str:
