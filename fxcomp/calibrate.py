@@ -42,6 +42,8 @@ class StepMeasurement:
     step_us: float
     spread: float
     region_us: Mapping[str, float]
+    pack_gb_per_s: float | None
+    """How fast buckets were filled; None if there are none."""
 
 
 # The machine
@@ -185,7 +187,7 @@ def measure_step(
     """
     device = step.training.device
     scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
-    runs = [_Run(Runtime(transport, device)) for transport in transports]
+    runs = [_Run(_PackingTimed(transport, device)) for transport in transports]
     original = dict(variant.module.__dict__)
     current: list[_Run] = [runs[0]]
     replace_regions(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
@@ -211,7 +213,7 @@ def measure_step(
 class _Run:
     """What was timed over one transport; the first of each does not count."""
 
-    runtime: Runtime
+    runtime: _PackingTimed
     totals: list[float] = field(default_factory=list[float])
     regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -221,7 +223,31 @@ class _Run:
             step_us=statistics.median(warm),
             spread=(max(warm) - min(warm)) / statistics.median(warm),
             region_us={name: statistics.median(found[1:]) for name, found in self.regions.items()},
+            pack_gb_per_s=self.runtime.pack_gb_per_s(),
         )
+
+
+class _PackingTimed(Runtime):
+    """A runtime that notes how long it fills each bucket."""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        super().__init__(transport, device)
+        self._times: dict[str, list[float]] = {}
+        self._sizes: dict[str, int] = {}
+        self._on = device
+
+    def pack(self, name: str, parameters: Sequence[str], gradients: Sequence[Tensor], scale: float) -> Tensor:
+        compat.synchronize(self._on)
+        start = time.perf_counter()
+        bucket = super().pack(name, parameters, gradients, scale)
+        compat.synchronize(self._on)
+        self._times.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        self._sizes[name] = bucket.nbytes
+        return bucket
+
+    def pack_gb_per_s(self) -> float | None:
+        us = sum(statistics.median(found[1:] or found) for found in self._times.values())
+        return 1e-3 * sum(self._sizes.values()) / us if us else None
 
 
 def _copy(value: Any) -> Any:

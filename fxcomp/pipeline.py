@@ -567,7 +567,9 @@ def _measured_on_job(
     # All ranks judge by the same number: one that switched back to dense alone would wait for the others for ever.
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
     compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
-    costs = replace(costs, compute={**costs.compute, **compute})
+    costs = replace(
+        costs, compute={**costs.compute, **compute}, pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s
+    )
     predicted = simulate(graph_tasks(rewriting(captured, plan, costs).graph), costs.processors).step_time_us
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
