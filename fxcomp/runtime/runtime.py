@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,10 @@ class Runtime:
         self.counters = Counters()
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
+        self.watch_pool: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
+        """Puts a clock around what the pool does, in a step that is timed."""
+        self.owed: dict[str, Tensor] = {}
+        """What another plan left out of parameters' gradients, flat: packing adds it, until somebody clears it."""
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._slots: dict[tuple[str, tuple[torch.Size, ...]], list[Tensor]] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -96,6 +100,10 @@ class Runtime:
                 slot.copy_(gradient)
             else:
                 torch.mul(gradient, scale, out=slot)
+        if self.owed:
+            for parameter, slot in zip(parameters, slots, strict=False):
+                if parameter in self.owed:
+                    slot.add_(self.owed[parameter].view(slot.shape), alpha=scale)
         return flat
 
     def pad(self, name: str, bucket: Tensor, ranks: int) -> Tensor:
@@ -305,7 +313,7 @@ class Runtime:
         # One thread: what is submitted runs in order, so collectives leave in the same order on every rank.
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
-        return self._pool.submit(work)
+        return self._pool.submit(work if self.watch_pool is None else self.watch_pool(work))
 
     def _buffer(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False

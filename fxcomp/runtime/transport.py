@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, Protocol
@@ -114,6 +114,10 @@ class Groups:
         parts[me].copy_(value)
         return _All([_started(work) for work in (*receives, *sends)])
 
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(lane for _, lane in self._groups))
+
     def joined(self, other: Groups) -> Groups:
         """These groups and others."""
         return Groups({**self._groups, **other._groups})
@@ -122,6 +126,23 @@ class Groups:
 def _started(work: Any) -> Work:
     assert work is not None, "this rank is not in the group"
     return work
+
+
+def call_when_done(work: Work, done: Callable[[], object]) -> None:
+    """Have `done` called, in whatever thread finds out, when a collective ends, where its backend tells of that.
+
+    gloo's collectives do; its sends and receives do not, and then `done` is never called.
+    """
+    try:
+        future: Any = getattr(work, "get_future", lambda: None)()
+    except RuntimeError:  # "not implemented", by torch 2.13's gloo for sends and receives
+        return
+    if future is not None:
+
+        def told(_: object) -> None:
+            done()
+
+        future.add_done_callback(told)
 
 
 @dataclass(frozen=True, slots=True)
