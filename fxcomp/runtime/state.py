@@ -81,12 +81,72 @@ class Arena:
         sizes = sorted((name, piece.numel()) for name, piece in self._by_name.items())
         return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
+    def mean_of(self, names: Sequence[str], all_reduce: Callable[[Tensor], None], ranks: int) -> dict[str, Tensor]:
+        """What parameters' parts stand for together: the mean over all ranks, in the gradient's unit; all call it."""
+        if not names:
+            return {}
+        parts: list[Tensor] = []
+        for name in names:
+            bucket = self._bucket_of[name]
+            parts.append(self.of_parameter(name).to(self.arena.device) * (bucket.shards * bucket.divisor / ranks))
+        mean = torch.cat(parts)
+        all_reduce(mean)
+        return dict(zip(names, torch.split(mean, [part.numel() for part in parts]), strict=True))
+
+    def _place(self, name: str) -> list[int]:
+        """Which part of a parameter this rank has."""
+        bucket = self._bucket_of[name]
+        offset = sum(bucket.sizes[: bucket.names.index(name)])
+        return [bucket.shards, bucket.shard, offset, bucket.padded] if bucket.shards > 1 else [1, 0, 0, 0]
+
+    def _set_mean(self, means: Mapping[str, Tensor]) -> None:
+        """Make parameters' parts what stands for a mean over all ranks on each of them."""
+        for name, part in means.items():
+            self.of_parameter(name).copy_(part).div_(self._bucket_of[name].divisor)
+
+    def _clear_other_shards(self) -> None:
+        for bucket, whole, own in zip(self.layout, self._wholes, self._slices, strict=True):
+            part = len(own)
+            whole[: bucket.shard * part].zero_()
+            whole[(bucket.shard + 1) * part :].zero_()
+
 
 class Residuals(Arena):
     """The error-feedback state of one rank.
 
     Saved residuals come with their divisors: under the same plan they load bit for bit, and any other finds their unit.
     """
+
+    def take_out(self, names: Sequence[str], all_reduce: Callable[[Tensor], None], ranks: int) -> dict[str, Tensor]:
+        """What was left out of parameters, flat and in the gradient's unit; nothing is left here. All ranks call it.
+
+        Added to the ranks' next gradients, it arrives: a whole bucket's as it is, a shard's as the mean over the ranks.
+        """
+        whole = [name for name in names if self._bucket_of[name].shards == 1]
+        cut = [name for name in names if self._bucket_of[name].shards > 1]
+        taken = {name: self.of_parameter(name) * self._bucket_of[name].divisor for name in whole}
+        taken |= self.mean_of(cut, all_reduce, ranks)
+        for name in names:
+            self.of_parameter(name).zero_()
+        return {name: taken[name].to(self.arena.device) for name in names}
+
+    def take_over(self, other: Residuals, all_reduce: Callable[[Tensor], None], ranks: int) -> None:
+        """Go on from what another plan has left out; all ranks call it.
+
+        A parameter that lies as it did keeps this rank's own. Of one that is shared otherwise among the host's ranks,
+        every rank gets the mean over all, so that the sum over the ranks stays what it was.
+        """
+        moved: list[str] = []
+        for name, piece in self._by_name.items():
+            if other._place(name) != self._place(name):
+                moved.append(name)
+                continue
+            before, now = other._bucket_of[name].divisor, self._bucket_of[name].divisor
+            piece.copy_(other.of_parameter(name))
+            if before != now:
+                piece.mul_(before / now)
+        self._set_mean(other.mean_of(moved, all_reduce, ranks))
+        self._clear_other_shards()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, so that another bucketing can load it."""
@@ -146,15 +206,7 @@ class Velocities(Arena):
 
     def take_over_mean(self, other: Velocities, all_reduce: Callable[[Tensor], None], ranks: int) -> None:
         """Go on from the mean over all ranks of another plan's velocities; all ranks call it."""
-        parts: list[Tensor] = []
-        for name in self._by_name:
-            old = other._bucket_of[name]
-            parts.append(other.of_parameter(name).to(self.arena.device) * (old.shards * old.divisor / ranks))
-        mean = torch.cat([self.arena.new_empty(0), *parts])
-        all_reduce(mean)
-        means = torch.split(mean, [part.numel() for part in parts])
-        for name, part in zip(self._by_name, means, strict=True):
-            self.of_parameter(name).copy_(part).div_(self._bucket_of[name].divisor)
+        self._set_mean(other.mean_of(list(self._by_name), all_reduce, ranks))
         self._clear_other_shards()
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,18 +258,6 @@ class Velocities(Arena):
         bucket = self._bucket_of[name]
         value = self.of_parameter(name).detach().clone()
         return {"value": value, "divisor": bucket.divisor, "shards": bucket.shards, "place": self._place(name)}
-
-    def _place(self, name: str) -> list[int]:
-        """Which part of a parameter this rank has."""
-        bucket = self._bucket_of[name]
-        offset = sum(bucket.sizes[: bucket.names.index(name)])
-        return [bucket.shards, bucket.shard, offset, bucket.padded] if bucket.shards > 1 else [1, 0, 0, 0]
-
-    def _clear_other_shards(self) -> None:
-        for bucket, whole, own in zip(self.layout, self._wholes, self._slices, strict=True):
-            part = len(own)
-            whole[: bucket.shard * part].zero_()
-            whole[(bucket.shard + 1) * part :].zero_()
 
 
 # What compressors remember
@@ -297,6 +337,14 @@ class CompressorStates:
     def shared(self) -> dict[str, Tensor]:
         """What must be the same on all ranks, by a label that is, too."""
         return {part.label: part.value for part in self._parts if part.is_shared()}
+
+    def take_over(self, other: CompressorStates) -> None:
+        """Go on from another plan's states, where the same compressor keeps the same; the rest starts anew."""
+        known = {part.name: part for part in other._parts}
+        for part in self._parts:
+            before = known.get(part.name)
+            if before is not None and before.description == part.description and before.key == part.key:
+                part.value.copy_(before.value)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, each with what made it, so that another bucketing can load it."""
