@@ -16,7 +16,7 @@ FLOORS = [
     ["graph", "ranks"],
     ["capture", "passes", "search", "codegen"],
     ["wire"],
-    ["feedback", "guards", "report"],
+    ["drift", "feedback", "guards", "report"],
     ["step"],
     ["calibrate"],
     ["pipeline"],
