@@ -99,6 +99,10 @@ class PeerFailed(FxcompError):
 # Running
 
 
+class CannotReplan(FxcompError):
+    """There is nothing to plan anew by, or the plan is not fxcomp's to change."""
+
+
 class VerificationFailed(FxcompError):
     """The compiled step computed another loss or gradient than eager PyTorch."""
 

@@ -34,6 +34,7 @@ from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import UNSHARED, Processors, simulate
+from fxcomp.drift.watch import Replan, Schedule, Watch
 from fxcomp.errors import BadOption, BadPlan, StepChanged
 from fxcomp.feedback import (
     CLASSIC,
@@ -66,13 +67,14 @@ from fxcomp.ranks import Ranks
 from fxcomp.report import explain_step
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout, Velocities
+from fxcomp.runtime.stopwatch import clock_of
 from fxcomp.runtime.transport import Nowhere, Transport
 from fxcomp.search.budget import POLLUTING_SHARE
-from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
+from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.step import CompiledStep, Training, Variant
+from fxcomp.step import CompiledStep, Following, Replanned, Training, Variant
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 
 P = ParamSpec("P")
@@ -215,6 +217,7 @@ def compile_step(
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     verify_every: int = 0,
+    replan: str = "offer",
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
 
@@ -229,7 +232,9 @@ def compile_step(
     `max_grad_norm` clips the averaged gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks,
     where any rank's gradient is not finite: parameters and the optimizer's state stay as they were, and residuals up to
     one rounding; all updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch
-    every N steps, before anything is updated.
+    every N steps, before anything is updated. `replan` says what happens when the running step shows that a cost is
+    wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan anew at the same step),
+    `off` (nothing is timed).
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
@@ -240,6 +245,7 @@ def compile_step(
         _check_is_plan(plan)
         check_experiment(error_feedback, planned=plan is not None)
         check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
+        _check_replan(replan, planned=plan is not None, feedback=error_feedback)
         return _checked_mode(mode, max_grad_norm, verify_every)
 
     chosen_mode = ranks.attempt("checking options", checked)
@@ -252,6 +258,7 @@ def compile_step(
         "cluster": str(cluster),
         "error_feedback": str(error_feedback),
         "skip_nonfinite": skip_nonfinite,
+        "replan": replan,
     }
     asked |= {"the plan": _asked_plan(plan), "whether costs are given": costs is not None}
     ranks.check_same("comparing models", _facts(training, captured) | asked)
@@ -292,6 +299,29 @@ def compile_step(
             else None
         )
 
+    def decide_again(table: CostTable, topic: str) -> Replanned:
+        nonlocal decided
+        workload = workload_of(captured, table, cluster, skip_nonfinite, error_feedback)
+        again = decide_best(chosen_mode, workload, table, cluster, ranks, bursts_of(optimizer), topic=topic)
+        assert again.choice is not None, "what is chosen has been compared"
+        decided = replace(again, dense=decided.dense, notes=decided.notes)
+        flips.cache_clear()
+        return Replanned(
+            again.plan, again.costs, again.choice.dense, again.choice.dense_us, emitted(captured, again.plan),
+            Residuals(residual_layout(again.plan, cluster, ranks.rank), device),
+            CompressorStates(state_layout(again.plan, shapes, cluster, ranks.rank), device, seed),
+        )  # fmt: skip
+
+    refusal = _why_no_replanning(planned=plan is not None, feedback=error_feedback)
+    step_us = ranks.from_rank_0(
+        "how long a step is", lambda: predict_us(decided.workload, decided.plan, decided.costs, cluster)
+    )
+    following = Following(
+        Watch(Schedule.of(step_us), clock_of(device)), Replan.parse(replan), cluster,
+        None if refusal else decide_again, refusal,
+    )  # fmt: skip
+    is_watched = replan != Replan.OFF.value and ranks.world_size > 1 and (plan is None or costs is not None)
+
     step = CompiledStep(
         training,
         decided.plan,
@@ -307,6 +337,7 @@ def compile_step(
         dense_plan=decided.choice.dense if decided.choice else None,
         predicted_free_ms=decided.workload.free_us / 1e3,
         costs=decided.costs,
+        following=following if is_watched else None,
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
             choice=decided.choice, mode=mode, flip_gbit=flips(),
@@ -316,6 +347,7 @@ def compile_step(
     )  # fmt: skip
     for number, stage in enumerate(step.stages):
         step.adopt(example_batch, emitted(captured, stage.plan), number)
+    step.agree_on_watching("watching")
     return step
 
 
@@ -409,8 +441,7 @@ def _decide(
     velocities_of: Callable[[Plan], Velocities] | None,
 ) -> Decided:
     def analyzed(table: CostTable) -> Workload:
-        workload = analyze(captured.graph, table, cluster, skip_nonfinite=skip_nonfinite)
-        return replace(workload, keeps_velocity=feedback.momentum > 0)
+        return workload_of(captured, table, cluster, skip_nonfinite, feedback)
 
     if cluster.world_size == 1:
         table = costs or CostTable()
@@ -442,6 +473,14 @@ def _decide(
     return replace(decide_best(mode, analyzed(costs), costs, cluster, ranks, bursts), dense=dense)
 
 
+def workload_of(
+    captured: Captured, costs: CostTable, cluster: Cluster, skip_nonfinite: bool, feedback: ErrorFeedback
+) -> Workload:
+    """What there is to decide about, by a cost table."""
+    workload = analyze(captured.graph, costs, cluster, skip_nonfinite=skip_nonfinite)
+    return replace(workload, keeps_velocity=feedback.momentum > 0)
+
+
 def bursts_of(optimizer: torch.optim.Optimizer) -> float:
     """What part of all elements may come in bursts."""
     return POLLUTING_SHARE if is_adaptive(optimizer) else 1.0
@@ -467,9 +506,16 @@ def decide_as_told(
 
 
 def decide_best(
-    mode: Mode, workload: Workload, costs: CostTable, cluster: Cluster, ranks: Ranks, bursts: float = 1.0
+    mode: Mode,
+    workload: Workload,
+    costs: CostTable,
+    cluster: Cluster,
+    ranks: Ranks,
+    bursts: float = 1.0,
+    *,
+    topic: str = "the plan",
 ) -> Decided:
-    """Choose on rank 0, by its workload and costs, and follow on all."""
+    """Choose on rank 0, by its workload and costs, and follow on all; each time for a topic of its own."""
     choices: list[Choice] = []
 
     def decide() -> dict[str, Any]:
@@ -481,7 +527,7 @@ def decide_best(
             "workload": workload.to_json(),
         }
 
-    data = ranks.from_rank_0("the plan", decide)
+    data = ranks.from_rank_0(topic, decide)
     costs, workload = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
     choice = choices[0] if choices else choose(workload, costs, cluster, mode, bursts=bursts)
     choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
@@ -641,6 +687,25 @@ def _check_is_plan(plan: object) -> None:
             f"plan is a fxcomp.Plan, the path of a saved one or a compressor; it is a {type(plan).__name__}.\n"
             "  Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
         )
+
+
+def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback) -> str:
+    """What forbids to change the plan later; empty if nothing does."""
+    if planned:
+        return "the plan was given, and fxcomp changes only what it chose.\n  Leave plan= out, or compile another step."
+    if feedback.momentum:
+        return (
+            "velocities of momentum correction belong to the plan that they were gathered under.\n"
+            "  Save a state, compile another step, and load it there."
+        )
+    return ""
+
+
+def _check_replan(replan: str, *, planned: bool, feedback: ErrorFeedback) -> None:
+    """Raise BadOption for what is no option, or could never be done."""
+    refusal = _why_no_replanning(planned=planned, feedback=feedback)
+    if Replan.parse(replan) is Replan.AUTO and refusal:
+        raise BadOption(f"replan='auto' cannot be done here: {refusal}")
 
 
 def _checked_mode(mode: str, max_grad_norm: float | None, verify_every: int) -> Mode:

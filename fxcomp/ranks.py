@@ -114,9 +114,9 @@ class Ranks:
         return Groups.create(_members(cluster), ["main"], _direct(cluster))
 
     def extend(self, transport: Transport, plan: Plan, cluster: Cluster) -> Transport:
-        """Add the groups of the pool, if the plan offloads anything."""
+        """Add the groups of the pool, if the plan offloads anything and there are none yet."""
         offloads = any(bucket.strategy.device is Device.CPU for bucket in plan.buckets)
-        if not offloads or not isinstance(transport, Groups):
+        if not offloads or not isinstance(transport, Groups) or "pool" in transport.lanes:
             return transport
         return transport.joined(Groups.create(_members(cluster), ["pool"], _direct(cluster)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 import time
 import warnings
@@ -22,9 +23,14 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture import Captured, LossFn, Owned, has_state, live_numbers, materialize_state
+from fxcomp.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
-from fxcomp.errors import BadState, FxcompError, StepChanged, VerificationFailed
+from fxcomp.drift.correct import corrected, describe
+from fxcomp.drift.judge import Finding, Row, agreed_rows, judge, step_with
+from fxcomp.drift.sheet import sheet_of
+from fxcomp.drift.watch import Replan, Watch
+from fxcomp.errors import BadState, CannotReplan, FxcompError, StepChanged, VerificationFailed
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source, info
 from fxcomp.guards import BatchType, StepGuard, batch_type, settled
@@ -102,6 +108,34 @@ Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Variant]
 communicate in it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What was chosen anew by another cost table, the same on all ranks, with fresh state for it."""
+
+    plan: Plan
+    costs: CostTable
+    dense_plan: Plan
+    dense_us: float
+    """What is predicted for it."""
+    variant: Variant
+    """The first capture, following the plan."""
+    residuals: Residuals
+    compressor_states: CompressorStates
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """How a step is compared with its prediction, and what may be done about it."""
+
+    watch: Watch
+    replan: Replan
+    cluster: Cluster
+    decide: Callable[[CostTable, str], Replanned] | None
+    """Choose anew by another table; every rank calls it, for a topic of its own."""
+    refusal: str = ""
+    """Why there is no `decide`."""
+
+
 @dataclass(slots=True)
 class StepTimes:
     """What recent steps took, in milliseconds."""
@@ -133,6 +167,7 @@ class CompiledStep:
         dense_plan: Plan | None = None,
         predicted_free_ms: float | None = None,
         costs: CostTable | None = None,
+        following: Following | None = None,
         report: Callable[[CompiledStep], str] | None = None,
     ):
         self._ranks = ranks
@@ -160,6 +195,15 @@ class CompiledStep:
         self._shapes: dict[Any, list[BatchType]] = {}
         self._symbolic: dict[Any, Variant] = {}
         self._verify_every = verify_every
+        self._judged_at = (self._stages[-1].first_step if self._stages else 0) + SWITCH_STEPS + WARM_STEPS
+        self._following = following
+        self.timed: tuple[Row, ...] = ()
+        """What each cost took when it was last compared with its prediction, as all ranks see it."""
+        self._noted: set[str] = set()
+        self._replans = 0
+        self._patience, self._patient_until = 1, 0
+        self._adopted: Variant | None = None
+        self._first_around: tuple[Any, ...] = ()
         self._dense_ms, self._dense_plan = dense_ms, dense_plan
         self._report = report
         self.predicted_free_ms = predicted_free_ms
@@ -183,20 +227,26 @@ class CompiledStep:
         kind, leaves = batch_type(batch)
         variant = self._variant_for(batch, kind, leaves)
         verify = self._verify_every > 0 and self.steps % self._verify_every == 0
+        watch = self._watch_of(kind) if not verify else None
         start = time.perf_counter()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         plain = torch.inference_mode(False), torch.no_grad(), compat.without_autocast()
         with plain[0], self._verified(batch, variant) if verify else _nothing(), plain[1], plain[2]:
-            result = self._run(variant, leaves)
+            result = self._run(variant, leaves, watch)
         self._count(time.perf_counter() - start, kind, verify)
         return result
 
-    def _run(self, variant: Variant, leaves: Sequence[Any]) -> Any:
+    def _run(self, variant: Variant, leaves: Sequence[Any], watch: Watch | None) -> Any:
         if self._feedback.scale_with_lr:
             self._scale_residuals(variant)
-        loss, aux = variant.module.step(self.runtime, *self.feed(variant, leaves))
+        arguments = self.feed(variant, leaves)
+        if watch is None:
+            loss, aux = variant.module.step(self.runtime, *arguments)
+        else:
+            loss, aux = watch.run(self.steps, variant, self.runtime, arguments)
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
+            self.runtime.owed.clear()
         captured = variant.captured
         if captured.has_aux:
             assert captured.aux_spec is not None, "a step with aux knows its structure"
@@ -295,6 +345,7 @@ class CompiledStep:
             self.velocities.take_over(before)
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self.runtime.forget_buffers()
+        self._watch_anew()
 
     def _fresh_velocities(self) -> Velocities:
         assert self._velocities_of is not None, "asked only where there are some"
@@ -314,6 +365,8 @@ class CompiledStep:
                 for owner in self.training.owned:
                     if owner.group == index and owner.name in names:
                         self.residuals.of_parameter(owner.name).mul_(before / rate)
+                    if owner.group == index and owner.name in self.runtime.owed:
+                        self.runtime.owed[owner.name].mul_(before / rate)
 
     # Variants
 
@@ -358,12 +411,18 @@ class CompiledStep:
     def adopt(self, batch: Any, variant: Variant, stage: int = 0) -> None:
         """Take over a variant that was built for this batch while compiling."""
         kind, _ = batch_type(batch)
-        around = (stage, *self._guard.key())
+        self._first_type, self._first_around = kind, self._guard.key()
+        self._adopt(variant, stage)
+
+    def _adopt(self, variant: Variant, stage: int) -> None:
+        kind, around = self._first_type, (stage, *self._first_around)
+        assert kind is not None, "adopt knows the batch"
         self._shapes.setdefault((kind.like(), around), []).append(kind)
-        self._first_type = kind
         self._remember((str(kind.structure), kind.leaves, around), variant)
         if stage == self._stage:
             self.variant = variant
+        if stage == max(0, len(self._stages) - 1):
+            self._adopted = variant
 
     # Verifying
 
@@ -442,10 +501,11 @@ class CompiledStep:
         if not verified and kind == self._first_type:
             self.times.step_ms.append(1e3 * seconds)
             self.times.waited_ms.append(1e3 * counters.waited_s)
-        warmed_up = self._stages[-1].first_step if self._stages else 0
-        judged = self.steps == warmed_up + SWITCH_STEPS + WARM_STEPS
-        if judged and self._dense_ms is not None and not self.plan.is_dense:
+        if self.steps == self._judged_at and self._dense_ms is not None and not self.plan.is_dense:
             self._reconsider()
+        following = self._following
+        if following is not None and self._is_warm and following.watch.is_due(self.steps):
+            self._look_for_drift(following)
 
     def _reconsider(self) -> None:
         """Switch back to dense if the compressed plan turned out slower; all ranks decide by the same numbers.
@@ -455,32 +515,180 @@ class CompiledStep:
         """
         times = list(self.times.step_ms)[WARM_STEPS:]
         mine = statistics.median(times) if len(times) >= SWITCH_STEPS // 2 else -1.0
-        everyone = self._gather(mine)
+        everyone = [value for (value,) in self._gather([mine])]
         measured, dense = max(everyone), self._dense_ms or 0.0
         if min(everyone) < 0 or measured <= dense * (1 + SWITCH_MARGIN) or self._dense_plan is None:
             return
+        left = "goes out with the next step" if self.velocities is None else "is dropped"
         self.notes.append(
             f"switched back to dense at step {self.steps}: {measured:.1f} ms a step measured with compression,"
-            f" {dense:.1f} ms without. What compression had left out so far is dropped."
+            f" {dense:.1f} ms without. What compression had left out so far {left}."
         )
-        self.plan = self._dense_plan
-        self._stages = tuple[Stage, ...]()
-        if self.velocities is not None:
-            before, self.velocities = self.velocities, self._fresh_velocities()
+        owed: dict[str, Tensor] = {}
+        if self.velocities is None:
+            owed = self.residuals.take_out(self._fed_back(self.plan), self._sum_over_ranks, dist.get_world_size())
+        before, self.plan = self.velocities, self._dense_plan
+        if before is not None:
+            self.velocities = self._fresh_velocities()
             self.velocities.take_over_mean(before, self._sum_over_ranks, dist.get_world_size())
+        self._leave_plan(owed)
+
+    def _leave_plan(self, owed: Mapping[str, Tensor]) -> None:
+        """Forget what was made for another plan than the one that is followed now, but not what that still owes."""
+        self._stages = tuple[Stage, ...]()
+        self._stage = 0
+        unsent, transport = self.runtime.owed, self.runtime.transport
         self.runtime.close()
-        self.runtime = Runtime(self.runtime.transport, self.training.device)
+        self.runtime = Runtime(transport, self.training.device)
+        self.runtime.owed = {name: unsent.get(name, 0.0) + value for name, value in owed.items()}
+        self.runtime.owed |= {name: value for name, value in unsent.items() if name not in owed}
         for known in (self._variants, self._symbolic, self._shapes):
             known.clear()
+        self._adopted = None
+        self._watch_anew()
 
-    def _gather(self, value: float) -> list[float]:
-        mine = torch.tensor([value], device=self.training.device)
-        everyone = torch.zeros(dist.get_world_size(), device=self.training.device)
+    def _fed_back(self, plan: Plan) -> list[str]:
+        """The parameters of which a plan leaves something out, and feeds it back."""
+        compressed = [b for b in plan.buckets if (c := b.strategy.compressor) and self._feedback.surrounds(c)]
+        return [name for bucket in compressed for name in bucket.names]
+
+    def _gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, as many on each, in rank order."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.training.device)
+        everyone = mine.new_zeros(dist.get_world_size() * len(values))
         self.runtime.transport.all_gather(mine, everyone, "world", "main").wait()
-        return [float(each) for each in everyone]
+        return [part.tolist() for part in everyone.view(-1, len(values))]  # pyright: ignore[reportUnknownMemberType]
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         self.runtime.transport.all_reduce(value, "world", "main").wait()
+
+    # Drift
+
+    def agree_on_watching(self, topic: str) -> None:
+        """Compare nothing if ranks would compare different things; every rank calls it when all stages are adopted."""
+        variant = self._adopted
+        if self._following is None or variant is None:
+            return
+        mine = [str(cost) for cost in sheet_of(variant.graph, variant.timeline).costs]
+        if any(theirs != mine for theirs in self._ranks.gather(topic, mine)):
+            self._following = None
+
+    @property
+    def _is_warm(self) -> bool:
+        """The plan that stays is followed."""
+        return self._stage == max(0, len(self._stages) - 1)
+
+    def _watch_of(self, kind: BatchType) -> Watch | None:
+        """What times this step; None for most steps, and for batches that nothing was predicted for."""
+        following = self._following
+        if following is None or kind != self._first_type or not self._is_warm:
+            return None
+        return following.watch if following.watch.wants(self.steps) else None
+
+    def _watch_anew(self) -> None:
+        if self._following is not None:
+            self._following.watch.restart(self.steps)
+
+    def _compare(self, following: Following) -> tuple[Finding, ...]:
+        """What is wrong with the costs, by numbers that all ranks share; every rank calls it at the same step."""
+        variant = self._adopted
+        if variant is None or self.costs is None:  # switched back to dense, which nothing was predicted for
+            return ()
+        sheet = sheet_of(variant.graph, variant.timeline)
+        everyone = self._gather([sheet.step_us, self.costs.error, *following.watch.rows(self.steps, sheet)])
+        self.timed = agreed_rows(sheet.costs, [mine[2:] for mine in everyone])
+        step_us, error = everyone[0][:2]
+        return judge(self.timed, step_us, error)
+
+    def _look_for_drift(self, following: Following) -> None:
+        """Say what is wrong with the costs, and plan anew if that was asked for; all ranks decide the same."""
+        findings = self._compare(following)
+        fresh = [finding for finding in findings if finding.cause not in self._noted]
+        is_automatic = following.replan is Replan.AUTO and self.steps >= self._patient_until
+        if fresh:
+            self._noted.update(finding.cause for finding in fresh)
+            self._note_drift(following, fresh, offers=following.decide is not None and not is_automatic)
+        if findings and is_automatic:
+            changed = self._plan_anew(following, findings)
+            # What a table cannot be put right for would be found again and again.
+            self._patience = 1 if changed else 2 * self._patience
+            self._patient_until = self.steps + self._patience * following.watch.schedule.judged_every
+
+    def _note_drift(self, following: Following, findings: Sequence[Finding], *, offers: bool) -> None:
+        variant, costs = self._adopted, self.costs
+        assert variant is not None, "there are findings about what was adopted"
+        assert costs is not None, "and they compare with its costs"
+        sheet = sheet_of(variant.graph, variant.timeline)
+        becomes_us = step_with(findings, sheet, variant.timeline)
+        said = "; ".join(describe(finding, costs, following.cluster) for finding in findings)
+        offer = " step.replan(), called by every rank, plans anew." if offers else ""
+        self.notes.append(
+            f"since step {self.steps - following.watch.schedule.judged_every}: {said}. With that the step is predicted"
+            f" at {becomes_us / 1e3:.4g} ms, not {sheet.step_us / 1e3:.4g}.{offer}"
+        )
+
+    def replan(self) -> bool:
+        """Put the costs right by what the running step took, choose anew, and follow that; whether the plan changed.
+
+        Every rank calls it behind the same step, and all follow the same plan. What compression has left out is kept,
+        or goes out with the next step where it is fed back no more; the optimizer's state stays. Raises CannotReplan.
+        """
+        following = self._following
+        if following is None or following.decide is None:
+            raise CannotReplan(following.refusal if following is not None else "nothing here is compared with a plan.")
+        if not self._is_warm:
+            raise CannotReplan(
+                f"the warm-up of error feedback lasts until step {self._stages[-1].first_step}, this is {self.steps}.\n"
+                "  Plan anew once the plan itself is followed."
+            )
+        findings = self._compare(following)
+        if all(row.first_us is None for row in self.timed):
+            raise CannotReplan(
+                f"too few steps have been timed: {following.watch.schedule.judged_every} in a row are needed, with"
+                " batches like the first one.\n  Train on and ask again; the report says what was measured."
+            )
+        return self._plan_anew(following, findings) if findings else False
+
+    def _plan_anew(self, following: Following, findings: Sequence[Finding]) -> bool:
+        variant, costs = self._adopted, self.costs
+        assert variant is not None, "there are findings about what was adopted"
+        assert costs is not None, "and they compare with its costs"
+        assert following.decide is not None, "asked only where there is something to decide"
+        self._replans += 1
+        sheet = sheet_of(variant.graph, variant.timeline)
+        table = corrected(costs, findings, sheet, variant.graph, following.cluster)
+        new = following.decide(table, f"planning anew, {self._replans}")
+        changed, measured_ms = new.plan != self.plan, self.step_ms
+        self.notes.append(
+            f"planned anew at step {self.steps}, for {', '.join(str(f.cost) for f in findings)}:"
+            f" {'another plan is followed' if changed else 'the plan stays'},"
+            f" predicted at {new.variant.timeline.step_time_us / 1e3:.4g} ms a step; dense at {new.dense_us / 1e3:.4g}."
+        )
+        # A dense plan has just been measured. Of another one there is only a prediction, with its error.
+        is_known = self.plan.is_dense and not math.isnan(measured_ms)
+        everyone = [value for (value,) in self._gather([measured_ms if is_known else -1.0])]
+        predicted_ms = new.dense_us * (1 + new.costs.error) / 1e3
+        self._dense_ms = max(everyone) if min(everyone) > 0 else predicted_ms
+        self._dense_plan, self.costs = new.dense_plan, new.costs
+        self._follow(new, following.cluster)
+        self._noted.clear()
+        return changed
+
+    def _follow(self, new: Replanned, cluster: Cluster) -> None:
+        """Follow another plan from the next step on. Nothing that was left out is lost."""
+        ranks = dist.get_world_size()
+        kept = set(self._fed_back(new.plan))
+        leaving = [name for name in self._fed_back(self.plan) if name not in kept]
+        owed = self.residuals.take_out(leaving, self._sum_over_ranks, ranks)
+        new.residuals.take_over(self.residuals, self._sum_over_ranks, ranks)
+        new.compressor_states.take_over(self.compressor_states)
+        self.plan, self.residuals, self.compressor_states = new.plan, new.residuals, new.compressor_states
+        self.runtime.transport = self._ranks.extend(self.runtime.transport, new.plan, cluster)
+        self._leave_plan(owed)
+        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self._judged_at = self.steps + SWITCH_STEPS + WARM_STEPS
+        self._adopt(new.variant, 0)
+        self.agree_on_watching(f"watching, plan {self._replans}")
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
@@ -539,6 +747,8 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
         own = {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, "learning_rates": dict(self._rates)}
+        if self.runtime.owed:
+            own["owed"] = {name: value.clone() for name, value in self.runtime.owed.items()}
         velocities = self.velocities.state_dict() if self.velocities is not None else {}
         return {**own, **self.residuals.state_dict(), **velocities, **self.compressor_states.state_dict()}
 
@@ -572,7 +782,9 @@ class CompiledStep:
         self.compressor_states.load_state_dict(state)
         self.steps = int(state.get("steps", 0))
         self._rates = dict(state.get("learning_rates", {}))
+        self.runtime.owed = {name: value.clone() for name, value in state.get("owed", {}).items()}
         self._enter_stage()
+        self._watch_anew()
         if self.velocities is not None:
             self.velocities.load_state_dict(state)
         elif state.get("velocities"):
@@ -602,6 +814,7 @@ class CompiledStep:
             if given:
                 value.copy_(torch.tensor(given[0], dtype=value.dtype))
         self._enter_stage()
+        self._watch_anew()
 
 
 def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
