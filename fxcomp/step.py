@@ -619,7 +619,7 @@ class CompiledStep:
         assert variant is not None, "there are findings about what was adopted"
         assert costs is not None, "and they compare with its costs"
         sheet = sheet_of(variant.graph, variant.timeline)
-        becomes_us = step_with(findings, sheet, variant.timeline)
+        becomes_us = step_with(findings, sheet, variant.timeline, costs.processors)
         said = "; ".join(describe(finding, costs, following.cluster) for finding in findings)
         offer = " step.replan(), called by every rank, plans anew." if offers else ""
         self.notes.append(

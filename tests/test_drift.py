@@ -18,6 +18,7 @@ from virtual_time import VirtualTime, scheduled, slower, virtual_time
 import fxcomp
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.timeline import Processors
 from fxcomp.drift.sheet import Kind, sheet_of
 from fxcomp.step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.strategy import CollectiveKind
@@ -40,7 +41,8 @@ def table(gbit: float, **more: Any) -> CostTable:
     }
     known: dict[str, Any] = {
         "roofline": Roofline(50.0, 10.0, launch_us=10.0),
-        "collectives": wires, "compressors": points, "launch_us": 10.0, "error": 0.1, "has_spare_host": False,
+        "collectives": wires, "compressors": points, "launch_us": 10.0, "error": 0.1,
+        "processors": Processors(1.0),
     }  # fmt: skip
     return CostTable(**{**known, **more})
 

@@ -129,12 +129,11 @@ def _scaled_fit(fit: Fit, at_zero: float, slope: float) -> Fit:
 
 
 def _estimated(costs: CostTable, compressor: Compressor, device: Device, elements: int) -> CompressorPoint:
-    contention = costs.contention if device is Device.CPU else 1.0
     return CompressorPoint(
         elements,
-        costs.encode_us(compressor, elements, device) / contention,
-        costs.decode_us(compressor, elements, 1, device) / contention,
-        costs.propose_us(compressor, elements, device) / contention,
+        costs.encode_us(compressor, elements, device),
+        costs.decode_us(compressor, elements, 1, device),
+        costs.propose_us(compressor, elements, device),
     )
 
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.cost.timeline import Processors, Timeline, simulate
 from fxcomp.drift.sheet import Cost, Kind, Sheet
 
 NOISE = {
@@ -110,7 +110,7 @@ def _finding(members: Sequence[Row], off: float) -> Finding:
     return Finding(worst.cost, worst.predicted_us, worst.predicted_us + off)
 
 
-def step_with(findings: Sequence[Finding], sheet: Sheet, timeline: Timeline) -> float:
+def step_with(findings: Sequence[Finding], sheet: Sheet, timeline: Timeline, processors: Processors) -> float:
     """The predicted step with the costs that were found, in µs."""
     found = {(finding.cost.kind, finding.cost.what): finding.ratio for finding in findings}
     factors = {task: found.get((cost.kind, cost.what), 1.0) for task, cost in sheet.tasks.items()}
@@ -119,4 +119,4 @@ def step_with(findings: Sequence[Finding], sheet: Sheet, timeline: Timeline) -> 
         replace(span.task, duration_us=span.task.duration_us * factors.get(span.task.name, 1.0))
         for span in timeline.spans
     ]
-    return simulate(tasks).step_time_us
+    return simulate(tasks, processors).step_time_us

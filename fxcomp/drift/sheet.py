@@ -144,7 +144,7 @@ class Sheet:
         """What each cost took in one step; what could not be known is left out."""
         sums: dict[Cost, float] = {}
         for call, cost in self.lines.items():
-            if cost.kind in (Kind.COMPRESS, Kind.DECOMPRESS) and call in reading.pool:
+            if cost.kind in (Kind.START, Kind.COMPRESS, Kind.DECOMPRESS) and call in reading.pool:
                 start, end = reading.pool[call]
             elif call in reading.main:
                 start, end = reading.main[call]
