@@ -21,6 +21,7 @@ from rich.text import Text
 from fxcomp.cluster import Cluster, Level, format_gbit
 from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
+from fxcomp.cost.critical import exposed_by_task
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Span, Stream, Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
@@ -430,56 +431,13 @@ def sent_bytes(bucket: Bucket, cluster: Cluster, workload: Workload) -> float:
 def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
     """How long compute stands still for each bucket, in µs; they add up to the timeline's exposed time.
 
-    Every moment in which compute waits belongs to the bucket whose task it waits for just then: the last to arrive, and
-    before that whatever kept it from starting. None stands for what belongs to no bucket: the broadcast of buffers.
+    None stands for what belongs to no bucket: the broadcast of buffers.
     """
-    before, last = _queues(timeline)
-    spans = {span.task.name: span for span in timeline.spans}
     waits: dict[int | None, float] = {}
-    clock = 0.0
-    for span in timeline.spans:
-        if span.task.stream is not Stream.COMPUTE:
-            continue
-        _share(_latest([spans[name] for name in span.task.after]), clock, span.start_us, spans, before, waits)
-        clock = span.end_us
-    _share(_latest(list(last.values())), clock, timeline.step_time_us, spans, before, waits)
+    for name, us in exposed_by_task(timeline).items():
+        bucket = _bucket_of(name)
+        waits[bucket] = waits.get(bucket, 0.0) + us
     return waits
-
-
-def _queues(timeline: Timeline) -> tuple[dict[str, Span], dict[Stream, Span]]:
-    """Which span each one follows on its stream, and the last of each stream."""
-    before: dict[str, Span] = {}
-    last: dict[Stream, Span] = {}
-    for span in timeline.spans:
-        stream = span.task.stream
-        if stream in last:
-            before[span.task.name] = last[stream]
-        last[stream] = span
-    return before, last
-
-
-def _share(
-    blocker: Span | None,
-    start_us: float,
-    end_us: float,
-    spans: dict[str, Span],
-    before: dict[str, Span],
-    waits: dict[int | None, float],
-) -> None:
-    """Go back from the end of a wait along what it waited for."""
-    while blocker is not None and end_us > start_us:
-        begun_us = max(start_us, blocker.start_us)
-        bucket = _bucket_of(blocker.task.name)
-        if end_us > begun_us:
-            waits[bucket] = waits.get(bucket, 0.0) + end_us - begun_us
-        end_us = min(end_us, begun_us)
-        earlier = [spans[name] for name in blocker.task.after]
-        earlier += [before[blocker.task.name]] if blocker.task.name in before else []
-        blocker = _latest(earlier)
-
-
-def _latest(spans: Sequence[Span]) -> Span | None:
-    return max(spans, key=lambda span: span.end_us, default=None)
 
 
 def _bucket_of(name: str) -> int | None:

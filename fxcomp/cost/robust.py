@@ -1,0 +1,85 @@
+"""Ask how a plan fares when times vary: the same tasks with other durations, many times.
+
+    the step of one draw = simulate(tasks, compute × slow, each link × busy, every task × its own noise)
+
+`slow` belongs to the slowest of the ranks, which the others wait for; `busy` to a link for the whole step. Factors are
+log-normal with median 1. Plans that are compared see the same draws, so that luck does not decide between them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxcomp.cost.timeline import UNSHARED, Processors, Stream, Task, step_time_us
+
+WIRES = (Stream.INTRA, Stream.INTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """How much times vary from step to step: standard deviations of their logarithms, so 0.05 is about 5 %."""
+
+    compute: float = 0.03  # assumed: a rank's whole step
+    links: float = 0.05  # assumed: a link for a whole step
+    tasks: float = 0.02  # assumed: each task by itself
+    ranks: int = 1
+    """Whose slowest one all wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Step times of all draws, in µs."""
+
+    draws: tuple[float, ...]
+
+    def at(self, share: float) -> float:
+        """The time that this share of all steps stays within."""
+        ordered = sorted(self.draws)
+        return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.draws)
+
+    def share_faster_than(self, other: Distribution) -> float:
+        """In which share of the draws this plan is the faster one. Both were drawn with the same seed."""
+        pairs = list(zip(self.draws, other.draws, strict=True))
+        return sum(mine < theirs for mine, theirs in pairs) / len(pairs)
+
+
+DRAWS = 200
+
+
+def draw_steps(
+    tasks: Sequence[Task],
+    jitter: Jitter,
+    processors: Processors = UNSHARED,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Distribution:
+    """Simulate the tasks with varied durations. Equal seeds give equal machines, whatever the tasks."""
+    times: list[float] = []
+    for number in range(draws):
+        machine = np.random.default_rng((seed, number, 0))
+        own = np.random.default_rng((seed, number, 1))
+        factors = _factors_of_streams(machine, jitter)
+        noise = np.exp(jitter.tasks * own.standard_normal(len(tasks)))
+        varied = [
+            replace(task, duration_us=task.duration_us * factors[task.stream] * float(noise[k]))
+            for k, task in enumerate(tasks)
+        ]
+        times.append(step_time_us(varied, processors))
+    return Distribution(tuple(times))
+
+
+def _factors_of_streams(machine: np.random.Generator, jitter: Jitter) -> Mapping[Stream, float]:
+    """One draw for each stream of the machine; compute's is the slowest rank's."""
+    slow = math.exp(jitter.compute * float(machine.standard_normal(jitter.ranks).max()))
+    busy = {wire: math.exp(jitter.links * float(machine.standard_normal())) for wire in WIRES}
+    return {stream: busy.get(stream, slow) for stream in Stream}
