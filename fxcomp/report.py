@@ -21,11 +21,13 @@ from rich.text import Text
 from fxcomp.cluster import Cluster, Level, format_gbit
 from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
-from fxcomp.cost.critical import exposed_by_task
+from fxcomp.cost.critical import critical_path, exposed_by_task
+from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Span, Stream, Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.search.choose import Alternative, Choice
+from fxcomp.search.tasks import plan_tasks
 from fxcomp.search.workload import Workload
 from fxcomp.strategy import Bucket, Device, Plan, Strategy
 from fxcomp.wire import break_even_lines, formula_lines, sent_by
@@ -131,6 +133,8 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "unpriced": _counted(explanation.unknowns.unpriced),
             "by_bytes": _counted(explanation.unknowns.by_bytes),
         },
+        "varied": _varied_json(varied(explanation)),
+        "critical_path": [span.task.name for span in critical_path(explanation.timeline)],
         "exposed_ms": explanation.timeline.exposed_us / 1e3,
         "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
         "plan": {
@@ -225,6 +229,7 @@ def _sections(explanation: Explanation, width: int) -> list[RenderableType]:
     sections: list[RenderableType] = [_headline(explanation), _verdict(explanation), _steps(explanation, digits)]
     sections.append(_indented(_arithmetic(explanation.timeline, digits)))
     sections.append(_indented(_prediction(explanation, digits)))
+    sections.append(_indented(_variation(varied(explanation), digits)))
     if explanation.plan.buckets:
         sections += [_title("Plan"), _plan_table(explanation, digits, width), _strategies(explanation.plan)]
     if explanation.is_chosen and explanation.choice is not None and any(explanation.choice.alternatives):
@@ -232,6 +237,7 @@ def _sections(explanation: Explanation, width: int) -> list[RenderableType]:
     if explanation.plan.buckets:
         sections += [_title("Collectives"), _formulas(explanation)]
     sections += [_title("Timeline"), _drawing(explanation.timeline, width, digits)]
+    sections += [_title("What the step's length hangs on"), _indented(_path(explanation.timeline, digits))]
     if explanation.knows_flip and explanation.cluster.hosts > 1:
         sections += [_title("Where the verdict flips"), _indented(_flip(explanation))]
     sections += [_title("Where the numbers are from"), _sources(explanation)]
@@ -343,6 +349,62 @@ def _prediction(explanation: Explanation, digits: int) -> str:
     predicted = _ms(explanation.timeline.exposed_us, digits)
     return f"{text}; exposed: {explanation.exposed_ms:.{digits}f} ms measured, {predicted} ms predicted."
 
+
+@dataclass(frozen=True, slots=True)
+class Varied:
+    """The same step when times vary from step to step."""
+
+    jitter: Jitter
+    plan: Distribution
+    beats_dense: float | None
+    """In which share of the draws; None where nothing was compared, or the plan is the dense one."""
+
+
+def varied(explanation: Explanation) -> Varied:
+    """Draw steps of the plan, and of the best dense one under the same luck."""
+    costs, choice = explanation.costs, explanation.choice
+    jitter = jitter_of(costs, explanation.cluster.world_size)
+    drawn = draw_steps([span.task for span in explanation.timeline.spans], jitter, costs.processors)
+    if choice is None or choice.dense == explanation.plan:
+        return Varied(jitter, drawn, None)
+    dense = plan_tasks(explanation.workload, choice.dense, costs, explanation.cluster)
+    return Varied(jitter, drawn, drawn.share_faster_than(draw_steps(dense, jitter, costs.processors)))
+
+
+def _varied_json(found: Varied) -> dict[str, float | None]:
+    spread = {f"p{share}_ms": found.plan.at(share / 100) / 1e3 for share in (10, 50, 90)}
+    return {**spread, "compute": found.jitter.compute, "links": found.jitter.links, "beats_dense": found.beats_dense}
+
+
+def _variation(found: Varied, digits: int) -> str:
+    low, high = (_ms(found.plan.at(share), digits) for share in (0.1, 0.9))
+    text = (
+        f"Where compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
+    )
+    text = f"{text} take {low} to {high} ms"
+    if found.beats_dense is not None:
+        text += f"; {found.beats_dense:.0%} are faster than the best dense plan's"
+    return f"{text} ({len(found.plan.draws)} draws)."
+
+
+def _path(timeline: Timeline, digits: int) -> str:
+    """The critical path, with neighbours of one kind taken together."""
+    shares: list[tuple[str, float]] = []
+    for span in critical_path(timeline):
+        name = _kind(span.task.name) if span.task.stream is Stream.COMPUTE else span.task.name
+        us = span.end_us - span.start_us
+        if shares and shares[-1][0] == name:
+            shares[-1] = (name, shares[-1][1] + us)
+        elif us:
+            shares.append((name, us))
+    texts = [f"{name} {_ms(us, digits)}" for name, us in shares]
+    if len(texts) > _LONGEST_PATH:
+        left_out = sum(us for _, us in shares[_LONGEST_PATH // 2 : -_LONGEST_PATH // 2])
+        texts[_LONGEST_PATH // 2 : -_LONGEST_PATH // 2] = [f"... {_ms(left_out, digits)}"]
+    return " → ".join(texts) + " ms"
+
+
+_LONGEST_PATH = 12
 
 _WORK = {
     "region": "compute",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import UNSHARED, Processors, Stream, Task, step_time_us
 
 WIRES = (Stream.INTRA, Stream.INTER)
@@ -29,6 +30,22 @@ class Jitter:
     tasks: float = 0.02  # assumed: each task by itself
     ranks: int = 1
     """Whose slowest one all wait for."""
+
+
+def jitter_of(costs: CostTable, ranks: int) -> Jitter:
+    """What was measured of it: how far compute was from its median, and links from their fits; else as assumed."""
+    compute = [measured.spread for measured in costs.compute.values() if measured.spread]
+    links = [measured.spread for measured in costs.collectives.values() if measured.spread]
+    assumed = Jitter(ranks=ranks)
+    return replace(
+        assumed,
+        compute=statistics.median(compute) / RANGE if compute else assumed.compute,
+        links=statistics.median(links) if links else assumed.links,
+    )
+
+
+RANGE = 2.5
+"""A spread is from the smallest to the largest of about six steps: as many standard deviations as this (normal)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +69,7 @@ class Distribution:
         return sum(mine < theirs for mine, theirs in pairs) / len(pairs)
 
 
-DRAWS = 200
+DRAWS = 100
 
 
 def draw_steps(
