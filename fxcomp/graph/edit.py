@@ -27,10 +27,17 @@ def call(
     *,
     name: str | None = None,
     kwargs: dict[str, Any] | None = None,
+    value: Any = None,
 ) -> Node:
-    """Insert a call at the graph's insertion point, with the fake value that the operator gives for fake arguments."""
+    """Insert a call at the graph's insertion point, with the fake value that the operator gives for fake arguments.
+
+    `value` says which, where it is known: asking some operators takes long.
+    """
     node = graph.create_node("call_function", target, args, kwargs, name=name)
-    return set_info(refresh_value(node), label)
+    if value is None:
+        return set_info(refresh_value(node), label)
+    node.meta["val"] = value
+    return set_info(node, label)
 
 
 def refresh_value(node: Node) -> Node:

@@ -49,18 +49,20 @@ _KIND = {
 def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> GraphModule:
     on_host: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.target is D2H or (node.target is not H2D and any(source in on_host for source in node.all_input_nodes)):
+        follows = bool(on_host) and any(source in on_host for source in node.all_input_nodes)
+        if node.target is D2H or (follows and node.target is not H2D):
             on_host.add(node)
         is_there = node in on_host
-        update_info(node, cost_us=_cost_us(node, costs, cluster, Device.CPU if is_there else Device.GPU))
+        cost_us = _cost_us(node, costs, cluster, Device.CPU if is_there else Device.GPU)
         pool_load = costs.pool_load if is_there else 0.0
         if node.target in _KIND:
             what = _KIND[node.target], Level(str(node.args[-1])), _bytes(node.args[0]), cluster
             # The broadcast of buffers is started by the thread that has just made them, and not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
-            update_info(node, starting_us=launch_us, launcher_load=pool_load, load=costs.load_of(*what))
+            load = costs.load_of(*what)
+            update_info(node, cost_us=cost_us, starting_us=launch_us, launcher_load=pool_load, load=load)
         else:
-            update_info(node, load=pool_load)
+            update_info(node, cost_us=cost_us, load=pool_load)
     return gm
 
 

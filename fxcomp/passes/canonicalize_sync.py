@@ -40,11 +40,11 @@ def canonicalize_sync(gm: GraphModule, world_size: int) -> GraphModule:
 
 
 def _insert_mean(gm: GraphModule, gradient: Node, name: str) -> None:
-    users = list(gradient.users)
+    users, value = list(gradient.users), gradient.meta["val"]
     with gm.graph.inserting_after(gradient):
-        reduction = call(gm.graph, ALL_REDUCE, (gradient, "avg", WORLD), NodeInfo(Role.COLLECTIVE, name))
+        reduction = call(gm.graph, ALL_REDUCE, (gradient, "avg", WORLD), NodeInfo(Role.COLLECTIVE, name), value=value)
     with gm.graph.inserting_after(reduction):
-        wait = call(gm.graph, WAIT, (reduction,), NodeInfo(Role.WAIT, name))
+        wait = call(gm.graph, WAIT, (reduction,), NodeInfo(Role.WAIT, name), value=value)
     for user in users:
         user.replace_input_with(gradient, wait)
 
