@@ -378,9 +378,7 @@ def _varied_json(found: Varied) -> dict[str, float | None]:
 
 def _variation(found: Varied, digits: int) -> str:
     low, high = (_ms(found.plan.at(share), digits) for share in (0.1, 0.9))
-    text = (
-        f"Where compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
-    )
+    text = f"Where compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
     text = f"{text} take {low} to {high} ms"
     if found.beats_dense is not None:
         text += f"; {found.beats_dense:.0%} are faster than the best dense plan's"

@@ -122,7 +122,9 @@ def what_if(
         raise BadOption(f"--step-ms is how long a step takes without a network, above 0; it is {step_ms:g}")
     tell("capturing the step")
     training, captured = capture_job(job)
-    compressors = (*compressors_of(Mode.AGGRESSIVE), *(plan.compressors if plan else ()))
+    # bf16 everywhere is compared with in any mode; what nobody may choose is not measured.
+    candidates = compressors_of(mode if mode is Mode.AGGRESSIVE else Mode.BALANCED)
+    compressors = (*candidates, *(plan.compressors if plan else ()))
     if preset is not None:
         costs = preset.costs(compressors)
         workload = analyze(captured.graph, costs, cluster)
@@ -145,11 +147,18 @@ def what_if(
         costs=costs,
         cluster=cluster,
         mode=mode,
-        flip_gbit=flip_gbit(workload, costs, cluster, mode, choice=choice) if cluster.hosts > 1 else None,
+        flip_gbit=_flip_gbit(workload, costs, cluster, mode, choice),
         is_own_compute=step_ms is None and preset is None,
         notes=_notes(costs, choice.error, cluster, step_ms),
         unknowns=unknowns(captured.graph),
     )
+
+
+def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, choice: Choice) -> float | None:
+    """Where the verdict flips; the verdict here is part of the answer if it was found by the same links."""
+    if cluster.hosts == 1:
+        return None
+    return flip_gbit(workload, costs, cluster, mode, choice=None if costs.collectives else choice)
 
 
 def _measured(

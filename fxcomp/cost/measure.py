@@ -183,13 +183,20 @@ def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
     on = on or torch.device("cpu")
     source = torch.ones(16 << 20, device=on)  # 64 MiB: a cache must not hold it
     target = torch.zeros_like(source)
-    square = torch.ones(512, 512, device=on)
-    product = torch.zeros_like(square)
     pack_us = median_us(lambda: torch.mul(source, 0.5, out=target), on=on)
-    gemm_us = median_us(lambda: torch.mm(square, square, out=product), on=on)
     size = source.numel() * source.element_size()
-    roofline = Roofline(gflops=2 * 512**3 / gemm_us / 1e3, gb_per_s=2 * size / pack_us / 1e3, source="measured")
+    others = {} if on.type == "cpu" else {"bf16": _gflops(torch.bfloat16, on), "f16": _gflops(torch.float16, on)}
+    gb_per_s = 2 * size / pack_us / 1e3
+    roofline = Roofline(gflops=_gflops(torch.float32, on), gb_per_s=gb_per_s, source="measured", others=others)
     return size / pack_us / 1e3, roofline
+
+
+def _gflops(dtype: torch.dtype, on: torch.device) -> float:
+    """What a product of square matrices reaches, as large as fill the device: a CPU's cores are busy at 512 rows."""
+    side = 512 if on.type == "cpu" else 4096
+    square = torch.ones(side, side, device=on, dtype=dtype)
+    product = torch.zeros_like(square)
+    return 2 * side**3 / median_us(lambda: torch.mm(square, square, out=product), on=on) / 1e3
 
 
 def measure_copy(on: torch.device) -> float | None:
