@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxcomp.cluster import Cluster, Level, format_gbit
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.collectives import Compression, pays_at_gb_per_s, way_of
+from fxcomp.cost.collectives import Compression, chosen_algorithm, pays_at_gb_per_s, way_of
 from fxcomp.cost.table import CostTable
 from fxcomp.strategy import Bucket, Collective, CollectiveKind, Compress, Device, Plan, Propose, Strategy
 
@@ -80,7 +80,8 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
     reach = cluster.reach_at(strategy.level)
     size = sent_by(Bucket(bucket.names, bucket.sizes, _dense(strategy)), cluster, shapes)[strategy.is_hierarchical].size
-    compression = compression_of(bucket, strategy, costs, cluster, shapes)
+    algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, reach)
+    compression = replace(compression_of(bucket, strategy, costs, cluster, shapes), all_reduce=algorithm)
     found = pays_at_gb_per_s(compression, reach.ranks, size, reach.alpha_us, reach.message_us)
     by_level = " by level" if strategy.is_hierarchical else ""
     what = f"{strategy.compressor}{by_level} on a bucket of {bucket.dense_bytes / 1e6:.3g} MB that nothing hides"

@@ -60,12 +60,13 @@ class Formula:
 _others = RANKS - 1
 _doublings = CEIL_LOG2(RANKS)
 _share = _others / RANKS * BYTES
+_TREE_SHARE = _sympy.Rational(9, 10)  # of a ring's bandwidth: NCCL tuning.cc
 _A, _K = Algorithm, CollectiveKind
 
 FORMULAS: dict[CollectiveKind, dict[Algorithm, Formula]] = {
     _K.ALL_REDUCE: {
         _A.RING: Formula(2 * _others, 2 * _others, 2 * _share, Way.CHAIN),
-        _A.TREE: Formula(2 * _doublings, 2 * _doublings, 2 * BYTES, Way.CHAIN),
+        _A.TREE: Formula(2 * _doublings, 2 * _doublings, 2 * BYTES / _TREE_SHARE, Way.CHAIN),
         _A.HALVING_DOUBLING: Formula(2 * _doublings, 2 * _doublings, 2 * _share, Way.DOUBLING),
     },
     _K.REDUCE_SCATTER: {
@@ -84,6 +85,9 @@ FORMULAS: dict[CollectiveKind, dict[Algorithm, Formula]] = {
     _K.POINT_TO_POINT: {_A.DIRECT: Formula(_sympy.Integer(1), _sympy.Integer(1), BYTES, Way.ONE)},
 }
 """Every collective, with the algorithm first that prices it where nobody says which one runs."""
+
+CHOSEN_BY_SIZE: dict[CollectiveKind, tuple[Algorithm, ...]] = {_K.ALL_REDUCE: (_A.RING, _A.TREE)}
+"""Where a library takes the faster one for each size. # NCCL tuning.cc; gloo keeps to rings, and is measured live"""
 
 
 # Prices
@@ -124,7 +128,19 @@ def time_us(
 
 
 def reach_us(kind: CollectiveKind, size: float, reach: Reach, algorithm: Algorithm | None = None) -> float:
-    """How long one collective takes among ranks that sit somewhere."""
+    """How long one collective takes among ranks that sit somewhere; by the faster algorithm, where one is chosen."""
+    if algorithm is None and kind in CHOSEN_BY_SIZE:
+        return min([_reach_us(kind, size, reach, chosen) for chosen in CHOSEN_BY_SIZE[kind]])
+    return _reach_us(kind, size, reach, algorithm)
+
+
+def chosen_algorithm(kind: CollectiveKind, size: float, reach: Reach) -> Algorithm:
+    """The algorithm that prices a collective of this size among ranks that sit somewhere."""
+    choices = CHOSEN_BY_SIZE.get(kind, (default_algorithm(kind),))
+    return min(choices, key=lambda algorithm: _reach_us(kind, size, reach, algorithm))
+
+
+def _reach_us(kind: CollectiveKind, size: float, reach: Reach, algorithm: Algorithm | None) -> float:
     speed = reach.gb_per_s(way_of(kind, algorithm))
     return time_us(kind, reach.ranks, size, reach.alpha_us, speed, reach.message_us, algorithm)
 
@@ -141,9 +157,8 @@ class _Compiled:
 
     def __init__(self, formula: Formula) -> None:
         share = _sympy.simplify(formula.wire / BYTES)
-        names = [{"ceil_log2": _ceil_log2}, "math"]
         self._counts: Callable[[int], tuple[float, float, float]] = _sympy.lambdify(
-            (RANKS,), (formula.steps, formula.messages, share), modules=names
+            (RANKS,), (formula.steps, formula.messages, share), modules=_NAMES
         )
         self._known: dict[int, tuple[float, float, float]] = {1: (0.0, 0.0, 0.0)}
         self.way = formula.way
@@ -164,6 +179,9 @@ def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> _Compiled:
 
 def _ceil_log2(value: int) -> int:
     return math.ceil(value - 1).bit_length()
+
+
+_NAMES = [{"ceil_log2": _ceil_log2}, "math"]
 
 
 # By level
@@ -246,12 +264,15 @@ class Compression:
     fixed_us: float = 0.0
     kind: CollectiveKind = CollectiveKind.ALL_GATHER
     """How payloads meet."""
+    all_reduce: Algorithm = Algorithm.RING
+    """By which all_reduces run, dense ones and payloads'."""
 
 
-def saved(kind: CollectiveKind) -> Any:
+def saved(kind: CollectiveKind, all_reduce: Algorithm = Algorithm.RING) -> Any:
     """What compressing saves of a dense all_reduce, as an expression: payloads of n/r meet in a collective `kind`."""
-    dense = FORMULAS[CollectiveKind.ALL_REDUCE][default_algorithm(CollectiveKind.ALL_REDUCE)].time
-    compressed = FORMULAS[kind][default_algorithm(kind)].time.subs(BYTES, BYTES / RATE)
+    dense = FORMULAS[CollectiveKind.ALL_REDUCE][all_reduce].time
+    algorithm = all_reduce if kind is CollectiveKind.ALL_REDUCE else default_algorithm(kind)
+    compressed = FORMULAS[kind][algorithm].time.subs(BYTES, BYTES / RATE)
     return _sympy.expand(dense - compressed - COST * BYTES - FIXED)
 
 
@@ -260,7 +281,7 @@ def pays_at_gb_per_s(
 ) -> Between | None:
     """The bandwidths of a rank, in GB/s, at which compressing `size` dense bytes is faster; None if at none."""
     known = (ranks, compression.rate, compression.us_per_byte, compression.fixed_us, alpha_us, message_us)
-    found = _where_positive(compression.kind, BANDWIDTH, (*known, size))
+    found = _where_positive(compression, BANDWIDTH, (*known, size))
     return None if found is None else (found[0] / 1e3, found[1] / 1e3)
 
 
@@ -269,12 +290,12 @@ def pays_at_bytes(
 ) -> Between | None:
     """The dense sizes, in bytes, at which compressing is faster where a rank gets so many GB/s; None if at none."""
     known = (ranks, compression.rate, compression.us_per_byte, compression.fixed_us, alpha_us, message_us)
-    return _where_positive(compression.kind, BYTES, (*known, gb_per_s * 1e3))
+    return _where_positive(compression, BYTES, (*known, gb_per_s * 1e3))
 
 
-def _where_positive(kind: CollectiveKind, unknown: Any, known: tuple[float, ...]) -> Between | None:
+def _where_positive(compression: Compression, unknown: Any, known: tuple[float, ...]) -> Between | None:
     """Where the saving is above 0. It has one root at most, being linear in n and in 1/B."""
-    value, root_of = _solved(kind, unknown)
+    value, root_of = _solved(compression.kind, compression.all_reduce, unknown)
     try:
         root = float(root_of(*known))
     except ZeroDivisionError:  # what is asked for does not matter
@@ -285,19 +306,28 @@ def _where_positive(kind: CollectiveKind, unknown: Any, known: tuple[float, ...]
 
 
 @cache
-def _solved(kind: CollectiveKind, unknown: Any) -> tuple[Callable[..., float], Callable[..., float]]:
+def _solved(
+    kind: CollectiveKind, all_reduce: Algorithm, unknown: Any
+) -> tuple[Callable[..., float], Callable[..., float]]:
     """The saving as a function of the unknown and the rest, and its root as one of the rest."""
     rest = (RANKS, RATE, COST, FIXED, ALPHA, MESSAGE, BYTES if unknown is BANDWIDTH else BANDWIDTH)
     free = _sympy.Symbol(unknown.name)  # of any sign: a negative root means that there is none
-    expression = saved(kind).subs(unknown, free)
+    expression = saved(kind, all_reduce).subs(unknown, free)
     (root,) = _sympy.solve(expression, free)
     return (
-        _sympy.lambdify((free, *rest), expression, modules="math"),
-        _sympy.lambdify(rest, root, modules="math"),
+        _sympy.lambdify((free, *rest), expression, modules=_NAMES),
+        _sympy.lambdify(rest, root, modules=_NAMES),
     )
 
 
 # Text
+
+
+def format_reach_us(kind: CollectiveKind, size: float, reach: Reach) -> str:
+    """`reach_us` as text: the formula, and the numbers put in."""
+    algorithm = chosen_algorithm(kind, size, reach)
+    speed = reach.gb_per_s(way_of(kind, algorithm))
+    return format_price(kind, reach.ranks, size, reach.alpha_us, speed, reach.message_us, algorithm)
 
 
 def format_formula(kind: CollectiveKind, algorithm: Algorithm | None = None) -> str:
@@ -339,4 +369,4 @@ def _times(factor: Any, symbol: str) -> str:
     """A factor before a symbol, the way it is written by hand: `2(p-1)α`, `2(p-1)/p·n`."""
     text = str(_sympy.factor(factor)).replace(" ", "").replace("*", "").replace("ceil_log2(p)", "⌈log₂ p⌉")
     text = "" if text == "1" else f"({text})" if text == "p-1" else text
-    return f"{text}·{symbol}" if text.endswith("p") else f"{text}{symbol}"
+    return f"{text}·{symbol}" if "/" in text else f"{text}{symbol}"

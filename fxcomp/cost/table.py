@@ -148,8 +148,7 @@ class CostTable:
         if measured is not None:
             known, found = measured
             return found.format_us(known, kind, size)
-        speed = reach.gb_per_s(formulas.way_of(kind))
-        return formulas.format_price(kind, reach.ranks, size, reach.alpha_us, speed, reach.message_us)
+        return formulas.format_reach_us(kind, size, reach)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """The time in which a rank compresses its own gradient."""

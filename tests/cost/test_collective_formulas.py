@@ -18,7 +18,7 @@ PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorith
 # α = 10 µs, o = 1 µs, B = 1 GB/s = 1000 bytes a µs, p = 4, n = 8000 bytes
 BY_HAND = {
     (K.ALL_REDUCE, A.RING): 60.0 + 6.0 + 12.0,
-    (K.ALL_REDUCE, A.TREE): 40.0 + 4.0 + 16.0,
+    (K.ALL_REDUCE, A.TREE): 40.0 + 4.0 + 16.0 / 0.9,
     (K.ALL_REDUCE, A.HALVING_DOUBLING): 40.0 + 4.0 + 12.0,
     (K.REDUCE_SCATTER, A.RING): 30.0 + 3.0 + 6.0,
     (K.REDUCE_SCATTER, A.HALVING_DOUBLING): 20.0 + 2.0 + 6.0,
@@ -84,6 +84,17 @@ def test_groups_are_priced_by_the_links_that_they_cross():
     assert CostTable().collective_us(K.ALL_REDUCE, Level.INTER, 8e6, cluster) == pytest.approx(72 + 4 * 12e3)
 
 
+def test_an_all_reduce_is_a_tree_where_latencies_count_and_a_ring_where_bytes_do():
+    reach = Cluster.parse("128x8", intra=Link(1, 100), inter=Link(10, 1)).reach_at(Level.WORLD)
+    names = [formulas.chosen_algorithm(K.ALL_REDUCE, size, reach) for size in (1e3, 1e7, 1e9)]
+    assert names == [A.TREE, A.TREE, A.RING]
+    for size in (1e3, 1e9):
+        prices = [formulas.reach_us(K.ALL_REDUCE, size, reach, algorithm) for algorithm in (A.RING, A.TREE)]
+        assert formulas.reach_us(K.ALL_REDUCE, size, reach) == min(prices)
+        assert formulas.format_reach_us(K.ALL_REDUCE, size, reach).endswith(f" = {min(prices) / 1e3:.4g} ms")
+    assert formulas.chosen_algorithm(K.ALL_GATHER, 1, reach) is A.RING
+
+
 # By level
 
 
@@ -125,8 +136,9 @@ def test_three_levels_are_two_of_which_one_is_two():
 
 
 def saved_us(c: Compression, ranks: int, size: float, alpha_us: float, gb_per_s: float) -> float:
-    dense = formulas.time_us(K.ALL_REDUCE, ranks, size, alpha_us, gb_per_s)
-    compressed = formulas.time_us(c.kind, ranks, size / c.rate, alpha_us, gb_per_s)
+    dense = formulas.time_us(K.ALL_REDUCE, ranks, size, alpha_us, gb_per_s, algorithm=c.all_reduce)
+    algorithm = c.all_reduce if c.kind is K.ALL_REDUCE else None
+    compressed = formulas.time_us(c.kind, ranks, size / c.rate, alpha_us, gb_per_s, algorithm=algorithm)
     return dense - compressed - c.us_per_byte * size - c.fixed_us
 
 
@@ -142,7 +154,13 @@ def test_where_compressing_pays_agrees_with_a_scan():
     for _ in range(200):
         kind = chance.choice([K.ALL_GATHER, K.ALL_REDUCE])
         fixed = chance.choice([0.0, 10 ** chance.uniform(0, 3)])
-        c = Compression(chance.choice([2.0, 4.0, 32.0, 100.0]), 10 ** chance.uniform(-5, -2), fixed, kind)
+        c = Compression(
+            chance.choice([2.0, 4.0, 32.0, 100.0]),
+            10 ** chance.uniform(-5, -2),
+            fixed,
+            kind,
+            chance.choice([A.RING, A.TREE]),
+        )
         ranks, alpha, size = chance.choice([2, 3, 8, 40]), 10 ** chance.uniform(0, 2), 10 ** chance.uniform(3, 9)
         speed = 10 ** chance.uniform(-3, 2)
         at_speed = formulas.pays_at_gb_per_s(c, ranks, size, alpha)
@@ -172,7 +190,7 @@ def test_int8_pays_below_a_bandwidth_worked_out_by_hand():
 def test_formulas_print_as_they_are_written_by_hand():
     assert formulas.format_formula(K.ALL_REDUCE) == "all_reduce ring: 2(p-1)α + 2(p-1)/p·n/B"
     assert formulas.format_formula(K.ALL_GATHER) == "all_gather ring: (p-1)α + (p-1)n/B"
-    assert formulas.format_formula(K.ALL_REDUCE, A.TREE) == "all_reduce tree: 2⌈log₂ p⌉α + 2n/B"
+    assert formulas.format_formula(K.ALL_REDUCE, A.TREE) == "all_reduce tree: 2⌈log₂ p⌉α + 20/9·n/B"
     assert formulas.format_formula(K.BROADCAST) == "broadcast tree: ⌈log₂ p⌉α + n/B"
     assert formulas.format_formula(K.GATHER) == "gather direct: α + (p-1)n/B"
 

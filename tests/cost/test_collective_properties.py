@@ -13,7 +13,7 @@ from fxcomp.cluster import Cluster, Level, Link, Tier
 from fxcomp.cost.collectives import FORMULAS, HIERARCHICAL, Algorithm, hierarchical_us, reach_us
 from fxcomp.strategy import CollectiveKind
 
-PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in algorithms]
+PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in (*algorithms, None)]
 SEEDS = range(60)
 NEARLY = 1 - 1e-9
 
@@ -79,7 +79,7 @@ def later(chance: random.Random) -> Callable[[Link], Link]:
 
 @pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
 def test_flat_prices_never_fall_with_bytes_ranks_neighbours_latency_or_less_bandwidth(
-    kind: CollectiveKind, algorithm: Algorithm
+    kind: CollectiveKind, algorithm: Algorithm | None
 ):
     for seed in SEEDS:
         chance = random.Random(seed)

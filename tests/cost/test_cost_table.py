@@ -50,7 +50,7 @@ def test_what_was_measured_live_wins_over_the_clusters_link():
     live = TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
     assert live == pytest.approx(6 * 20.0 + 1.5 * 1000 / 500)
     by_link = TABLE.without_collectives().collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
-    assert by_link == pytest.approx(6 * 10.0 + 1.5 * 1000 / 1000)
+    assert by_link == pytest.approx(4 * 10.0 + 20 / 9 * 1000 / 1000)  # a tree
     assert TABLE.collective_source(CollectiveKind.ALL_REDUCE, Level.WORLD, CLUSTER) == "measured, 9 samples"
     scatter = TABLE.collective_source(CollectiveKind.REDUCE_SCATTER, Level.WORLD, CLUSTER)
     assert scatter == "assumed, as all_reduce: measured, 9 samples"
