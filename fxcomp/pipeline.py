@@ -320,6 +320,7 @@ def compile_step(
         Watch(Schedule.of(step_us), clock_of(device)), Replan.parse(replan), cluster,
         None if refusal else decide_again, refusal,
     )  # fmt: skip
+    # A given plan without costs was not judged by anything that could turn out wrong.
     is_watched = replan != Replan.OFF.value and ranks.world_size > 1 and (plan is None or costs is not None)
 
     step = CompiledStep(

@@ -564,6 +564,11 @@ class CompiledStep:
 
     # Drift
 
+    @property
+    def judged_every(self) -> int | None:
+        """After so many steps ranks compare what a step took with what was predicted; None if they do not."""
+        return self._following.watch.schedule.judged_every if self._following is not None else None
+
     def agree_on_watching(self, topic: str) -> None:
         """Compare nothing if ranks would compare different things; every rank calls it when all stages are adopted."""
         variant = self._adopted
@@ -635,7 +640,11 @@ class CompiledStep:
         """
         following = self._following
         if following is None or following.decide is None:
-            raise CannotReplan(following.refusal if following is not None else "nothing here is compared with a plan.")
+            nothing = (
+                "nothing is timed here: with one rank, with replan='off', or with plan= and no costs=.\n"
+                "  Leave plan= and replan= out."
+            )
+            raise CannotReplan(following.refusal if following is not None else nothing)
         if not self._is_warm:
             raise CannotReplan(
                 f"the warm-up of error feedback lasts until step {self._stages[-1].first_step}, this is {self.steps}.\n"

@@ -23,6 +23,10 @@ from fxcomp.strategy import CollectiveKind, Device
 
 SOURCE = "measured while training"
 
+MINOR = 4
+"""A collective so many times smaller than another that changed is late because the link was busy, and says nothing of
+the link itself (assumed: several under way share it, which the order of launches does not show)."""
+
 LARGE_BYTES = 64 << 20
 """Where a collective's bandwidth is read off its price."""
 
@@ -140,7 +144,8 @@ def _estimated(costs: CostTable, compressor: Compressor, device: Device, element
 def link_factors(finding: Finding, costs: CostTable, cluster: Cluster) -> tuple[float, float]:
     """By what latency and time on the wire are multiplied to give what was measured: the simplest that explains it.
 
-    That is the wire alone, else the latency alone, by the sums over all sizes; else both, by least squares.
+    That is the one of the two that the price is mostly made of, else the other one, by the sums over all sizes; else
+    both, by least squares.
     """
     kind, level = _parse(finding.cost.what)
     parts: list[tuple[float, float, float]] = []
@@ -152,7 +157,8 @@ def link_factors(finding: Finding, costs: CostTable, cluster: Cluster) -> tuple[
     alpha_us, wire_us, took_us = (sum(part[k] for part in parts) for k in range(3))
     wire = (took_us - alpha_us) / wire_us if wire_us else math.nan
     latency = (took_us - wire_us) / alpha_us if alpha_us else math.nan
-    candidates = [(1.0, wire), (latency, 1.0), _least_both(parts)]
+    alone = [(1.0, wire), (latency, 1.0)]
+    candidates = [*(alone if wire_us > alpha_us else reversed(alone)), _least_both(parts)]
     possible = [each for each in candidates if min(each) > 0 and math.isfinite(sum(each))]
     for factors in possible:
         if _misfit(factors, parts) <= NOISE[Kind.COLLECTIVE]:
@@ -187,7 +193,12 @@ def _with_links(costs: CostTable, findings: Sequence[Finding], cluster: Cluster)
     """What goes over links that have changed: collectives in use by their own factors, others by the worst's."""
     if not findings:
         return costs
-    own = {_parse(finding.cost.what): link_factors(finding, costs, cluster) for finding in findings}
+    largest = max(finding.cost.size for finding in findings)
+    own = {
+        _parse(finding.cost.what): link_factors(finding, costs, cluster)
+        for finding in sorted(findings, key=lambda finding: -finding.cost.size)
+        if finding.cost.size * MINOR >= largest
+    }
     levels = {level: cluster.reach_at(level).text for level in Level if cluster.ranks_at(level) > 1}
     fits = {**costs.collectives}
     for level, sits in levels.items():

@@ -1,0 +1,147 @@
+"""What cannot be planned anew says why; a link's latency and its bandwidth are told apart; every line is timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks
+from test_drift import table
+
+import fxcomp
+from fxcomp import pipeline
+from fxcomp.capture import Captured
+from fxcomp.cluster import Cluster, Link
+from fxcomp.cost.table import CostTable
+from fxcomp.drift.correct import link_factors
+from fxcomp.drift.judge import Finding, Row, agreed_rows, judge
+from fxcomp.drift.sheet import Cost, Kind, sheet_of
+from fxcomp.drift.watch import Schedule
+from fxcomp.errors import BadOption, CannotReplan
+from fxcomp.feedback import ErrorFeedback
+from fxcomp.runtime.stopwatch import LINES
+from fxcomp.strategy import Plan
+
+JOB = JOBS["mlp"]
+DENSE = "all_reduce@world"
+INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+ON_CPU = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
+
+
+def refusals() -> list[str]:
+    def compiled(**options: Any) -> fxcomp.CompiledStep:
+        model = JOB.build()
+        given: dict[str, Any] = {"costs": table(2.0), **options}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), **given)
+
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"plan": "int8"}, CannotReplan),
+        ({"error_feedback": ErrorFeedback(momentum=0.9), "replan": "auto"}, BadOption),
+        ({"replan": "off"}, CannotReplan),
+        ({}, CannotReplan),
+        ({"plan": "int8", "replan": "auto"}, BadOption),
+        ({"replan": "sometimes"}, BadOption),
+    ]
+    texts: list[str] = []
+    for options, expected in cases:
+        with pytest.raises(expected) as caught:
+            compiled(**options).replan()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_cannot_be_planned_anew_says_why():
+    one, other = run_ranks(2, refusals)
+    assert one == other
+    given, momentum, off, early, auto, unknown = one
+    assert "with plan= and no costs=" in given or "the plan was given" in given
+    assert "velocities of momentum correction" in momentum
+    assert "replan='off'" in off
+    assert "too few steps have been timed" in early
+    assert "replan='auto' cannot be done here: the plan was given" in auto
+    assert "replan must be 'off', 'offer', 'auto'; it is 'sometimes'" in unknown
+
+
+def test_alone_there_is_nothing_to_plan():
+    model = JOB.build()
+    step = fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOB.batch(0))
+    with pytest.raises(CannotReplan, match="one rank"):
+        step.replan()
+
+
+CLUSTER = Cluster(2, 1, intra=Link(1.0, 10.0), inter=Link(100.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("latency", "wire"), [(1.0, 4.0), (1.0, 0.25), (6.0, 1.0), (5.0, 3.0)], ids=["wire", "faster", "latency", "both"]
+)
+def test_a_links_latency_and_bandwidth_are_told_apart(latency: float, wire: float):
+    costs, parts = CostTable(), list[tuple[int, float, float]]()
+    for size in (1_000, 100_000, 10_000_000):
+        alpha_us, whole_us = 200.0, 200.0 + size / 100.0
+        parts.append((size, whole_us, latency * alpha_us + wire * (whole_us - alpha_us)))
+    finding = Finding(Cost(Kind.COLLECTIVE, "all_reduce@world", 10_000_000), 1.0, 2.0, tuple(parts))
+    assert link_factors(finding, costs, CLUSTER) == pytest.approx((latency, wire), rel=0.16)
+
+
+def row(kind: Kind, predicted: float, first: float | None, second: float | None, what: str = "") -> Row:
+    return Row(Cost(kind, what), predicted, first, second)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([row(Kind.COMPUTE, 100.0, 150.0, 150.0)], [Kind.COMPUTE]),
+        ([row(Kind.COMPUTE, 100.0, 150.0, 100.0)], []),  # one hiccup
+        ([row(Kind.COMPUTE, 100.0, 150.0, 60.0)], []),  # once up, once down
+        ([row(Kind.COMPUTE, 100.0, 150.0, None)], []),
+        ([row(Kind.PACK, 1.0, 5.0, 5.0)], []),  # nobody would notice in the step
+        ([row(Kind.COMPUTE, 100.0, 110.0, 110.0), row(Kind.START, 20.0, 9.0, 9.0)], []),  # told apart otherwise
+        ([row(Kind.COMPUTE, 100.0, 100.0, 100.0), row(Kind.START, 20.0, 90.0, 90.0)], [Kind.START]),
+        ([row(Kind.COMPUTE, 100.0, 50.0, 50.0)], [Kind.COMPUTE]),
+    ],
+)
+def test_a_cost_is_wrong_only_twice_in_a_row_and_beyond_the_steps_error(rows: list[Row], found: list[Kind]):
+    assert [finding.cost.kind for finding in judge(rows, 200.0, 0.1)] == found
+
+
+def test_of_a_collective_the_shortest_counts_of_all_else_the_middle():
+    costs = [Cost(Kind.COLLECTIVE, "all_reduce@world", 8), Cost(Kind.COMPUTE)]
+    mine = [[10.0, 30.0, 30.0, 5.0, 4.0, -1.0], [11.0, 20.0, 50.0, 6.0, 8.0, 9.0], [12.0, 25.0, 40.0, 7.0, 5.0, 7.0]]
+    collective, compute = agreed_rows(costs, mine)
+    assert (collective.predicted_us, collective.first_us, collective.second_us) == (10.0, 20.0, 30.0)
+    assert (compute.predicted_us, compute.first_us, compute.second_us) == (5.0, 5.0, None)
+
+
+@pytest.mark.parametrize(("step_us", "every"), [(1e3, 10), (50e3, 6), (1e6, 1)])
+def test_short_steps_are_timed_less_often(step_us: float, every: int):
+    assert Schedule.of(step_us).every == every
+
+
+@pytest.mark.parametrize(
+    ("plan", "cluster"),
+    [(two_buckets(DENSE, INT8), TWO), (one_bucket(ON_CPU), TWO_BY_TWO), (one_bucket(DENSE), TWO_BY_TWO)],
+    ids=["two", "offloaded", "dense"],
+)
+@pytest.mark.parametrize("commits", [False, True], ids=["", "commits"])
+def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluster: Cluster, commits: bool):
+    graph = linear_step(buffer=True, clip=True)
+    captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
+    variant = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=commits)
+    sheet = sheet_of(variant.graph, variant.timeline)
+    lines = variant.source[variant.source.index("def step(") :].splitlines()
+    body = "\n".join(line for line in lines if not line.startswith(" " * 8))  # without what is taken back
+    silent = ("wait", "d2h", "h2d")
+    for method in LINES:
+        known = sum(1 for name, _ in sheet.lines if name == method)
+        assert known == (0 if method in silent else body.count(f"rt.{method}("))
+    assert len(sheet.passages) == body.count("rt.launch(")
+    assert all(passage.wait is not None for passage in sheet.passages)
+    costly = {span.task.name for span in variant.timeline.spans if span.task.duration_us > 0}
+    assert costly - set(sheet.tasks) <= {name for name in costly if name.startswith(("d2h", "h2d"))}
+    assert sum(sheet.predicted_us.values()) > 0
