@@ -145,7 +145,7 @@ def link_factors(finding: Finding, costs: CostTable, cluster: Cluster) -> tuple[
     """By what latency and time on the wire are multiplied to give what was measured: the simplest that explains it.
 
     That is the one of the two that the price is mostly made of, else the other one, by the sums over all sizes; else
-    both, by least squares.
+    both, by least squares. Where none of them fits every size, the first keeps the sum.
     """
     kind, level = _parse(finding.cost.what)
     parts: list[tuple[float, float, float]] = []
@@ -163,7 +163,8 @@ def link_factors(finding: Finding, costs: CostTable, cluster: Cluster) -> tuple[
     for factors in possible:
         if _misfit(factors, parts) <= NOISE[Kind.COLLECTIVE]:
             return factors
-    return min(possible, key=lambda factors: _misfit(factors, parts), default=(finding.ratio, finding.ratio))
+    # Where collectives share the link, what each took is blurred; what all of them took together is not.
+    return possible[0] if possible else (finding.ratio, finding.ratio)
 
 
 def _shares(kind: CollectiveKind, level: Level, size: int, costs: CostTable, cluster: Cluster) -> tuple[float, float]:

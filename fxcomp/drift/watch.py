@@ -24,8 +24,8 @@ WINDOW = 20
 """So many timed steps make a median. Two windows in a row are judged together."""
 
 TIMING_US = 300.0
-"""What timing a step of 100 lines takes: 0.3 us a line for two looks at the clock and 0.2 us to read them (measured, AMD
-EPYC, both cores busy, 2026-11), and as much as 3 us with being told of ends and the sums (assumed)."""
+"""What timing a step of 100 lines takes: 0.3 us a line for two looks at the clock and 0.2 us to read them (measured,
+AMD EPYC, both cores busy, 2026-11), and as much as 3 us with being told of ends and the sums (assumed)."""
 
 TIMING_SHARE = 1e-3
 """What timing may take of a job: every so many-th step is timed that it takes no more."""
