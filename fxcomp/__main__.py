@@ -1,4 +1,4 @@
-"""The command line: explain a job on a cluster, dump its graph, run the demo."""
+"""The command line: explain a job on a cluster, dump its graph, calibrate costs, run the demo."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import sys
 import warnings
 from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from fxcomp.cluster import Cluster, Link
 from fxcomp.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.errors import BadOption, FxcompError
+
+if TYPE_CHECKING:
+    from fxcomp.cost.table import CostTable
 
 EXAMPLES = """examples:
   fxcomp explain train.py:job --inter 1gbit                     two hosts of one rank
@@ -24,6 +28,8 @@ EXAMPLES = """examples:
   fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
   fxcomp dump train.py --after bucket_gradients                 the graph after a pass
   fxcomp dump train.py --source                                 the code that would run
+  torchrun --nproc-per-node 2 -m fxcomp calibrate -o costs.json    measure links and compressors
+  fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
   fxcomp demo --inter 300mbit                                   train a GPT with DDP and with fxcomp
 """
 
@@ -54,6 +60,8 @@ def _run(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
     if arguments.command == "demo":
         return _demo(arguments)
+    if arguments.command == "calibrate":
+        return _calibrate(arguments)
     gc.disable()  # a short life among large graphs: collecting costs a third of it
     try:
         return _explain(arguments) if arguments.command == "explain" else _dump(arguments)
@@ -65,12 +73,17 @@ def _run(words: list[str]) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from fxcomp.cost.table import CostTable
     from fxcomp.job import load_job
     from fxcomp.report import print_report, to_json
     from fxcomp.search.space import Mode
     from fxcomp.whatif import plan_named, what_if
 
-    cluster, assumed = _cluster(arguments)
+    costs = CostTable.read(arguments.costs) if arguments.costs else None
+    cluster, assumed = _cluster(arguments, costs)
+    if costs is not None and (arguments.inter or arguments.intra or _says_links(arguments.cluster or "")):
+        costs = costs.without_collectives()
+        assumed = (*assumed, "Collectives are priced by the links that were named, not as the table measured them.")
     mode = Mode.parse(arguments.mode)
     plan = plan_named(arguments.plan, cluster) if arguments.plan else None
     _tell("loading the job")
@@ -81,6 +94,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         plan=plan,
         step_ms=arguments.step_ms,
         device=arguments.device,
+        costs=costs,
         tell=_tell,
     )
     _clear()
@@ -108,6 +122,12 @@ def _dump(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from fxcomp.costs_command import run_calibrate
+
+    return run_calibrate(arguments)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from fxcomp.demo import run_demo
 
@@ -133,18 +153,36 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fxcomp {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="explain | dump | demo")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="explain | dump | calibrate | demo")
     explain = commands.add_parser("explain", help="predict a job's step on a cluster, and say whether to compress")
     _add_job(explain)
     explain.add_argument("--mode", default="balanced", help="lossless, balanced or aggressive (default: balanced)")
     explain.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
     explain.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
+    explain.add_argument("--costs", metavar="FILE", help="a table that fxcomp calibrate wrote, here or elsewhere")
     explain.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(plan=FILE)")
     explain.add_argument("--json", action="store_true", help="print data instead of a report")
     dump = commands.add_parser("dump", help="print a job's graph, with assumed costs: the same on every machine")
     _add_job(dump)
     dump.add_argument("--after", metavar="PASS", help="the graph after this pass (default: the last)")
     dump.add_argument("--source", action="store_true", help="print the emitted step instead of the graph")
+    calibrate = commands.add_parser(
+        "calibrate", help="measure collectives, compressors and memory into a table; under torchrun for collectives"
+    )
+    what = calibrate.add_mutually_exclusive_group()
+    what.add_argument("--show", metavar="FILE", help="read a table instead of measuring")
+    what.add_argument("--from-trace", metavar="TRACE", nargs="+", help="read torch.profiler's traces, one a rank")
+    what.add_argument("--diff", metavar="FILE", nargs=2, help="tell how two tables differ, and do nothing else")
+    calibrate.add_argument("-o", "--output", metavar="FILE", help="write the table as JSON; on rank 0 alone")
+    calibrate.add_argument("--merge", metavar="FILE", help="add what another table knows; what is newer wins")
+    calibrate.add_argument(
+        "--compressors",
+        metavar="NAME",
+        nargs="+",
+        help="which to time: int8 'topk(0.01)', or all",
+    )
+    calibrate.add_argument("--threads", metavar="N", type=int, nargs="+", help="time them with so many threads each")
+    calibrate.add_argument("--json", action="store_true", help="print data instead of tables")
     demo = commands.add_parser("demo", help="train a small GPT with DDP and with fxcomp, in turns")
     demo.add_argument("--inter", metavar="RATE", help="the bandwidth between two hosts, like 300mbit; needs root")
     demo.add_argument("--steps", type=int, default=40, help="how many steps each takes (default: 40)")
@@ -166,8 +204,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster that was asked about, and what the user did not say of it."""
+def _says_links(cluster: str) -> bool:
+    return cluster.endswith(".toml") or "," in cluster
+
+
+def _cluster(arguments: argparse.Namespace, costs: CostTable | None = None) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster that was asked about, and what the user did not say of it. Measured links go before usual ones."""
     text = arguments.cluster or CLUSTER
     inter = Link.parse(arguments.inter) if arguments.inter else None
     intra = Link.parse(arguments.intra, alpha_us=INTRA_ALPHA_US) if arguments.intra else None
@@ -182,6 +224,11 @@ def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
             if link is not None and name in named:
                 raise BadOption(f"--cluster {text!r} says {name}, and so does --{name}: keep one")
         usual = {"intra": Link.parse(INTRA, alpha_us=INTRA_ALPHA_US), "inter": Link.parse(INTER)}
+        for name in usual:
+            measured = costs and costs.link(between_hosts=name == "inter")
+            if measured is not None:
+                usual[name] = measured
+                named.add(name)
         cluster = Cluster.parse(text, intra=intra or usual["intra"], inter=inter or usual["inter"])
         if inter is None and "inter" not in named and cluster.hosts > 1:
             assumed.append(f"--inter {INTER}")

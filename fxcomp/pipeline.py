@@ -23,6 +23,7 @@ from fxcomp import compat
 from fxcomp.calibrate import (
     StepMeasurement,
     apportion,
+    hardware,
     machine_costs,
     measure_step,
     with_live_links,
@@ -210,7 +211,7 @@ def compile_step(
     example_batch: Any,
     *,
     cluster: Cluster | None = None,
-    costs: CostTable | None = None,
+    costs: CostTable | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     mode: str = "balanced",
     error_feedback: ErrorFeedback = CLASSIC,
@@ -226,15 +227,15 @@ def compile_step(
     Gradients are averaged over all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
 
     `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
-    `costs` replaces all measuring. `plan` replaces the choice: a Plan, the path of a saved one, or one compressor for
-    all matrices (`dense`, `bf16`, `int8`, `sign`, `topk(0.01)`; biases and norms then stay dense). `mode` bounds what
-    may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the variants of error feedback, and warm-up.
-    `max_grad_norm` clips the averaged gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks,
-    where any rank's gradient is not finite: parameters and the optimizer's state stay as they were, and residuals up to
-    one rounding; all updates wait for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch
-    every N steps, before anything is updated. `replan` says what happens when the running step shows that a cost is
-    wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan anew at the same step),
-    `off` (nothing is timed).
+    `costs` replaces all measuring: a CostTable, or the path of a saved one, which rank 0 reads for all. `plan` replaces
+    the choice: a Plan, the path of a saved one, or one compressor for all matrices (`dense`, `bf16`, `int8`, `sign`,
+    `topk(0.01)`; biases and norms then stay dense). `mode` bounds what may be lost: `lossless`, `balanced`,
+    `aggressive`. `error_feedback` has the variants of error feedback, and warm-up. `max_grad_norm` clips the averaged
+    gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not
+    finite: parameters and the optimizer's state stay as they were, and residuals up to one rounding; all updates wait
+    for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything
+    is updated. `replan` says what happens when the running step shows that a cost is wrong: `offer` (the report says
+    so, and `step.replan()` plans anew), `auto` (all ranks plan anew at the same step), `off` (nothing is timed).
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
@@ -243,6 +244,7 @@ def compile_step(
     def checked() -> Mode:
         check_is_feedback(error_feedback)
         _check_is_plan(plan)
+        _check_is_costs(costs)
         check_experiment(error_feedback, planned=plan is not None)
         check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
         _check_replan(replan, planned=plan is not None, feedback=error_feedback)
@@ -260,8 +262,9 @@ def compile_step(
         "skip_nonfinite": skip_nonfinite,
         "replan": replan,
     }
-    asked |= {"the plan": _asked_plan(plan), "whether costs are given": costs is not None}
+    asked |= {"the plan": _asked_plan(plan), "how costs are given": _asked_costs(costs)}
     ranks.check_same("comparing models", _facts(training, captured) | asked)
+    table = given_costs(costs, ranks)
     ranks.share(itertools.chain(model.parameters(), model.buffers()))
     cluster = ranks.cluster_of(cluster)
     transport = ranks.transport(cluster)
@@ -282,7 +285,7 @@ def compile_step(
 
     velocities_of = fresh_velocities if error_feedback.momentum else None
     decided = _decide(
-        captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=costs, plan=plan,
+        captured, training, example_batch, cluster, ranks, transport, device, mode=chosen_mode, costs=table, plan=plan,
         skip_nonfinite=skip_nonfinite, feedback=error_feedback, velocities_of=velocities_of,
     )  # fmt: skip
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -342,8 +345,8 @@ def compile_step(
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
             choice=decided.choice, mode=mode, flip_gbit=flips(),
-            notes=(*decided.notes, *step.notes, *step.counted_notes), measured_ms=step.step_ms,
-            exposed_ms=step.exposed_ms, unknowns=unknowns(captured.graph),
+            notes=(*decided.notes, *foreign_note(decided.costs, device), *step.notes, *step.counted_notes),
+            measured_ms=step.step_ms, exposed_ms=step.exposed_ms, unknowns=unknowns(captured.graph),
         ),
     )  # fmt: skip
     for number, stage in enumerate(step.stages):
@@ -480,6 +483,29 @@ def workload_of(
     """What there is to decide about, by a cost table."""
     workload = analyze(captured.graph, costs, cluster, skip_nonfinite=skip_nonfinite)
     return replace(workload, keeps_velocity=feedback.momentum > 0)
+
+
+def given_costs(costs: CostTable | str | Path | None, ranks: Ranks) -> CostTable | None:
+    """The costs that the user gave, if any. A saved table may lie on rank 0's machine alone."""
+    if isinstance(costs, str | Path):
+        path = costs
+        costs = CostTable.from_json(ranks.from_rank_0("the costs", lambda: CostTable.read(path).to_json()))
+    return costs and replace(costs, threads=torch.get_num_threads())
+
+
+def _asked_costs(costs: CostTable | str | Path | None) -> str | None:
+    """What ranks must agree on before they read costs. Whose numbers are taken is rank 0's choice."""
+    if costs is None:
+        return None
+    return "a table" if isinstance(costs, CostTable) else "a file"
+
+
+def foreign_note(costs: CostTable, device: torch.device) -> tuple[str, ...]:
+    """What a report says of a table that was measured on another machine."""
+    here = hardware(device)
+    if costs.hardware in (here, CostTable().hardware):
+        return ()
+    return (f"The costs were measured on another machine: {costs.hardware}. This one is {here}.",)
 
 
 def bursts_of(optimizer: torch.optim.Optimizer) -> float:
@@ -707,6 +733,11 @@ def _check_replan(replan: str, *, planned: bool, feedback: ErrorFeedback) -> Non
     refusal = _why_no_replanning(planned=planned, feedback=feedback)
     if Replan.parse(replan) is Replan.AUTO and refusal:
         raise BadOption(f"replan='auto' cannot be done here: {refusal}")
+
+
+def _check_is_costs(costs: object) -> None:
+    if not isinstance(costs, CostTable | str | Path | None):
+        raise BadOption(f"costs is a fxcomp.CostTable or the path of a saved one; it is a {type(costs).__name__}")
 
 
 def _checked_mode(mode: str, max_grad_norm: float | None, verify_every: int) -> Mode:

@@ -22,6 +22,7 @@ from fxcomp.cluster import Cluster, Level, format_gbit
 from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.critical import critical_path, exposed_by_task
+from fxcomp.cost.measured import CompressorCost, format_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Span, Stream, Timeline
@@ -109,6 +110,62 @@ def explain_step(
             unknowns=unknowns,
         )
     )
+
+
+# Cost tables
+
+
+def print_costs(costs: CostTable, notes: Sequence[str], stream: TextIO) -> None:
+    """Write what a table knows, with its errors, the way the stream can show it."""
+    is_terminal = stream.isatty()
+    console = Console(file=io.StringIO(), width=Console(file=stream).width if is_terminal else WIDTH, highlight=False)
+    for section in _cost_sections(costs, notes):
+        console.print(section, markup=False)
+    out = console.file
+    assert isinstance(out, io.StringIO), "the console writes where it was told to"
+    stream.write(encodable("\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n", stream.encoding))
+
+
+def _cost_sections(costs: CostTable, notes: Sequence[str]) -> list[RenderableType]:
+    machine = ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
+    sections: list[RenderableType] = [Text(f"Costs of {machine} ({costs.source})")]
+    if costs.collectives:
+        columns = ("collective", "ranks", "us a step", "from", "a rank gets", "off by", "samples")
+        table = _table(*columns, left=("collective",))
+        for (kind, reach), measured in costs.collectives.items():
+            alpha, *speeds = measured.parts(kind)
+            ends = (f"{measured.spread:.1%}", str(measured.fit.samples))
+            table.add_row(kind.value, reach, alpha, "", speeds[0], *ends)
+            for piece, speed in zip(measured.fit.pieces[1:], speeds[1:], strict=True):
+                mark = " switch" if piece.is_switch else ""
+                table.add_row("", "", "", f"{format_bytes(piece.start)}{mark}", speed, "", "")
+        sections += [_title("Collectives"), Padding(table, (0, 0, 0, 2))]
+    if costs.compressors:
+        table = _table("compressor", "elements", "encode us", "decode us", "lines", "off by", left=("compressor",))
+        for key, known in costs.compressors.items():
+            name, ends = key, _how_fitted(known)
+            for elements in sorted({known.points[0].elements, known.points[-1].elements}):
+                times = [f"{us:.4g}" for us in (known.encode_us(elements), known.decode_us(elements))]
+                table.add_row(name, f"{elements:,}", *times, *ends)
+                name, ends = "", ("", "")
+        sections += [_title("Compressors"), Padding(table, (0, 0, 0, 2))]
+    rest = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    rest.add_row("operations", f"{len(costs.compute)} measured, others by {costs.roofline} ({costs.roofline.source})")
+    rest.add_row("a bucket", f"filled with {costs.pack_gb_per_s:.4g} GB/s")
+    if costs.copy_gb_per_s is not None:
+        rest.add_row("host to device", f"{costs.copy_gb_per_s:.4g} GB/s")
+    rest.add_row("starting", f"{costs.launch_us:.3g} us for a collective")
+    sections += [_title("Machine"), Padding(rest, (0, 0, 0, 2))]
+    if notes:
+        sections += [_title("Notes"), *(_indented(note) for note in notes)]
+    return sections
+
+
+def _how_fitted(cost: CompressorCost) -> tuple[str, str]:
+    """How many lines encoding was fitted with, and how far they are off; or that points are joined."""
+    if cost.encode is None:
+        return f"{len(cost.points)} points", ""
+    return str(len(cost.encode.pieces)), f"{cost.encode.residual:.1%}"
 
 
 # For programs

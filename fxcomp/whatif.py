@@ -36,6 +36,7 @@ from fxcomp.pipeline import (
     carry_out,
     check_names_compressor,
     finish,
+    foreign_note,
     given_plan,
     labelled,
     rewrite,
@@ -110,24 +111,36 @@ def what_if(
     plan: AskedPlan | None = None,
     step_ms: float | None = None,
     device: str | None = None,
+    costs: CostTable | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Answer:
     """Predict the step; `plan` asks about a certain plan, `step_ms` says how long the step takes without a network.
 
-    `device` names a preset (cost/devices.py) for ranks that are not like this machine. `tell` hears what is being done.
+    `device` names a preset (cost/devices.py) for ranks that are not like this machine. `costs` is a table that was
+    measured before, perhaps on another machine; compute is measured here if it is this one's, else taken from its
+    operations and roofline. `tell` hears what is being done.
     The job's model and optimizer are as before, but for fresh optimizer state. Raises BadOption.
     """
     preset = preset_named(device) if device is not None else None
     if step_ms is not None and not step_ms > 0:
         raise BadOption(f"--step-ms is how long a step takes without a network, above 0; it is {step_ms:g}")
+    if preset is not None and costs is not None:
+        raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
     tell("capturing the step")
     training, captured = capture_job(job)
     # bf16 everywhere is compared with in any mode; what nobody may choose is not measured.
     candidates = compressors_of(mode if mode is Mode.AGGRESSIVE else Mode.BALANCED)
     compressors = (*candidates, *(plan.compressors if plan else ()))
+    foreign = foreign_note(costs, training.device) if costs is not None else ()
     if preset is not None:
         costs = preset.costs(compressors)
         workload = analyze(captured.graph, costs, cluster)
+    elif costs is not None and foreign:
+        workload = analyze(captured.graph, costs, cluster)
+    elif costs is not None:
+        tell("measuring the step on this machine")
+        costs = with_processors(replace(costs, threads=torch.get_num_threads()), training.device)
+        costs, workload = measured_here(training, captured, job.batch, costs, cluster)
     else:
         costs, workload = _measured(training, captured, job.batch, compressors, cluster, tell)
     if step_ms is not None:
@@ -148,8 +161,8 @@ def what_if(
         cluster=cluster,
         mode=mode,
         flip_gbit=_flip_gbit(workload, costs, cluster, mode, choice),
-        is_own_compute=step_ms is None and preset is None,
-        notes=_notes(costs, choice.error, cluster, step_ms),
+        is_own_compute=step_ms is None and preset is None and not foreign,
+        notes=(*foreign, *_notes(costs, choice.error, cluster, step_ms)),
         unknowns=unknowns(captured.graph),
     )
 
@@ -172,11 +185,16 @@ def _measured(
     """What compression and the step cost on this machine."""
     device = training.device
     tell("measuring what compression costs on this machine")
-    costs = machine_costs(compressors, device)
-    if device.type == "cpu":
-        costs = replace(costs, processors=Processors(compat.processors(), torch.get_num_threads()))
+    costs = with_processors(machine_costs(compressors, device), device)
     tell("measuring the step on this machine")
     return measured_here(training, captured, batch, costs, cluster)
+
+
+def with_processors(costs: CostTable, device: torch.device) -> CostTable:
+    """Let compute share this machine's processors with what runs beside it, where it runs on them."""
+    if device.type != "cpu":
+        return costs
+    return replace(costs, processors=Processors(compat.processors(), torch.get_num_threads()))
 
 
 def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:

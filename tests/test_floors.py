@@ -20,8 +20,8 @@ FLOORS = [
     ["step"],
     ["calibrate"],
     ["pipeline"],
-    ["__init__", "backend", "whatif"],
-    ["demo"],
+    ["__init__", "backend", "survey", "whatif"],
+    ["costs_command", "demo"],
     ["__main__"],
 ]
 """Files and folders from the ground up. What stands on one floor does not know its neighbours."""

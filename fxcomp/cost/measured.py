@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -85,18 +86,27 @@ class MeasuredCollective:
         )
 
     def describe(self, kind: CollectiveKind) -> str:
-        """Every piece: α per step and bandwidth with half of their 95 % intervals, and how well they fit."""
-        steps = max(1.0, formulas.steps(kind, self.ranks))
-        texts: list[str] = []
-        for k, piece in enumerate(self.fit.pieces):
-            speed = format_gbit(self._gb_per_s(kind, piece.us_per_unit))
-            margin = piece.us_per_unit_error / piece.us_per_unit if piece.us_per_unit else float("inf")
-            text = f"{piece.at_zero_us / steps:.4g}{_plus_minus(piece.at_zero_error / steps)} us a step, {speed}"
-            text += f"{_percent_off(margin)} a rank"
-            if k:
-                text = f"from {format_bytes(piece.start)}{' (a switch)' if piece.is_switch else ''} {text}"
-            texts.append(text)
+        """α per step, the bandwidth of every piece, half of their 95 % intervals, and how well they fit."""
+        alpha, *speeds = self.parts(kind)
+        texts = [f"{alpha} us a step, {speeds[0]} a rank"]
+        texts += [
+            f"from {format_bytes(piece.start)}{' (a switch)' if piece.is_switch else ''} {speed}"
+            for piece, speed in zip(self.fit.pieces[1:], speeds[1:], strict=True)
+        ]
         return f"{'; '.join(texts)}; off by {100 * self.spread:.1f} % ({self.source})"
+
+    def parts(self, kind: CollectiveKind) -> list[str]:
+        """As text: α per step in µs, then the bandwidth of each piece."""
+        steps = max(1.0, formulas.steps(kind, self.ranks))
+        first = self.fit.pieces[0]
+        texts = [f"{first.at_zero_us / steps:.4g}{_plus_minus(first.at_zero_error / steps)}"]
+        for piece in self.fit.pieces:
+            if not piece.us_per_unit:
+                texts.append("flat")
+                continue
+            margin = piece.us_per_unit_error / piece.us_per_unit
+            texts.append(f"{format_gbit(self._gb_per_s(kind, piece.us_per_unit))}{_percent_off(margin)}")
+        return texts
 
     def to_json(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "fit": self.fit.to_json(), "source": self.source}
@@ -116,11 +126,11 @@ def format_bytes(size: float) -> str:
 
 
 def _plus_minus(error: float) -> str:
-    return "" if error == float("inf") else f" ± {error:.2g}"
+    return "" if math.isinf(error) else f" ± {error:.2g}"
 
 
 def _percent_off(margin: float) -> str:
-    return "" if margin == float("inf") else f" ± {100 * margin:.0f} %"
+    return "" if math.isinf(margin) else f" ± {100 * margin:.0f} %"
 
 
 # Compressors

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
@@ -213,6 +214,14 @@ class CostTable:
 
     # Variants
 
+    def link(self, *, between_hosts: bool) -> Link | None:
+        """The link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
+        shape = r"\d+x1" if between_hosts else r"1x\d+"
+        for (kind, reach), measured in self.collectives.items():
+            if kind is CollectiveKind.ALL_REDUCE and re.fullmatch(shape, reach):
+                return Link(measured.alpha_us(kind), measured.gb_per_s(kind))
+        return None
+
     def without_collectives(self) -> CostTable:
         """The same table, with collectives by the cluster's links alone: for asking about other clusters."""
         return replace(self, collectives={})
@@ -289,6 +298,18 @@ class CostTable:
         except BaseException:
             os.unlink(temporary)
             raise
+
+    @classmethod
+    def read(cls, path: str | Path) -> CostTable:
+        """Read a table that somebody named. Raises BadOption."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (OSError, ValueError) as error:
+            raise BadOption(
+                f"cannot read the cost table {path}: {error}.\n  fxcomp calibrate -o FILE writes one."
+            ) from None
+        except BadOption as error:
+            raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable | None:

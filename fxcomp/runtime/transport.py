@@ -118,6 +118,11 @@ class Groups:
     def lanes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(lane for _, lane in self._groups))
 
+    def group(self, level: str, lane: str) -> tuple[Any, tuple[int, ...]]:
+        """The process group itself and its ranks, for collectives that no step contains."""
+        found = self._groups[level, lane]
+        return found.handle, found.ranks
+
     def joined(self, other: Groups) -> Groups:
         """These groups and others."""
         return Groups({**self._groups, **other._groups})

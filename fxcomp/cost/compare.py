@@ -1,0 +1,185 @@
+"""Put two cost tables together, or tell how they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from fxcomp.cost.measured import CompressorCost, MeasuredCollective, format_bytes
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
+
+Key = TypeVar("Key")
+Entry = TypeVar("Entry")
+
+SIZES = tuple(1 << k for k in range(10, 27, 2))
+"""Where two measurements of a collective are compared: 1 KiB to 64 MiB."""
+
+SAME = 0.01
+"""What differs by less is not told apart (assumed: the same measurement twice differs by as much)."""
+
+CONFLICT = 0.25
+"""Two measurements that differ by more than this, and by more than they err, contradict each other (assumed)."""
+
+
+# Differing
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One entry that two tables do not agree on."""
+
+    what: str
+    first: float
+    second: float
+    unit: str = "us"
+    expected: float = 0.0
+    """By how much two such measurements may differ, relative."""
+
+    @property
+    def apart(self) -> float:
+        """How much larger the larger one is, relative."""
+        low, high = sorted((abs(self.first), abs(self.second)))
+        return high / low - 1 if low else float(high > 0) * float("inf")
+
+    def __str__(self) -> str:
+        change = f"{100 * (self.second / self.first - 1):+.0f} %" if self.first else "new"
+        return f"{self.what}: {self.first:.4g} {self.unit} and {self.second:.4g} {self.unit} ({change})"
+
+
+def differences(first: CostTable, second: CostTable) -> list[Difference]:
+    """What both tables have and do not agree on, the largest differences first."""
+    found = [one for one in _differences(first, second) if one.apart > SAME]
+    return sorted(found, key=lambda one: (-one.apart, one.what))
+
+
+def diff(first: CostTable, second: CostTable) -> str:
+    """How two tables differ, a line each, the largest first; then what only one of them has."""
+    lines = [
+        f"{name}: {mine!r} and {theirs!r}"
+        for name in ("hardware", "versions", "date")
+        if (mine := getattr(first, name)) != (theirs := getattr(second, name))
+    ]
+    lines += [str(one) for one in differences(first, second)]
+    for table, other, which in ((first, second, "first"), (second, first, "second")):
+        only = [key for key in _keys(table) if key not in _keys(other)]
+        lines += [f"only the {which} has {key}" for key in only]
+    return "\n".join(lines) or "the tables agree"
+
+
+def _keys(table: CostTable) -> list[str]:
+    collectives = [f"{kind.value}@{reach}" for kind, reach in table.collectives]
+    return [*collectives, *table.compressors, *table.compute]
+
+
+def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
+    for field in fields(CostTable):
+        mine, theirs = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
+            yield Difference(field.name, float(mine), float(theirs), "GB/s" if field.name.endswith("gb_per_s") else "")
+    for name, unit in (("gflops", "GFLOP/s"), ("gb_per_s", "GB/s"), ("launch_us", "us")):
+        yield Difference(f"roofline {name}", getattr(first.roofline, name), getattr(second.roofline, name), unit)
+    for key, mine in first.collectives.items():
+        if key in second.collectives:
+            yield _of_collectives(f"{key[0].value}@{key[1]}", mine, second.collectives[key])
+    for key, mine in first.compressors.items():
+        if key in second.compressors:
+            yield from _of_compressors(key, mine, second.compressors[key])
+    for key, mine in first.compute.items():
+        if key in second.compute:
+            theirs = second.compute[key]
+            yield Difference(key, mine.us, theirs.us, expected=mine.spread + theirs.spread)
+
+
+def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollective) -> Difference:
+    """Where they are furthest apart, among sizes that both know."""
+    largest = min(mine.fit.largest, theirs.fit.largest) or SIZES[-1]
+    expected = 2 * (mine.spread + theirs.spread)
+    return max(
+        (
+            Difference(f"{what}, {format_bytes(size)}", mine.fit.at(size), theirs.fit.at(size), expected=expected)
+            for size in SIZES
+            if size <= max(largest, SIZES[0])
+        ),
+        key=lambda one: one.apart,
+    )
+
+
+def _of_compressors(key: str, mine: CompressorCost, theirs: CompressorCost) -> Iterator[Difference]:
+    sizes = sorted({point.elements for cost in (mine, theirs) for point in cost.points})
+    for work in ("encode", "decode", "propose"):
+        yield max(
+            (
+                Difference(f"{key}, {work} {n:,}", getattr(mine, f"{work}_us")(n), getattr(theirs, f"{work}_us")(n))
+                for n in sizes
+            ),
+            key=lambda one: one.apart,
+        )
+
+
+# Merging
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Two tables in one, and where they contradict each other."""
+
+    table: CostTable
+    conflicts: tuple[str, ...]
+
+
+def merge(first: CostTable, second: CostTable) -> Merged:
+    """Put two tables of one machine together.
+
+    Where both have an entry, a measured one wins over one from a trace, that one over an assumed one; then the newer
+    table's wins, and the second's if they are of one day. Of single numbers one that is not the default wins first.
+    Raises BadOption for tables of different machines.
+    """
+    default = CostTable()
+    known = list(dict.fromkeys(t.hardware for t in (first, second) if t.hardware != default.hardware))
+    if len(known) > 1:
+        raise BadOption(
+            f"these tables are of different machines and cannot be one: {known[0]!r} and {known[1]!r}.\n"
+            "  Calibrate each kind of machine for itself; fxcomp calibrate --diff tells how they differ."
+        )
+    older, newer = (first, second) if first.date <= second.date else (second, first)
+    main, other = (newer, older) if _trust(newer.source) >= _trust(older.source) else (older, newer)
+    chosen: dict[str, Any] = {
+        "hardware": known[0] if known else default.hardware,
+        "versions": main.versions or other.versions,
+        "date": newer.date,
+        "source": main.source,
+        "compute": _union(older.compute, newer.compute, lambda entry: entry.source),
+        "roofline": max((newer.roofline, older.roofline), key=lambda roofline: _trust(roofline.source)),
+        "collectives": _union(older.collectives, newer.collectives, lambda entry: entry.source),
+        "compressors": {**other.compressors, **main.compressors},
+    }
+    for field in fields(CostTable):
+        if field.name not in chosen:
+            mine = getattr(main, field.name)
+            is_usual = mine == getattr(default, field.name)
+            chosen[field.name] = getattr(other, field.name) if is_usual else mine
+    both = differences(_filled(first, second), _filled(second, first))
+    conflicts = [one for one in both if one.apart > max(CONFLICT, one.expected)]
+    return Merged(CostTable(**chosen), tuple(map(str, conflicts)))
+
+
+def _filled(one: CostTable, other: CostTable) -> CostTable:
+    """A table whose assumptions are the other's numbers: they contradict nothing."""
+    default = CostTable()
+    assumed = {f.name: getattr(other, f.name) for f in fields(one) if getattr(one, f.name) == getattr(default, f.name)}
+    return replace(one, **assumed)
+
+
+def _union(older: Mapping[Key, Entry], newer: Mapping[Key, Entry], source: Callable[[Entry], str]) -> dict[Key, Entry]:
+    both = {**older, **newer}
+    for key in older:
+        if key in newer and _trust(source(older[key])) > _trust(source(newer[key])):
+            both[key] = older[key]
+    return both
+
+
+def _trust(source: str) -> int:
+    """Measured on purpose, seen in a trace, or assumed."""
+    return 2 if source.startswith("measured") else 1 if source.startswith("a trace") else 0

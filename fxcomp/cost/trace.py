@@ -1,0 +1,404 @@
+"""Fill a cost table from torch.profiler's Chrome traces, of a job that already ran.
+
+What is read:
+
+- collectives: gloo's (`gloo:all_reduce` with the shapes of its inputs) and NCCL's kernels (`ncclDevKernel_...` with
+  `Collective name`, `In msg nelems`, `dtype`, `Group size`), a sample each;
+- operators with the shapes of their inputs (`aten::mm`, from `record_shapes=True`), by their own time on the CPU or by
+  their kernels' on a GPU.
+
+What else is in a trace is counted and listed; sends and receives too, whose times only say when they were asked for.
+A trace cannot tell how long a rank waited inside a collective for the others, so of one collective's times on all ranks
+the shortest counts: the last rank to come waited for nobody. Where ranks sit is known from the host names of all ranks'
+traces, or not at all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fxcomp.cluster import Cluster, Link
+from fxcomp.cost.fit import fit
+from fxcomp.cost.measured import MeasuredCollective, format_bytes
+from fxcomp.cost.table import CostTable, Measured
+from fxcomp.errors import BadOption
+from fxcomp.strategy import CollectiveKind
+
+_K = CollectiveKind
+_COLLECTIVES = {
+    # gloo's names, without `gloo:`
+    "all_reduce": _K.ALL_REDUCE,
+    "all_gather": _K.ALL_GATHER,
+    "reduce_scatter": _K.REDUCE_SCATTER,
+    "broadcast": _K.BROADCAST,
+    "all_to_all": _K.ALL_TO_ALL,
+    "reduce": _K.REDUCE,
+    "gather": _K.GATHER,
+    # NCCL's, as ProcessGroupNCCL records them
+    "allreduce": _K.ALL_REDUCE,
+    "_allgather_base": _K.ALL_GATHER,
+    "allgather": _K.ALL_GATHER,
+    "allgather_into_tensor_coalesced": _K.ALL_GATHER,
+    "_reduce_scatter_base": _K.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": _K.REDUCE_SCATTER,
+    "alltoall": _K.ALL_TO_ALL,
+    "all_to_allv": _K.ALL_TO_ALL,
+}
+_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "int": 4, "byte": 1, "char": 1, "bool": 1}
+_TYPES = {
+    "float": ("f32", 4),
+    "double": ("f64", 8),
+    "c10::BFloat16": ("bf16", 2),
+    "c10::Half": ("f16", 2),
+    "long int": ("i64", 8),
+    "long": ("i64", 8),
+    "int": ("i32", 4),
+    "unsigned char": ("u8", 1),
+    "bool": ("b8", 1),
+}
+"""The profiler's names of types: ours, and bytes."""
+
+_LISTED = 12  # kinds of events that are listed by name, the longest ones
+_ANY_LINK = Link(0.0, 1.0)  # a cluster must have links; where ranks sit does not depend on them
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A table, and what there is to say about how it was made."""
+
+    table: CostTable
+    notes: tuple[str, ...]
+    recognised: Mapping[str, int]
+    """How many events of each kind became samples."""
+    unknown: Mapping[str, int]
+    """How many events of each name did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One collective on one rank."""
+
+    kind: CollectiveKind
+    ranks: tuple[int, ...] | None
+    size: int
+    us: float
+
+
+@dataclass(slots=True)
+class _Trace:
+    """One rank's trace, read."""
+
+    rank: int
+    world_size: int
+    host: str
+    hardware: str
+    collectives: list[_Sample] = field(default_factory=list[_Sample])
+    operators: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    recognised: Counter[str] = field(default_factory=Counter[str])
+    unknown: Counter[str] = field(default_factory=Counter[str])
+    unknown_us: Counter[str] = field(default_factory=Counter[str])
+
+
+def table_from_traces(paths: Sequence[str | Path]) -> Traced:
+    """Read the traces of a job's ranks, one each, or of one rank. Raises BadOption for what is no trace."""
+    traces = [_read(Path(path)) for path in paths]
+    sizes = {trace.world_size for trace in traces}
+    if len(sizes) > 1 or len({trace.rank for trace in traces}) < len(traces):
+        told = ", ".join(f"rank {trace.rank} of {trace.world_size}" for trace in traces)
+        raise BadOption(f"these traces are not of the ranks of one job: {told}.\n  Name one trace of each rank.")
+    traces.sort(key=lambda trace: trace.rank)
+    notes: list[str] = []
+    collectives = _collectives(traces, notes)
+    compute = _operators(traces)
+    recognised, unknown, unknown_us = Counter[str](), Counter[str](), Counter[str]()
+    for trace in traces:
+        recognised += trace.recognised
+        unknown += trace.unknown
+        unknown_us += trace.unknown_us
+    notes.insert(0, f"Recognised: {_counts(recognised) or 'nothing'}.")
+    if unknown:
+        names = sorted(unknown, key=lambda name: (-unknown_us[name], name))
+        more = f" and {len(names) - _LISTED} other names" if len(names) > _LISTED else ""
+        listed = ", ".join(f"{unknown[name]} {name}" for name in names[:_LISTED])
+        notes.append(f"Not used: {sum(unknown.values())} events, the longest first: {listed}{more}.")
+    if not compute:
+        notes.append("No operator has shapes. Profile with record_shapes=True for operators' times.")
+    hosts = Counter(trace.hardware for trace in traces if trace.hardware)
+    table = CostTable(
+        hardware=next(iter(hosts), CostTable().hardware),
+        source=_source(len(traces)),
+        compute=compute,
+        collectives=collectives,
+    )
+    return Traced(table, tuple(notes), dict(recognised), dict(unknown))
+
+
+def _source(ranks: int) -> str:
+    return f"a trace of {ranks} rank{'' if ranks == 1 else 's'}"
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+
+
+# Reading
+
+
+def _read(path: Path) -> _Trace:
+    data = _loaded(path)
+    events = data.get("traceEvents")
+    if not isinstance(events, list):
+        raise BadOption(f"{path} is not a Chrome trace: it has no list of traceEvents")
+    info = _mapping(data.get("distributedInfo"))
+    devices: Any = data.get("deviceProperties") or [{}]
+    trace = _Trace(
+        rank=_number(info.get("rank")) or 0,
+        world_size=_number(info.get("world_size")) or 1,
+        host=str(data.get("host_name", "")),
+        hardware=str(_mapping(devices[0]).get("name", "")) if isinstance(devices, list) else "",
+    )
+    spans = [event for event in map(_mapping, cast(list[Any], events)) if event.get("ph") == "X"]
+    spans.sort(key=lambda event: _time(event.get("ts")))
+    kernels = _kernel_times(spans)
+    known_groups = _groups(info)
+    for event in spans:
+        _add(trace, event, kernels, known_groups)
+    return trace
+
+
+def _loaded(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        data = json.loads(text)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadOption(f"cannot read the trace {path}: {error}") from None
+    return {"traceEvents": data} if isinstance(data, list) else _mapping(data)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _time(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _groups(info: Mapping[str, Any]) -> set[tuple[int, ...]]:
+    """The ranks of every process group with more than one."""
+    configs: Any = info.get("pg_config")
+    listed: list[Any] = cast(list[Any], configs) if isinstance(configs, list) else []
+    found = {_ranks(_mapping(config).get("ranks")) for config in listed}
+    return {ranks for ranks in found if ranks is not None and len(ranks) > 1}
+
+
+def _ranks(value: Any) -> tuple[int, ...] | None:
+    """Ranks as a list, or as the text of one: `[0, 1]`."""
+    if isinstance(value, str):
+        if not re.fullmatch(r"\[[\d, ]+\]", value):
+            return None
+        return tuple(map(int, re.findall(r"\d+", value)))
+    if not isinstance(value, list):
+        return None
+    numbers = [_number(one) for one in cast(list[Any], value)]
+    return None if None in numbers or not numbers else tuple(one for one in numbers if one is not None)
+
+
+def _kernel_times(spans: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
+    """µs on the device by the external id of the operator that started it."""
+    times: defaultdict[Any, float] = defaultdict(float)
+    for event in spans:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            mark = _mapping(event.get("args")).get("External id")
+            if isinstance(mark, int):
+                times[mark] += _time(event.get("dur"))
+    return times
+
+
+def _add(trace: _Trace, event: Mapping[str, Any], kernels: Mapping[Any, float], groups: set[tuple[int, ...]]) -> None:
+    """Make a sample of an event, or count it as unknown."""
+    name, args, us = str(event.get("name", "")), _mapping(event.get("args")), _time(event.get("dur"))
+    sample = _collective(event, name, args, us, groups, trace.world_size)
+    if sample is not None:
+        trace.collectives.append(sample)
+        trace.recognised[sample.kind.value] += 1
+        return
+    key = _operator(name, args) if event.get("cat") == "cpu_op" else None
+    if key is not None and us > 0:
+        mark = args.get("External id")
+        own_us = kernels.get(mark, 0.0) if kernels and isinstance(mark, int) else us
+        if own_us > 0:
+            trace.operators.setdefault(key, []).append(own_us)
+            trace.recognised["operators"] += 1
+            return
+    if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and isinstance(args.get("External id"), int):
+        return  # counted with the operator that started it
+    trace.unknown[_shortened(name)] += 1
+    trace.unknown_us[_shortened(name)] += round(us)
+
+
+def _shortened(name: str) -> str:
+    return re.split(r"[(<:]", name.replace("::", "."))[0][:40] if name.startswith("void") else name[:40]
+
+
+# Collectives
+
+
+def _collective(
+    event: Mapping[str, Any],
+    name: str,
+    args: Mapping[str, Any],
+    us: float,
+    groups: set[tuple[int, ...]],
+    world_size: int,
+) -> _Sample | None:
+    if us <= 0:
+        return None
+    if name.startswith("gloo:") and event.get("cat") == "user_annotation":
+        kind = _COLLECTIVES.get(name.removeprefix("gloo:"))
+        tensors = list(_tensors(args))
+        size = sum(count * width for _, count, width in tensors[:1])
+        # gloo does not say whose collective it is: known only where all groups have the same ranks.
+        ranks = next(iter(groups)) if len(groups) == 1 else tuple(range(world_size)) if not groups else None
+        return _Sample(kind, ranks, size, us) if kind is not None and size else None
+    if name.startswith("ncclDevKernel") and event.get("cat") == "kernel":
+        kind = _COLLECTIVES.get(str(args.get("Collective name")))
+        count, width = _number(args.get("In msg nelems")), _BYTES.get(str(args.get("dtype")).lower())
+        if kind is None or not count or width is None:
+            return None
+        ranks = _ranks(args.get("Process Group Ranks"))
+        if ranks is None and _number(args.get("Group size")) == world_size:
+            ranks = tuple(range(world_size))
+        return _Sample(kind, ranks, count * width, us)
+    return None
+
+
+def _collectives(traces: Sequence[_Trace], notes: list[str]) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
+    """Fit what all ranks' traces say."""
+    world_size = traces[0].world_size
+    if not any(trace.collectives for trace in traces) or world_size == 1:
+        return {}
+    hosts = list(dict.fromkeys(trace.host for trace in traces))
+    if len(traces) < world_size or "" in hosts:
+        notes.append(
+            f"Collectives are left out: where the ranks sit is told by the host names of all {world_size} ranks'"
+            f" traces, and {len(traces)} {'is' if len(traces) == 1 else 'are'} here."
+        )
+        return {}
+    cluster = Cluster.placed([hosts.index(trace.host) for trace in traces], intra=_ANY_LINK, inter=_ANY_LINK)
+    samples: defaultdict[tuple[CollectiveKind, tuple[int, ...]], list[tuple[int, float]]] = defaultdict(list)
+    unknown = 0
+    for kind, ranks, size in dict.fromkeys((s.kind, s.ranks, s.size) for trace in traces for s in trace.collectives):
+        if ranks is None or len(ranks) < 2 or max(ranks) >= world_size:
+            unknown += sum(
+                s.size == size and s.ranks == ranks and s.kind is kind for t in traces for s in t.collectives
+            )
+            continue
+        samples[kind, ranks] += [(size, us) for us in _shortest(traces, kind, ranks, size)]
+    if unknown:
+        notes.append(f"{unknown} collectives do not say which ranks they join: left out.")
+    found: dict[tuple[CollectiveKind, str], MeasuredCollective] = {}
+    for (kind, ranks), pairs in samples.items():
+        largest = max(size for size, _ in pairs)
+        source = f"{_source(len(traces))}, {len(pairs)} samples up to {format_bytes(largest)}"
+        reach = cluster.reach(ranks).text
+        if (kind, reach) not in found or len(pairs) > found[kind, reach].fit.samples:
+            found[kind, reach] = MeasuredCollective(len(ranks), fit(pairs), source)
+    return found
+
+
+def _shortest(traces: Sequence[_Trace], kind: CollectiveKind, ranks: tuple[int, ...], size: int) -> list[float]:
+    """One time for each occurrence: that of the rank that came last, who waited for nobody."""
+    each = [
+        [s.us for s in trace.collectives if (s.kind, s.ranks, s.size) == (kind, ranks, size)]
+        for trace in traces
+        if trace.rank in ranks
+    ]
+    present = [times for times in each if times]
+    if len({len(times) for times in present}) == 1:
+        return [min(together) for together in zip(*present, strict=True)]
+    return [min(us for times in present for us in times)]  # recorded in part: nothing says which belong together
+
+
+# Operators
+
+
+def _tensors(args: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """Each tensor among the inputs: its type as text, its elements, and bytes of one."""
+    dims, types = args.get("Input Dims"), args.get("Input type")
+    if not isinstance(dims, list) or not isinstance(types, list):
+        return
+    for shape, name in zip(cast(list[Any], dims), cast(list[Any], types), strict=False):
+        known = _TYPES.get(name) if isinstance(name, str) else None
+        sizes = [_number(size) for size in cast(list[Any], shape)] if isinstance(shape, list) else [None]
+        if known is None or None in sizes:
+            continue
+        count = math.prod(size for size in sizes if size is not None)
+        yield f"{known[0]}[{','.join(map(str, sizes))}]", count, known[1]
+
+
+def _operator(name: str, args: Mapping[str, Any]) -> str | None:
+    """The key under which a table files an operator, `aten.mm f32[512,384] f32[384,384]`; None without shapes."""
+    if not name.startswith("aten::"):
+        return None
+    shapes = [text for text, _, _ in _tensors(args)]
+    types: Any = args.get("Input type")
+    if not shapes or not isinstance(types, list):
+        return None
+    text = _overload(name.removeprefix("aten::"), tuple(map(str, cast(list[Any], types))))
+    return None if text is None else " ".join([text, *shapes])
+
+
+def _overload(name: str, types: tuple[str, ...]) -> str | None:
+    """Which overload took inputs of these types, as text: `aten.add.Tensor`. The profiler names the operator alone."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return None
+    for overload in packet.overloads():
+        arguments = getattr(packet, overload)._schema.arguments
+        if any(argument.is_out for argument in arguments) or len(types) > len(arguments):
+            continue
+        if all(_takes(str(argument.type), given) for argument, given in zip(arguments, types, strict=False)):
+            return f"aten.{name}" if overload == "default" else f"aten.{name}.{overload}"
+    return None
+
+
+def _takes(expected: str, given: str) -> bool:
+    """Whether an argument of a schema's type may be what the profiler calls `given`."""
+    is_tensor = expected in ("Tensor", "Optional[Tensor]")
+    if given in _TYPES:
+        return is_tensor
+    if given == "TensorList":
+        return expected.startswith("List[") and "Tensor" in expected
+    if given == "Scalar":
+        return expected in ("number", "int", "float", "bool") or (expected.startswith("Optional[") and not is_tensor)
+    return expected != "Tensor"
+
+
+def _operators(traces: Sequence[_Trace]) -> dict[str, Measured]:
+    """The median time of each operator over all its occurrences on all ranks."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for trace in traces:
+        for key, found in trace.operators.items():
+            times[key] += found
+    result: dict[str, Measured] = {}
+    for key in sorted(times):
+        middle = statistics.median(times[key])
+        spread = statistics.median(abs(us - middle) for us in times[key]) / middle
+        result[key] = Measured(middle, spread, f"{_source(len(traces))}, {len(times[key])} times")
+    return result

@@ -1,0 +1,95 @@
+"""Two tables: what differs and by how much, and one table made of both."""
+
+from dataclasses import replace
+
+import pytest
+
+from fxcomp.cost.compare import diff, differences, merge
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.table import CostTable, Measured, Roofline
+from fxcomp.errors import BadOption
+from fxcomp.strategy import CollectiveKind
+
+KIND = CollectiveKind.ALL_REDUCE
+
+
+def collective(gb_per_s: float, source: str = "measured, 9 samples") -> MeasuredCollective:
+    return MeasuredCollective.line(KIND, 2, 30.0, gb_per_s, 0.02, source)
+
+
+OLD = CostTable(
+    hardware="a machine",
+    date="2026-11-01",
+    source="measured",
+    collectives={(KIND, "2x1"): collective(1.0), (KIND, "4x1"): collective(1.0)},
+    compressors={"int8@cpu*1": CompressorCost.of(CompressorPoint(1000, 10.0, 4.0), CompressorPoint(2000, 20.0, 8.0))},
+    compute={"aten.mm f32[2,2] f32[2,2]": Measured(4.0, 0.1, "measured")},
+    pack_gb_per_s=4.0,
+)
+NEW = replace(
+    OLD,
+    date="2026-11-20",
+    collectives={(KIND, "2x1"): collective(0.5), (KIND, "1x2"): collective(8.0)},
+    compressors={"int8@cpu*1": CompressorCost.of(CompressorPoint(1000, 11.0, 4.0), CompressorPoint(2000, 21.0, 8.0))},
+    pack_gb_per_s=5.0,  # the default
+)
+
+
+def test_a_table_and_itself_agree():
+    assert diff(OLD, OLD) == "the tables agree"
+    assert merge(OLD, OLD).table == OLD
+    assert merge(OLD, OLD).conflicts == ()
+
+
+def test_differences_come_largest_first_and_say_where():
+    lines = diff(OLD, NEW).splitlines()
+    assert lines[0] == "date: '2026-11-01' and '2026-11-20'"
+    assert lines[1].startswith("all_reduce@2x1, 64 MiB: ")
+    assert lines[1].endswith("(+100 %)")
+    assert "pack_gb_per_s: 4 GB/s and 5 GB/s (+25 %)" in lines[2]
+    assert lines[3] == "int8@cpu*1, encode 1,000: 10 us and 11 us (+10 %)"
+    assert lines[-2:] == ["only the first has all_reduce@4x1", "only the second has all_reduce@1x2"]
+    apart = [one.apart for one in differences(OLD, NEW)]
+    assert apart == sorted(apart, reverse=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_newer_table_wins_and_assumptions_lose(turned: bool):
+    merged = merge(NEW, OLD) if turned else merge(OLD, NEW)
+    table = merged.table
+    assert set(table.collectives) == {(KIND, "2x1"), (KIND, "4x1"), (KIND, "1x2")}
+    assert table.collectives[KIND, "2x1"].gb_per_s(KIND) == pytest.approx(0.5)
+    assert table.compressors == NEW.compressors
+    assert table.pack_gb_per_s == 4.0
+    assert table.date == "2026-11-20"
+    (conflict,) = merged.conflicts
+    assert conflict.startswith("all_reduce@2x1")
+
+
+def test_what_was_measured_on_purpose_wins_over_a_newer_trace():
+    trace = CostTable(
+        source="a trace of 2 ranks",
+        date="2026-12-01",
+        collectives={(KIND, "2x1"): collective(3.0, "a trace of 2 ranks, 9 samples")},
+        compute={"aten.mm f32[2,2] f32[2,2]": Measured(9.0, 0.1, "a trace"), "aten.relu f32[2]": Measured(1.0)},
+    )
+    for merged in (merge(OLD, trace), merge(trace, OLD)):
+        assert merged.table.collectives[KIND, "2x1"].gb_per_s(KIND) == pytest.approx(1.0)
+        assert merged.table.compute["aten.mm f32[2,2] f32[2,2]"].us == 4.0
+        assert "aten.relu f32[2]" in merged.table.compute
+        assert merged.table.hardware == "a machine"
+        assert merged.table.source == "measured"
+        assert len(merged.conflicts) == 2
+
+
+def test_a_measured_roofline_wins_over_an_assumed_one():
+    measured = replace(OLD, roofline=Roofline(90.0, 9.0, source="measured"))
+    for merged in (merge(measured, NEW), merge(NEW, measured)):
+        assert merged.table.roofline == measured.roofline
+        assert not any("roofline" in conflict for conflict in merged.conflicts)
+
+
+def test_tables_of_different_machines_are_not_put_together():
+    with pytest.raises(BadOption, match="of different machines and cannot be one: 'a machine' and 'another'"):
+        merge(OLD, replace(NEW, hardware="another"))
+    assert "hardware: 'a machine' and 'another'" in diff(OLD, replace(NEW, hardware="another"))
