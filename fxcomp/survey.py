@@ -27,7 +27,7 @@ from fxcomp.ranks import Ranks
 from fxcomp.runtime.transport import Groups
 from fxcomp.strategy import CollectiveKind, Device
 
-LINKS_S = 15.0
+LINKS_S = 8.0
 """For all collectives together. With the rest a survey takes less than half a minute."""
 
 LARGEST_BYTES = 64 << 20
@@ -144,6 +144,7 @@ class TimedCollectives:
 
     def __init__(self, transport: Groups, device: torch.device):
         self._transport, self._device = transport, device
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
         run = self._prepared(kind, level, max(1, size // 4))
@@ -170,34 +171,37 @@ class TimedCollectives:
         group, members = transport.group(*place)
         ranks, root, me = len(members), members[0], dist.get_rank()
         whole = -(-elements // ranks) * ranks  # what is dealt out has as much for everyone
-        value = torch.zeros(whole if kind in _DEALT else elements, device=self._device)
-
-        def empty(size: int) -> torch.Tensor:
-            return torch.zeros(size, device=self._device)
+        value = self._buffer(0, whole if kind in _DEALT else elements)
 
         if kind is CollectiveKind.ALL_REDUCE:
             return lambda: _wait(transport.all_reduce(value, *place))
         if kind is CollectiveKind.BROADCAST:
             return lambda: _wait(transport.broadcast(value, root, *place))
         if kind is CollectiveKind.ALL_GATHER:
-            gathered = empty(ranks * elements)
+            gathered = self._buffer(1, ranks * elements)
             return lambda: _wait(transport.all_gather(value, gathered, *place))
         if kind is CollectiveKind.REDUCE_SCATTER:
-            part = empty(whole // ranks)
+            part = self._buffer(1, whole // ranks)
             return lambda: _wait(transport.reduce_scatter(value, part, *place))
         if kind is CollectiveKind.ALL_TO_ALL:
-            dealt = empty(whole)
+            dealt = self._buffer(1, whole)
             return lambda: _wait(dist.all_to_all_single(dealt, value, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
         if kind is CollectiveKind.REDUCE:
             return lambda: _wait(dist.reduce(value, root, group=group, async_op=True))
         if kind is CollectiveKind.GATHER:
-            parts = [empty(elements) for _ in members] if me == root else None
+            parts = list(self._buffer(1, ranks * elements).chunk(ranks)) if me == root else None
             return lambda: _wait(dist.gather(value, parts, root, group=group, async_op=True))
         if me == root:
             return lambda: _wait(dist.isend(value, members[1], group=group))
         if me == members[1]:
             return lambda: _wait(dist.irecv(value, root, group=group))
         return lambda: None
+
+    def _buffer(self, number: int, elements: int) -> torch.Tensor:
+        """One of two buffers, kept: making 64 MiB anew takes longer than sending it through memory."""
+        if number not in self._buffers or self._buffers[number].numel() < elements:
+            self._buffers[number] = torch.zeros(elements, device=self._device)
+        return self._buffers[number][:elements]
 
 
 _DEALT = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)

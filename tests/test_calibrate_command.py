@@ -59,7 +59,7 @@ def test_one_process_measures_compressors_and_memory_and_says_that_links_are_mis
 
 
 def surveyed(_: object = None) -> tuple[Any, int, tuple[str, ...]]:
-    found = survey([parse_compressor("bf16")], links_s=1.0)
+    found = survey([parse_compressor("bf16")], links_s=0.5)
     return found.table.to_json(), found.rank, found.notes
 
 
@@ -70,7 +70,7 @@ def test_two_ranks_measure_every_collective_and_bring_the_same_table():
     table = CostTable.from_json(first)
     assert set(table.collectives) == {(kind, "1x2") for kind in CollectiveKind}
     for (kind, _), measured in table.collectives.items():
-        assert measured.fit.samples > 10
+        assert measured.fit.samples >= 4
         times = [measured.fit.at(size) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 26)]
         assert times == sorted(times)
         assert measured.gb_per_s(kind) > 0.01
@@ -90,9 +90,9 @@ def test_ranks_that_measure_different_things_are_refused():
 
 def test_a_table_is_shown_with_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["calibrate", "--show", saved(tmp_path)]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "Costs of a machine, 2026-11-20 (measured)" in text
-    assert "all_reduce    2x1           30           1gbit    2.0%        0" in text
+    assert "all_reduce 2x1 30 1gbit 2.0% 0" in text
     assert "int8(block=128)@cpu*1" in text
     assert main(["calibrate", "--show", saved(tmp_path), "--json"]) == 0
     assert CostTable.from_json(json.loads(capsys.readouterr().out)) == TABLE

@@ -207,15 +207,18 @@ FEWEST_FOR_FIT = 4
 
 
 def better_fit(samples: Sequence[Sample]) -> Fit | None:
-    """Two lines or one, if they tell sizes left out better than lines from point to point do; else None."""
+    """Two lines or one, if they tell sizes left out better than lines from point to point do; else None.
+
+    Judged between the smallest and the largest size: beyond them both guess.
+    """
     if len(samples) < FEWEST_FOR_FIT or not any(us for _, us in samples):
         return None
 
     def fitted(rest: Sequence[Sample]) -> Callable[[float], float]:
         return fit(rest, most_pieces=2).at
 
-    by_fit = statistics.fmean(left_out_errors(samples, fitted))
-    by_points = statistics.fmean(left_out_errors(samples, lambda rest: lambda size: interpolate(rest, size)))
+    by_fit = statistics.fmean(left_out_errors(samples, fitted)[1:-1])
+    by_points = statistics.fmean(left_out_errors(samples, lambda rest: lambda size: interpolate(rest, size))[1:-1])
     return fit(samples, most_pieces=2) if by_fit < by_points else None
 
 

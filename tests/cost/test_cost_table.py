@@ -214,7 +214,10 @@ def test_a_fit_replaces_lines_between_points_only_where_it_tells_left_out_sizes_
     bowed = [CompressorPoint(1 << k, 100.0 + (2.0**k) ** 0.5, 1.0) for k in range(10, 24, 2)]
     assert CompressorCost.fitted(noisy).propose is None
     assert CompressorCost.fitted(bowed[:3]).encode is None
-    straight = CompressorCost.fitted([CompressorPoint(p.elements, 5 + p.elements / 1e3, 1.0) for p in noisy])
+    disturbed = {1 << 16: 1.3}  # one size came at a bad moment
+    straight = CompressorCost.fitted(
+        [CompressorPoint(p.elements, (5 + p.elements / 1e3) * disturbed.get(p.elements, 1.0), 1.0) for p in noisy]
+    )
     assert straight.encode is not None
-    assert straight.encode_us(3_000_000) == pytest.approx(3005.0, rel=0.01)
+    assert straight.encode_us(3_000_000) == pytest.approx(3005.0, rel=0.05)
     assert CompressorCost.from_json(straight.to_json()) == straight
