@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fxcomp.cluster import Cluster, Link
 from fxcomp.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
+from fxcomp.collector import without_collecting
 from fxcomp.errors import BadOption, FxcompError
 
 if TYPE_CHECKING:
@@ -62,11 +63,10 @@ def _run(words: list[str]) -> int:
         return _demo(arguments)
     if arguments.command == "calibrate":
         return _calibrate(arguments)
-    gc.disable()  # a short life among large graphs: collecting costs a third of it
-    try:
-        return _explain(arguments) if arguments.command == "explain" else _dump(arguments)
-    finally:
-        gc.enable()
+    with without_collecting():
+        status = _explain(arguments) if arguments.command == "explain" else _dump(arguments)
+        gc.freeze()  # nor when Python ends
+        return status
 
 
 # Commands

@@ -20,9 +20,6 @@ from typing import Any, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._ops import HigherOrderOperator, OpOverload
@@ -64,12 +61,16 @@ def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int
     if not dims:
         return mode.from_tensor(value, static_shapes=True)
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
+    from torch._dynamo.source import ConstantSource
+
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * value.dim())
     return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
 
 
 def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
     """A float symbol with a hint: comparisons decide by the hint, arithmetic becomes nodes."""
+    from torch._dynamo.source import ConstantSource
+
     source = ConstantSource(f"live_{name}".replace(".", "_"))
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
@@ -99,14 +100,51 @@ def without_onednn() -> Generator[None]:
 
 
 def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Trace again without in-place operators and views of written tensors; where there are none it is that already."""
-    if not any(is_operator(node.target) and is_in_place(node.target) for node in traced.graph.nodes):
+    """The same without in-place operators and views of written tensors, traced again where that is not easy to see."""
+    writes = [node for node in traced.graph.nodes if is_operator(node.target) and is_in_place(node.target)]
+    if not writes:
         return traced
+    if all(map(_writes_an_input_alone, writes)):
+        return _writing_last(traced, writes)
 
     def run(*flat: Any) -> Any:
         return Interpreter(traced).run(*flat)
 
     return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*inputs)
+
+
+def _writes_an_input_alone(node: Node) -> bool:
+    """Whether a node changes an input that nothing else reads, as batch norm counts its batches."""
+    target: Any = node.target
+    place = node.args[0] if node.args else None
+    if not isinstance(place, Node) or place.op != "placeholder" or list(place.users) != [node]:
+        return False
+    return written_arguments(target) == (target._schema.arguments[0].name,) and _functional(target) is not None
+
+
+def _writing_last(traced: GraphModule, writes: Sequence[Node]) -> GraphModule:
+    """What functionalizing makes of such nodes: a new value each, which is copied into the input at the end."""
+    graph = traced.graph
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in writes:
+        target: Any = _functional(node.target)
+        node.target = target
+        args, kwargs = map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        node.meta["val"] = target(*args, **kwargs)
+    for node in sorted(writes, key=lambda node: order[cast("Node", node.args[0])]):
+        written = cast("Node", node.args[0])
+        with graph.inserting_before(graph.output_node()):
+            copy = graph.call_function(torch.ops.aten.copy_.default, (written, node))
+        copy.meta["val"] = written.meta["val"]
+    traced.recompile()
+    return traced
+
+
+def _functional(target: Any) -> OpOverload[..., Any] | None:
+    """The operator that makes a new value of what this one changes in place: add for add_."""
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, target._overloadname, None)
 
 
 def copied(nodes: Iterable[Node]) -> Graph:
@@ -195,6 +233,9 @@ def compile_training(
         run._boxed_call = True
         return run
 
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
     compiler: Any = aot_autograd(fw_compiler=boxed_nop, bw_compiler=compile_backward, inference_compiler=boxed_nop)
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return compiler(gm, inputs)
@@ -202,6 +243,8 @@ def compile_training(
 
 def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """Run a graph's operators one by one. The function takes one list and empties it."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
     run: Any = boxed_nop(graph, [])
     return run
 

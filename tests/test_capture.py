@@ -9,8 +9,10 @@ import pytest
 import torch
 from jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
 from torch import Tensor, nn
+from torch.fx.node import map_arg
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.info import InputKind, Role, info
@@ -292,3 +294,20 @@ def test_a_gradient_that_backward_uses_on_its_way_is_reduced_once():
     reduced = [node for node in gm.graph.nodes if node.target is ALL_REDUCE]
     assert len(reduced) == 2
     assert all(len(node.args[0].users) == 1 for node in reduced)
+
+
+def text(step: Captured) -> list[tuple[str, str, str]]:
+    """Every node as an operator with numbered arguments, whatever nodes are called."""
+    number = {node: k for k, node in enumerate(step.graph.graph.nodes)}
+    return [
+        (str(node.target), str(map_arg(node.args, lambda used: number[used])), str(node.meta.get("val")))
+        for node in step.graph.graph.nodes
+    ]
+
+
+def test_counters_are_functionalized_without_a_second_trace_as_with_one(monkeypatch: pytest.MonkeyPatch):
+    model, batch = JOBS["conv"].build(), JOBS["conv"].batch(0)
+    quick = text(captured(model, batch))
+    monkeypatch.setattr(compat, "_writes_an_input_alone", lambda _: False)  # trace again
+    assert text(captured(model, batch)) == quick
+    assert sum("copy_" in target for target, _, _ in quick) == 1

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["errors", "compat", "presets"],
+    ["errors", "compat", "presets", "collector"],
     ["cluster", "compressors", "text"],
     ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt"],

@@ -269,11 +269,15 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     lines = _unpacked_inputs(gm)
     names = {compressor: name for name, compressor in compressors.items()}
     keep = {n for n in gm.graph.nodes if n.op == "placeholder"} | set(gm.graph.output_node().all_input_nodes)
-    last_use = _last_uses(pieces)
     outputs: Any = gm.graph.output_node().args[0]
     loss: Any = outputs[0]
     announced = loss is None  # a backward pass alone: it changes no parameters
     roll_back = [piece for piece in pieces if isinstance(piece, Node) and info(piece).role is Role.ROLL_BACK]
+    kept = {*keep, *roll_back}
+    dead_behind: dict[int, list[str]] = {}
+    for node, user in _last_uses(pieces).items():
+        if node not in kept:
+            dead_behind.setdefault(id(user), []).append(node.name)
     for piece in pieces:
         if _changes_parameters(piece) and not announced:
             lines += _before_update(gm, loss)
@@ -284,7 +288,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
             lines += _commit(gm, piece, roll_back, names)
         elif piece not in roll_back:
             lines += _line(piece, names)
-        dead = [node.name for node, user in last_use.items() if user is piece and node not in (*keep, *roll_back)]
+        dead = dead_behind.get(id(piece), [])
         if dead:
             many = len(dead) > 8
             lines.append(_wrapped("    del (", dead, ")", indent="    ") if many else f"    del {', '.join(dead)}")

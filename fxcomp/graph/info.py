@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from fxcomp.cost.timeline import Stream
+from fxcomp.graph.work import Work
 
 KEY = "fxcomp"
 
@@ -79,6 +80,8 @@ class NodeInfo:
     """How many the thread takes that launches it, if that is the pool's."""
     stream: Stream | None = None
     source: Source | None = None
+    work: Work | None = None
+    """What a plain operator does, once annotate_costs has asked; a node with another operator is another node."""
 
     def __str__(self) -> str:
         parts = [self.role.value, self.parameter, f"{self.cost_us:.1f} us" if self.cost_us else None]

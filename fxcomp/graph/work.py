@@ -53,6 +53,21 @@ def work_key(node: Node) -> str:
     return " ".join([operator_text(node.target), *types])
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a plain operator's price is looked up by or estimated from."""
+
+    key: str
+    flops: float
+    touched_bytes: float
+    math_type: str
+
+
+def work(node: Node) -> Work:
+    """All that prices a node, which says it once: `NodeInfo.work` keeps it."""
+    return Work(work_key(node), flops(node), touched_bytes(node), math_type(node))
+
+
 class Basis(Enum):
     """What a plain operator's time can be estimated from."""
 

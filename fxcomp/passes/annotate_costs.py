@@ -35,7 +35,7 @@ from fxcomp.graph.ops import (
     REDUCE_SCATTER,
     SAVE,
 )
-from fxcomp.graph.work import Basis, basis, flops, math_type, touched_bytes, work_key
+from fxcomp.graph.work import Basis, basis, work
 from fxcomp.strategy import CollectiveKind, Device
 
 _KIND = {
@@ -61,7 +61,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
             load = costs.load_of(*what)
             update_info(node, cost_us=cost_us, starting_us=launch_us, launcher_load=pool_load, load=load)
-        else:
+        elif info(node).cost_us != cost_us or info(node).load != pool_load:
             update_info(node, cost_us=cost_us, load=pool_load)
     return gm
 
@@ -97,8 +97,11 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         return costs.decode_us(compressor_of(target, arguments[3:]), elements, ranks, device)
     if basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
         return 0.0
-    key = work_key(node) if costs.compute else ""  # nothing to look up: most of this pass is writing keys
-    return costs.compute_us(key, flops(node), touched_bytes(node), math_type(node)).us
+    known = info(node).work
+    if known is None:  # asking takes most of this pass, which runs a few times over the same nodes
+        known = work(node)
+        update_info(node, work=known)
+    return costs.compute_us(known.key, known.flops, known.touched_bytes, known.math_type).us
 
 
 def _velocity_us(node: Node, costs: CostTable) -> float:

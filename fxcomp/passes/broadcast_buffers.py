@@ -51,8 +51,10 @@ def _broadcast(gm: GraphModule, buffers: list[Node], last: Node, suffix: str) ->
         pieces = call(graph, torch.ops.aten.split_with_sizes.default, (wait, sizes), _COPY_BACK)
         for index, buffer in enumerate(buffers):
             piece = call(graph, operator.getitem, (pieces, index), _COPY_BACK)
-            shaped = call(graph, torch.ops.aten.view.default, (piece, list(buffer.meta["val"].shape)), _COPY_BACK)
-            call(graph, torch.ops.aten.copy_.default, (buffer, shaped), _COPY_BACK)
+            value = buffer.meta["val"]
+            known = value if value.is_contiguous() else None
+            shaped = call(graph, torch.ops.aten.view.default, (piece, list(value.shape)), _COPY_BACK, value=known)
+            call(graph, torch.ops.aten.copy_.default, (buffer, shaped), _COPY_BACK, value=value)
 
 
 def _last_writes(gm: GraphModule) -> dict[Node, Node]:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, wait_of
-from fxcomp.graph.info import NodeInfo, Role, info
+from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
 from fxcomp.strategy import Bucket, Plan
 
@@ -53,7 +53,9 @@ def _gather_bucket(gm: GraphModule, number: int, bucket: Bucket) -> None:
         for index, (name, gradient) in enumerate(zip(bucket.names, own, strict=True)):
             label = NodeInfo(Role.UNPACK, name, bucket=number)
             piece = call(graph, operator.getitem, (pieces, index), label)
-            shaped = call(graph, torch.ops.aten.view.default, (piece, list(gradient.meta["val"].shape)), label)
+            value = gradient.meta["val"]
+            known = value if value.is_contiguous() else None
+            shaped = call(graph, torch.ops.aten.view.default, (piece, list(value.shape)), label, value=known)
             waits[name].replace_all_uses_with(shaped)
             _scale_in_place(shaped)
     for name in bucket.names:
@@ -66,6 +68,7 @@ def _scale_in_place(gradient: Node) -> None:
     for user in gradient.users:
         if info(user).role is Role.CLIP and user.target is torch.ops.aten.mul.Tensor:
             user.target = torch.ops.aten.mul_.Tensor
+            update_info(user, work=None)
 
 
 def _reduction(name: str, gradient: Node) -> Node:
