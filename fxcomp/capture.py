@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
+from fxcomp.graph.edit import clone
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.work import is_sequence
 
@@ -194,6 +195,9 @@ class _Fakes:
 
     def of(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def of_update(self, tensor: Tensor) -> Tensor:
+        return self.update_mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,11 +511,29 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
             shadow.step()
         return ()
 
-    fake = fakes.update_mode.from_tensor
-    parameter = fake(owner.parameter.detach(), static_shapes=True)
-    tensors = [fake(state[key], static_shapes=True) for key in keys]
+    parameter = fakes.of_update(owner.parameter)
+    tensors = [fakes.of_update(state[key]) for key in keys]
     with fakes.update_mode:
         return compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
+
+
+def _resized(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
+    """An update that was traced for one parameter as it is for another: optimizers work value by value.
+
+    None where that is not plain to see: a shape among the arguments, a value of another shape, gaps in memory.
+    """
+    if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
+        return None
+    resized = clone(piece)
+    for node in resized.graph.nodes:
+        value = node.meta.get("val")
+        if any(is_sequence(argument) for argument in node.args) and node.op != "output":
+            return None
+        if isinstance(value, Tensor) and value.dim() > 0:
+            if value.shape != before.shape or not value.is_contiguous():
+                return None
+            node.meta["val"] = after if value.dtype is after.dtype else torch.empty_like(after, dtype=value.dtype)
+    return resized
 
 
 def _trace_clip(parameters: Sequence[Tensor], max_norm: float, fakes: _Fakes) -> GraphModule:
@@ -582,12 +604,16 @@ def _assemble(
         clipped = gradients
 
     traced: dict[Any, GraphModule] = {}
+    first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
     for name, gradient in zip(layout.gradient_names, clipped, strict=True):
         owner = owners[name]
         keys = state_keys(optimizer, owner.parameter)
         likeness = (owner.group, owner.parameter.shape, owner.parameter.stride(), keys)
         if likeness not in traced:
-            traced[likeness] = _trace_update(optimizer, owner, keys, fakes)
+            of_group = first_of.get((owner.group, keys))
+            known = _resized(*of_group, fakes.of_update(owner.parameter)) if of_group else None
+            traced[likeness] = known or _trace_update(optimizer, owner, keys, fakes)
+            first_of.setdefault((owner.group, keys), (owner.parameter, traced[likeness]))
         inputs = [parameters[name], gradient, *states[name], *numbers[owner.group]]
         builder.splice(traced[likeness], inputs, Role.UPDATE, parameter=name)
 

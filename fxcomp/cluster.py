@@ -203,6 +203,13 @@ class _Crossing(NamedTuple):
         return _Crossing(loads, self.inside + other.inside, self.turns + other.turns)
 
 
+class _Crowd(NamedTuple):
+    """What all groups together do on one link."""
+
+    groups: int
+    loads: tuple[float, ...]
+
+
 _OWN_LINK = _Crossing((1.0, 1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own carries what it sends
 
 
@@ -430,23 +437,28 @@ class Cluster:
         for crossed in crossings:
             for place, crossing in crossed.items():
                 everyone[place].append(crossing)
-        return [self._one_reach(groups[k], crossings[k], everyone) for k in range(wanted)]
+        crowds = {
+            place: _Crowd(len(there), tuple(map(sum, zip(*(crossing.loads for crossing in there), strict=True))))
+            for place, there in everyone.items()
+        }
+        return [self._one_reach(groups[k], crossings[k], crowds) for k in range(wanted)]
 
     def _one_reach(
         self,
         group: tuple[int, ...],
         crossed: Mapping[_Place, _Crossing],
-        everyone: Mapping[_Place, Sequence[_Crossing]],
+        crowds: Mapping[_Place, _Crowd],
     ) -> Reach:
         links = [self.links[tier] for tier in sorted({tier for tier, _ in crossed})]
-        siblings = max((len(everyone[place]) for place in crossed), default=1)
+        siblings = max((crowds[place].groups for place in crossed), default=1)
         turns = max((own.turns for (tier, _), own in crossed.items() if tier == 1), default=1)
         slowest = [0.0] * len(Way)
-        for (tier, unit), own in crossed.items():
+        # Most links of a tier carry the same: only what differs is asked about.
+        for tier, crowd, own in dict.fromkeys((place[0], crowds[place], own) for place, own in crossed.items()):
             link = self.links[tier]
             for number, way in enumerate(Way):
                 is_one_way = way in (Way.ROOT, Way.ONE) or link.is_shared
-                together = sum(crossing.loads[number] for crossing in everyone[tier, unit]) / link.count
+                together = crowd.loads[number] / link.count
                 alone = own.loads[number] / min(link.count, own.inside)
                 speed = link.one_way_gb_per_s if is_one_way else link.both_ways_gb_per_s
                 slowest[number] = max(slowest[number], max(together, alone) / speed)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_arg
 
 import fxcomp
+from fxcomp import capture as capturing
 from fxcomp import compat
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.graph.edit import gradients
@@ -311,3 +312,11 @@ def test_counters_are_functionalized_without_a_second_trace_as_with_one(monkeypa
     monkeypatch.setattr(compat, "_writes_an_input_alone", lambda _: False)  # trace again
     assert text(captured(model, batch)) == quick
     assert sum("copy_" in target for target, _, _ in quick) == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_is_traced_once_for_all_shapes_as_for_each(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+    model, batch = JOBS["conv"].build(), JOBS["conv"].batch(0)
+    quick = text(captured(model, batch, optimizer))
+    monkeypatch.setattr(capturing, "_resized", lambda *_: None)  # trace again
+    assert text(captured(model, batch, optimizer)) == quick
