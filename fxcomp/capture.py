@@ -500,8 +500,9 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
     symbols = [compat.live_number(fakes.update_shapes, value, f"{owner.group}.{key}") for key, value in numbers.items()]
     state = optimizer.state[owner.parameter]
 
+    shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
+
     def update(parameter: Tensor, gradient: Tensor, tensors: list[Tensor], live: list[Any]) -> tuple[()]:
-        shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
         options = _with_live(group, dict(zip(numbers, live, strict=True)))
         shadow.param_groups[0].update(options, foreach=False, params=[parameter])
         shadow.state.clear()
@@ -518,7 +519,7 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
 
 
 def _resized(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
-    """An update that was traced for one parameter as it is for another: optimizers work value by value.
+    """An update that was traced for one parameter as it is for another: these optimizers work value by value.
 
     None where that is not plain to see: a shape among the arguments, a value of another shape, gaps in memory.
     """
