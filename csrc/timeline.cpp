@@ -11,12 +11,13 @@
 namespace {
 
 constexpr int kStreams = 6;
+constexpr int kCompute = 0;
 
 // The speed of each of several that ask for so many processors.
-void share(const double* demands, double* rates, int size, double count) {
+void share(const double* demands, const double* limits, double* rates, int size, double count) {
     double sum = 0.0;
-    for (int k = 0; k < size; ++k) sum += demands[k];
-    std::fill(rates, rates + size, 1.0);
+    for (int k = 0; k < size; ++k) sum += demands[k] * limits[k];
+    std::copy(limits, limits + size, rates);
     if (sum <= count) return;
     double weights[kStreams];
     int order[kStreams];
@@ -26,11 +27,13 @@ void share(const double* demands, double* rates, int size, double count) {
         weight += weights[k];
         order[k] = k;
     }
-    std::stable_sort(order, order + size, [&](int a, int b) { return demands[a] / weights[a] < demands[b] / weights[b]; });
+    std::stable_sort(order, order + size, [&](int a, int b) {
+        return demands[a] * limits[a] / weights[a] < demands[b] * limits[b] / weights[b];
+    });
     for (int i = 0; i < size; ++i) {
         const int k = order[i];
         if (demands[k] > 0) {
-            const double got = std::min(demands[k], left * weights[k] / weight);
+            const double got = std::min(demands[k] * limits[k], left * weights[k] / weight);
             rates[k] = got / demands[k];
             left -= got;
         }
@@ -43,8 +46,8 @@ void share(const double* demands, double* rates, int size, double count) {
 // Task k runs on stream streams[k] and follows the next counts[k] numbers of `after`. Returns when the last one ends;
 // -1 if tasks wait for each other.
 FXCOMP_EXPORT double fxcomp_step_time(int32_t size, const int32_t* streams, const double* durations,
-                                      const double* demands, const int32_t* counts, const int32_t* after,
-                                      double processors) {
+                                      const double* demands, const double* beside, const int32_t* counts,
+                                      const int32_t* after, double processors) {
     std::vector<int32_t> queues[kStreams];
     std::vector<const int32_t*> follows(size + 1);
     follows[0] = after;
@@ -79,15 +82,17 @@ FXCOMP_EXPORT double fxcomp_step_time(int32_t size, const int32_t* streams, cons
             }
         }
         int32_t now[kStreams];
-        double asked[kStreams], shares[kStreams];
+        double asked[kStreams], limits[kStreams], shares[kStreams];
         int busy = 0;
+        const bool computes = running[kCompute] >= 0;
         for (const int32_t k : running) {
             if (k < 0) continue;
             asked[busy] = demands[k];
+            limits[busy] = computes ? beside[k] : 1.0;
             now[busy++] = k;
         }
         if (busy == 0) break;
-        share(asked, shares, busy, processors);
+        share(asked, limits, shares, busy, processors);
         double next = std::numeric_limits<double>::infinity();
         for (int i = 0; i < busy; ++i) {
             const int32_t k = now[i];

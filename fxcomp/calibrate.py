@@ -23,11 +23,12 @@ from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
-from fxcomp.cost.table import CostTable, Measured, ProcessorTime
+from fxcomp.cost.table import CostTable, Measured
+from fxcomp.cost.table import Transport as TransportCost
 from fxcomp.graph.info import info
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.transport import Transport
+from fxcomp.runtime.transport import Transport, Work
 from fxcomp.step import CompiledStep, Variant
 from fxcomp.strategy import CollectiveKind, Device
 
@@ -97,68 +98,125 @@ def versions() -> str:
 
 
 def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, device: torch.device) -> CostTable:
-    """Add what collectives take on the running process groups, in under 3 s. Every rank takes part.
+    """Add what collectives take on the running process groups, in about 4 s at most. Every rank takes part.
 
-    Where compute's own processors carry the network's software, this adds its processor time too: this process's, while
-    the main thread only waits.
+    Where compute's own processors carry the network's software, this adds what that takes of them: this process's
+    processor time while the main thread only waits, and how much longer a collective takes while the main thread works.
     """
-    loads = _Loads()
+    link = _LiveLink(transport, cluster, device)
+    fits = measure_collectives(link.seconds, cluster)
+    costs = replace(costs, collectives=fits, launch_us=link.launch_us(costs.launch_us))
+    if math.isinf(costs.processors.count):
+        return costs
+    taken = link.processor_times()
+    if not costs.processors.has_spare:
+        taken = {kind: replace(each, **link.beside_compute(kind)) for kind, each in taken.items()}
+    return replace(costs, transport=taken)
 
-    def seconds(kind: CollectiveKind, level: Level, size: int) -> float:
-        ranks = cluster.ranks_at(level)
-        elements = max(1, size // 4)
-        value = torch.zeros(elements, device=device)
-        out = torch.empty(ranks * elements, device=device) if kind is CollectiveKind.ALL_GATHER else value
-        _barrier(transport, device)
-        start, cpu = time.perf_counter(), time.process_time()
-        if kind is CollectiveKind.ALL_GATHER:
-            work = transport.all_gather(value, out, level.value, "main")
-        else:
-            work = transport.all_reduce(value, level.value, "main")
-        launched = time.perf_counter() - start
+
+class _LiveLink:
+    """Times collectives, and notes what those over all ranks take of this rank's processors."""
+
+    def __init__(self, transport: Transport, cluster: Cluster, device: torch.device) -> None:
+        self._transport, self._cluster, self._device = transport, cluster, device
+        self._worked: dict[CollectiveKind, list[tuple[int, float]]] = {}
+        """(bytes, µs) of processor time."""
+        self._launches_us: list[float] = []
+        self._square = torch.ones(192, 192, device=device)
+        self._product = torch.zeros_like(self._square)
+
+    def seconds(self, kind: CollectiveKind, level: Level, size: int) -> float:
+        """One collective, on the slowest rank."""
+        start, cpu, launched, work = self._launch(kind, level, size)
         work.wait()
-        compat.synchronize(device)
+        compat.synchronize(self._device)
         passed, worked = time.perf_counter() - start, time.process_time() - cpu
         if level is Level.WORLD:
-            loads.add(kind, size, wire_bytes(kind, ranks, size), 1e6 * launched, 1e6 * max(0.0, worked - launched))
-        return _slowest(transport, passed, device)
-
-    fits = measure_collectives(seconds, cluster)
-    costs = replace(costs, collectives=fits, launch_us=loads.launch_us(costs.launch_us))
-    return costs if math.isinf(costs.processors.count) else replace(costs, transport=loads.fitted())
-
-
-@dataclass(slots=True)
-class _Loads:
-    """What collectives over all ranks took of this rank's processors: (bytes, bytes sent, µs)."""
-
-    found: dict[CollectiveKind, list[tuple[int, float, float]]] = field(
-        default_factory=dict[CollectiveKind, list[tuple[int, float, float]]]
-    )
-    launches_us: list[float] = field(default_factory=list[float])
-
-    def add(self, kind: CollectiveKind, size: int, sent: float, launched_us: float, worked_us: float) -> None:
-        self.found.setdefault(kind, []).append((size, sent, worked_us))
-        self.launches_us.append(launched_us)
+            self._worked.setdefault(kind, []).append((size, 1e6 * max(0.0, worked - launched)))
+            self._launches_us.append(1e6 * launched)
+        return _slowest(self._transport, passed, self._device)
 
     def launch_us(self, assumed: float) -> float:
-        return statistics.median(self.launches_us) if self.launches_us else assumed
+        """What starting one takes the thread that does it."""
+        return statistics.median(self._launches_us) if self._launches_us else assumed
 
-    def fitted(self) -> dict[CollectiveKind, ProcessorTime]:
+    def processor_times(self) -> dict[CollectiveKind, TransportCost]:
         """The smallest collectives' time for each, and the largest's for each MB beyond."""
-        times: dict[CollectiveKind, ProcessorTime] = {}
-        for kind, samples in self.found.items():
-            small = [us for size, _, us in samples if size <= SMALL_BYTES]
-            largest = max(size for size, _, _ in samples)
-            sent_mb = max(sent for _, sent, _ in samples) / 1e6
+        times: dict[CollectiveKind, TransportCost] = {}
+        for kind, samples in self._worked.items():
+            small = [us for size, us in samples if size <= SMALL_BYTES]
+            largest = max(size for size, _ in samples)
             fixed = statistics.median(small) if small else 0.0
-            most = statistics.median([us for size, _, us in samples if size == largest])
-            times[kind] = ProcessorTime(fixed, max(0.0, most - fixed) / sent_mb)
+            most = statistics.median([us for size, us in samples if size == largest])
+            sent_mb = wire_bytes(kind, self._cluster.world_size, largest) / 1e6
+            times[kind] = TransportCost(fixed, max(0.0, most - fixed) / sent_mb)
         return times
+
+    def beside_compute(self, kind: CollectiveKind) -> dict[str, float]:
+        """How much longer collectives take while the main thread works: `speed` and `more_us` of a TransportCost.
+
+        Two sizes are timed, alone and then with work of about as long in front of the wait. What is not done when the
+        work ends is done at full speed behind it, so the time over both tells how fast the collective was beside it.
+        """
+        alone, beside = zip(*[self._alone_and_beside_us(kind, size) for size in self._beside_sizes(kind)], strict=True)
+        (small, large), (small_beside, large_beside) = alone, beside
+        slope = (large_beside - small_beside) / (large - small) if large > small else 1.0
+        slope = max(1.0, slope)
+        more_us = statistics.median([us - slope * base for us, base in zip(beside, alone, strict=True)])
+        return {"speed": 1.0 / slope, "more_us": max(0.0, more_us)}
+
+    def _beside_sizes(self, kind: CollectiveKind) -> tuple[int, int]:
+        """A small one and the largest that may take `BESIDE_S`; by numbers that all ranks share."""
+        size = SMALL_BESIDE_BYTES
+        while size < LARGEST_BESIDE_BYTES and 4 * self.seconds(kind, Level.WORLD, size) < BESIDE_S:
+            size *= 4
+        return SMALL_BESIDE_BYTES, size
+
+    def _alone_and_beside_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
+        alone_s = statistics.median([self.seconds(kind, Level.WORLD, size) for _ in range(BESIDE_REPEATS)])
+        worked_s = max(0.9 * alone_s, SHORTEST_WORK_S)
+        total_s = statistics.median([self._behind_work_s(kind, size, worked_s) for _ in range(BESIDE_REPEATS)])
+        speed = 1.0 - (total_s - alone_s) / worked_s
+        return 1e6 * alone_s, 1e6 * alone_s / min(1.0, max(SLOWEST_BESIDE, speed))
+
+    def _behind_work_s(self, kind: CollectiveKind, size: int, worked_s: float) -> float:
+        """A collective that is waited for after so much work: all of it, on the slowest rank."""
+        start, _, _, work = self._launch(kind, Level.WORLD, size)
+        while time.perf_counter() - start < worked_s:
+            torch.mm(self._square, self._square, out=self._product)
+        compat.synchronize(self._device)
+        work.wait()
+        return _slowest(self._transport, time.perf_counter() - start, self._device)
+
+    def _launch(self, kind: CollectiveKind, level: Level, size: int) -> tuple[float, float, float, Work]:
+        """Start one behind a barrier: its start by the clock and by the processor, how long that took, and its work."""
+        ranks, elements = self._cluster.ranks_at(level), max(1, size // 4)
+        value = torch.zeros(elements, device=self._device)
+        gathers = kind is CollectiveKind.ALL_GATHER
+        out = torch.empty(ranks * elements, device=self._device) if gathers else value
+        _barrier(self._transport, self._device)
+        start, cpu = time.perf_counter(), time.process_time()
+        if gathers:
+            work = self._transport.all_gather(value, out, level.value, "main")
+        else:
+            work = self._transport.all_reduce(value, level.value, "main")
+        return start, cpu, time.perf_counter() - start, work
 
 
 SMALL_BYTES = 4096
 """A collective of so few bytes costs the processor what starting one costs."""
+
+SMALL_BESIDE_BYTES, LARGEST_BESIDE_BYTES = 1 << 18, 1 << 22
+"""Between these sizes of buckets lies what is timed beside compute."""
+
+BESIDE_S, BESIDE_REPEATS = 0.12, 5
+"""How long the larger of them may take alone, and how often each is timed, alone and beside."""
+
+SHORTEST_WORK_S = 0.004
+"""Beside less work nobody waits for a turn: a slice of Linux's scheduler is 3 to 4 ms."""
+
+SLOWEST_BESIDE = 0.05
+"""Slower than this is noise: a fair scheduler gives more."""
 
 
 def _barrier(transport: Transport, device: torch.device) -> None:

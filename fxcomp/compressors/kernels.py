@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI_VERSION = 7  # the same number as in csrc/module.cpp
+ABI_VERSION = 8  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:

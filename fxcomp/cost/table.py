@@ -63,12 +63,19 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessorTime:
-    """What the network's own software takes of the processors that compute runs on, for one collective."""
+class Transport:
+    """What a collective's own software takes of the processors that compute runs on, and how it fares beside it."""
 
     us: float
     us_per_mb: float
     """For each 10⁶ bytes that a rank sends; receiving as many is in it."""
+    speed: float = 1.0
+    """Beside compute, where that leaves no processor free: what takes t µs alone takes t / speed + more_us."""
+    more_us: float = 0.0
+
+    def beside(self, alone_us: float) -> float:
+        """The speed beside compute of a collective that takes so long alone."""
+        return alone_us / (alone_us / self.speed + self.more_us) if alone_us else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ class CostTable:
     threads: int | None = None  # that a compressor may use; None: as many as it was measured with
     pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
     launch_us: float = 20.0  # assumed: what a thread spends on starting a collective
-    transport: Mapping[CollectiveKind, ProcessorTime] = field(default_factory=dict[CollectiveKind, ProcessorTime])
+    transport: Mapping[CollectiveKind, Transport] = field(default_factory=dict[CollectiveKind, Transport])
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
     error: float = 0.1  # assumed: the prediction's own relative error
@@ -118,12 +125,20 @@ class CostTable:
 
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """How many of compute's processors a collective takes while it runs."""
-        taken = self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
+        taken = self._transport(kind)
         takes_us = self.collective_us(kind, level, size, cluster)
         if taken is None or not takes_us:
             return 0.0
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
         return (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
+
+    def beside(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
+        """A collective's speed while compute runs and leaves no processor to it."""
+        taken = self._transport(kind)
+        return 1.0 if taken is None else taken.beside(self.collective_us(kind, level, size, cluster))
+
+    def _transport(self, kind: CollectiveKind) -> Transport | None:
+        return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
 
     @property
     def offloads(self) -> bool:
@@ -266,7 +281,7 @@ class CostTable:
                 source=str(data["source"]),
                 pack_gb_per_s=float(data["pack_gb_per_s"]),
                 launch_us=float(data["launch_us"]),
-                transport={CollectiveKind(k): ProcessorTime(**v) for k, v in data["transport"].items()},
+                transport={CollectiveKind(k): Transport(**v) for k, v in data["transport"].items()},
                 copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
                 processors=UNSHARED if data["processors"] is None else Processors(**data["processors"]),
                 error=float(data["error"]),
@@ -353,7 +368,8 @@ class CostTable:
             lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
         for kind, taken in self.transport.items():
             lines.append(
-                f"  transport    {kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB"
+                f"  transport    {kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB;"
+                f" beside compute {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us"
             )
         if not math.isinf(self.processors.count):
             shared = self.processors

@@ -65,6 +65,8 @@ class Task:
     after: tuple[str, ...] = ()
     load: float = 0.0
     """How many processors it takes meanwhile; what compute takes is said once, by `Processors`."""
+    beside: float = 1.0
+    """Its speed while compute runs and leaves no processor to it: a thread that is woken waits for its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> fl
         (ctypes.c_int32 * count)(*[_PLACE[task.stream] for task in tasks]),
         (ctypes.c_double * count)(*[task.duration_us for task in tasks]),
         (ctypes.c_double * count)(*[_demand(task, processors) for task in tasks]),
+        (ctypes.c_double * count)(*[_beside(task, processors) for task in tasks]),
         (ctypes.c_int32 * count)(*[len(task.after) for task in tasks]),
         (ctypes.c_int32 * len(after))(*after),
         ctypes.c_double(processors.count),
@@ -134,6 +137,10 @@ _PLACE = {stream: place for place, stream in enumerate(Stream)}
 
 def _demand(task: Task, processors: Processors) -> float:
     return processors.compute if task.stream is Stream.COMPUTE else min(task.load, processors.count)
+
+
+def _beside(task: Task, processors: Processors) -> float:
+    return 1.0 if processors.has_spare else task.beside
 
 
 def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], list[float]]:
@@ -151,7 +158,9 @@ def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], li
         now = [k for k in running if k >= 0]
         if not now:
             break
-        shares = _shares([_demand(tasks[k], processors) for k in now], processors.count)
+        computes = running[_PLACE[Stream.COMPUTE]] >= 0
+        limits = [_beside(tasks[k], processors) if computes else 1.0 for k in now]
+        shares = _shares([_demand(tasks[k], processors) for k in now], limits, processors.count)
         for k, rate in zip(now, shares, strict=True):
             if math.isinf(ends[k]):
                 ends[k] = clock + tasks[k].duration_us / rate
@@ -195,22 +204,22 @@ def _start_what_may(
                     ends[k], done[k] = clock, True
 
 
-def _shares(demands: Sequence[float], count: float) -> list[float]:
-    """The speed of each of several that ask for so many processors: 1 if there are enough.
+def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
+    """The speed of each of several that ask for so many processors: its limit if there are enough.
 
     Else as a fair scheduler does it: who asks for less than an equal share gets what it asks for, the others share what
     is left. One that asks for several processors has as many threads, and weighs as many.
     """
-    rates, asked, left, weight = [1.0] * len(demands), 0.0, count, 0.0
+    rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]
     for k, demand in enumerate(demands):  # not sum(): some versions of Python round it otherwise
-        asked += demand
+        asked += demand * limits[k]
         weight += weights[k]
     if asked <= count:
         return rates
-    for k in sorted(range(len(demands)), key=lambda k: demands[k] / weights[k]):
+    for k in sorted(range(len(demands)), key=lambda k: demands[k] * limits[k] / weights[k]):
         if demands[k] > 0:
-            got = min(demands[k], left * weights[k] / weight)
+            got = min(demands[k] * limits[k], left * weights[k] / weight)
             rates[k] = got / demands[k]
             left -= got
         weight -= weights[k]

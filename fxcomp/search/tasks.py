@@ -72,7 +72,8 @@ def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Ta
     if not workload.broadcast_bytes or cluster.world_size == 1:
         return None
     what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
-    return Task(BROADCAST, _stream(Level.WORLD, cluster), costs.collective_us(*what), load=costs.load_of(*what))
+    us, load, beside = costs.collective_us(*what), costs.load_of(*what), costs.beside(*what)
+    return Task(BROADCAST, _stream(Level.WORLD, cluster), us, load=load, beside=beside)
 
 
 def assemble(
@@ -259,9 +260,11 @@ class _Writer:
         if self.accumulated or not self.velocity:
             return []
         self.accumulated = True
-        saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
+        saved: list[Task] = []
+        if self.commits:
+            saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
         us = self.costs.accumulate_us(self.dense_bytes)
-        return [*(saved if self.commits else []), self._task("accumulate", _device_stream(device), us)]
+        return [*saved, self._task("accumulate", _device_stream(device), us)]
 
     def _mask(self) -> list[Task]:
         """Beside the payload's way, which does not wait for it."""
@@ -320,11 +323,13 @@ class _Writer:
         launcher = Stream.CPU if self.on_pool else Stream.COMPUTE
         start = self._task(f"start {name}", launcher, self.costs.launch_us)
         load = self.costs.load_of(step.kind, step.level, size, self.cluster)
-        return [start, self._task(name, _stream(step.level, self.cluster), us, load=load)]
+        beside = self.costs.beside(step.kind, step.level, size, self.cluster)
+        sent = replace(self._task(name, _stream(step.level, self.cluster), us), load=load, beside=beside)
+        return [start, sent]
 
-    def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str, load: float = 0.0) -> Task:
+    def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """A task behind the bucket's previous one."""
-        load = self.costs.pool_load if stream is Stream.CPU else load
+        load = self.costs.pool_load if stream is Stream.CPU else 0.0
         task = Task(f"{what} {self.k}", stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task

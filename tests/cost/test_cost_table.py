@@ -9,7 +9,7 @@ from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Measured, ProcessorTime, Roofline, cache_path
+from fxcomp.cost.table import CostTable, Measured, Roofline, Transport, cache_path
 from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
@@ -23,7 +23,7 @@ TABLE = CostTable(
     source="test",
     compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "test")},
     roofline=Roofline(100.0, 20.0),
-    transport={CollectiveKind.ALL_GATHER: ProcessorTime(10.0, 900.0)},
+    transport={CollectiveKind.ALL_GATHER: Transport(10.0, 900.0, 0.8, 4000.0)},
     processors=Processors(1.5, 1.0),
     collectives={
         (CollectiveKind.ALL_REDUCE, reach): MeasuredCollective.line(
@@ -107,7 +107,7 @@ def test_the_pool_is_the_device_where_there_is_no_other_and_shares_its_processor
 def test_a_collectives_load_is_its_processor_time_over_its_time():
     kind, level = CollectiveKind.ALL_REDUCE, Level.WORLD
     assert CostTable().load_of(kind, level, 10**6, CLUSTER) == 0.0
-    table = replace(TABLE, transport={kind: ProcessorTime(us=30.0, us_per_mb=1000.0)})
+    table = replace(TABLE, transport={kind: Transport(us=30.0, us_per_mb=1000.0)})
     assert table.load_of(kind, level, 10**6, CLUSTER) == pytest.approx((30 + 1500) / (6 * 20 + 1.5e6 / 500))
     # What was not measured is as an all_reduce of as many bytes sent.
     scatter = table.load_of(CollectiveKind.REDUCE_SCATTER, level, 10**6, CLUSTER)

@@ -86,6 +86,15 @@ def test_ranks_that_share_a_processor_were_measured_sharing_it():
     assert beside(0.1, Processors(0.5, 0.5)).spans[1].end_us == pytest.approx(12.0)
 
 
+def test_a_transport_that_waits_for_its_turn_is_slow_only_beside_compute():
+    tasks = [Task("send", Stream.INTER, 10.0, load=0.2, beside=0.5), Task("a", Stream.COMPUTE, 10.0)]
+    send, compute = simulate(tasks, ONE).spans
+    # 0.2 processors at half speed: compute runs at 0.9, and the other half of the transfer at full speed behind it.
+    assert compute.end_us == pytest.approx(10 / 0.9)
+    assert send.end_us == pytest.approx(10 / 0.9 + 10 - 0.5 * 10 / 0.9)
+    assert [span.end_us for span in simulate(tasks, Processors(2.0, 1.0)).spans] == [10.0, 10.0]
+
+
 # Properties
 
 
@@ -101,7 +110,8 @@ def steps(draw: st.DrawFn) -> list[Task]:
         if draw(st.booleans()):
             tasks.append(Task(f"compress {k}", Stream.CPU, draw(times), (before,), 1.0))
             before = tasks[-1].name
-        tasks.append(Task(f"send {k}", draw(st.sampled_from(WIRES)), draw(times), (before,), draw(st.floats(0.0, 1.5))))
+        load, beside = draw(st.floats(0.0, 1.5)), draw(st.floats(0.05, 1.0))
+        tasks.append(Task(f"send {k}", draw(st.sampled_from(WIRES)), draw(times), (before,), load, beside))
     tasks += [Task(f"update {k}", Stream.COMPUTE, draw(times), (f"send {k}",)) for k in range(count)]
     return tasks
 

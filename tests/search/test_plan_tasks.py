@@ -9,7 +9,7 @@ from workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import CostTable, ProcessorTime
+from fxcomp.cost.table import CostTable, Transport
 from fxcomp.cost.timeline import Processors, Stream, simulate, step_time_us
 from fxcomp.search.space import Mode, strategies
 from fxcomp.search.tasks import plan_tasks
@@ -175,7 +175,7 @@ def test_a_step_is_at_least_its_compute_and_at_most_all_its_work(seed: int):
 SHARED = replace(
     COSTS,
     processors=Processors(1.0, 1.0),
-    transport={CollectiveKind.ALL_REDUCE: ProcessorTime(us=5.0, us_per_mb=700.0)},
+    transport={CollectiveKind.ALL_REDUCE: Transport(us=5.0, us_per_mb=700.0, speed=0.7, more_us=300.0)},
 )
 
 
