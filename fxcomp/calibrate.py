@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
 
 from fxcomp import compat
 from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.load import replace_regions
-from fxcomp.codegen.regions import Region, cut
+from fxcomp.codegen.regions import Region, cut, region_module
 from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.cost.table import Transport as TransportCost
-from fxcomp.graph.info import info
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Transport, Work
@@ -45,6 +45,8 @@ class StepMeasurement:
     region_us: Mapping[str, float]
     pack_gb_per_s: float | None
     """How fast buckets were filled; None if there are none."""
+    node_us: Mapping[str, float]
+    """What each operator took by itself: what regions' times are shared out by."""
 
 
 # The machine
@@ -153,54 +155,65 @@ class _LiveLink:
         return times
 
     def beside_compute(self, kind: CollectiveKind) -> dict[str, float]:
-        """How much longer collectives take while the main thread works: `speed` and `more_us` of a TransportCost.
-
-        Two sizes are timed, alone and then with work of about as long in front of the wait. What is not done when the
-        work ends is done at full speed behind it, so the time over both tells how fast the collective was beside it.
-        """
-        alone, beside = zip(*[self._alone_and_beside_us(kind, size) for size in self._beside_sizes(kind)], strict=True)
-        (small, large), (small_beside, large_beside) = alone, beside
-        slope = (large_beside - small_beside) / (large - small) if large > small else 1.0
+        """How much longer collectives take while the main thread works: `speed` and `more_us` of a TransportCost."""
+        small, large = (self._alone_and_beside_us(kind, size) for size in self._beside_sizes(kind))
+        slope = (large[1] - small[1]) / (large[0] - small[0]) if large[0] > small[0] else 1.0
         slope = max(1.0, slope)
-        more_us = statistics.median([us - slope * base for us, base in zip(beside, alone, strict=True)])
-        return {"speed": 1.0 / slope, "more_us": max(0.0, more_us)}
+        return {"speed": 1.0 / slope, "more_us": max(0.0, (small[1] + large[1] - slope * (small[0] + large[0])) / 2)}
 
     def _beside_sizes(self, kind: CollectiveKind) -> tuple[int, int]:
-        """A small one and the largest that may take `BESIDE_S`; by numbers that all ranks share."""
+        """A small one and the largest that takes less than `BESIDE_S`; by numbers that all ranks share."""
         size = SMALL_BESIDE_BYTES
         while size < LARGEST_BESIDE_BYTES and 4 * self.seconds(kind, Level.WORLD, size) < BESIDE_S:
             size *= 4
         return SMALL_BESIDE_BYTES, size
 
     def _alone_and_beside_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
-        alone_s = statistics.median([self.seconds(kind, Level.WORLD, size) for _ in range(BESIDE_REPEATS)])
-        worked_s = max(0.9 * alone_s, SHORTEST_WORK_S)
-        total_s = statistics.median([self._behind_work_s(kind, size, worked_s) for _ in range(BESIDE_REPEATS)])
-        speed = 1.0 - (total_s - alone_s) / worked_s
-        return 1e6 * alone_s, 1e6 * alone_s / min(1.0, max(SLOWEST_BESIDE, speed))
+        """What one of several in a row takes alone, and beside work.
 
-    def _behind_work_s(self, kind: CollectiveKind, size: int, worked_s: float) -> float:
-        """A collective that is waited for after so much work: all of it, on the slowest rank."""
+        Several, launched at once, are waited for: at once, and after work of about as long. What is not done when the
+        work ends is done at full speed behind it, so both times together tell how fast they were beside it. Several,
+        because what delays the first one's start is not what delays them all.
+        """
+        count = min(MOST_BESIDE, max(1, math.ceil(BESIDE_S / 2 / self.seconds(kind, Level.WORLD, size))))
+        alone_s = statistics.median([self._behind_work_s(kind, size, count, 0.0) for _ in range(BESIDE_REPEATS)])
+        worked_s = 0.9 * alone_s
+        total_s = statistics.median([self._behind_work_s(kind, size, count, worked_s) for _ in range(BESIDE_REPEATS)])
+        speed = min(1.0, max(SLOWEST_BESIDE, 1.0 - (total_s - alone_s) / worked_s))
+        return 1e6 * alone_s / count, 1e6 * alone_s / count / speed
+
+    def _behind_work_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
+        """Some collectives that are waited for after so much work: all of it, on the slowest rank."""
         start, _, _, work = self._launch(kind, Level.WORLD, size)
+        works = [work, *(self._start(kind, Level.WORLD, size) for _ in range(count - 1))]
         while time.perf_counter() - start < worked_s:
             torch.mm(self._square, self._square, out=self._product)
         compat.synchronize(self._device)
-        work.wait()
+        for each in works:
+            each.wait()
         return _slowest(self._transport, time.perf_counter() - start, self._device)
 
     def _launch(self, kind: CollectiveKind, level: Level, size: int) -> tuple[float, float, float, Work]:
         """Start one behind a barrier: its start by the clock and by the processor, how long that took, and its work."""
+        value, out = self._tensors(kind, level, size)
+        _barrier(self._transport, self._device)
+        start, cpu = time.perf_counter(), time.process_time()
+        work = self._started(kind, level, value, out)
+        return start, cpu, time.perf_counter() - start, work
+
+    def _start(self, kind: CollectiveKind, level: Level, size: int) -> Work:
+        return self._started(kind, level, *self._tensors(kind, level, size))
+
+    def _tensors(self, kind: CollectiveKind, level: Level, size: int) -> tuple[Tensor, Tensor]:
         ranks, elements = self._cluster.ranks_at(level), max(1, size // 4)
         value = torch.zeros(elements, device=self._device)
         gathers = kind is CollectiveKind.ALL_GATHER
-        out = torch.empty(ranks * elements, device=self._device) if gathers else value
-        _barrier(self._transport, self._device)
-        start, cpu = time.perf_counter(), time.process_time()
-        if gathers:
-            work = self._transport.all_gather(value, out, level.value, "main")
-        else:
-            work = self._transport.all_reduce(value, level.value, "main")
-        return start, cpu, time.perf_counter() - start, work
+        return value, torch.empty(ranks * elements, device=self._device) if gathers else value
+
+    def _started(self, kind: CollectiveKind, level: Level, value: Tensor, out: Tensor) -> Work:
+        if kind is CollectiveKind.ALL_GATHER:
+            return self._transport.all_gather(value, out, level.value, "main")
+        return self._transport.all_reduce(value, level.value, "main")
 
 
 SMALL_BYTES = 4096
@@ -209,11 +222,8 @@ SMALL_BYTES = 4096
 SMALL_BESIDE_BYTES, LARGEST_BESIDE_BYTES = 1 << 18, 1 << 22
 """Between these sizes of buckets lies what is timed beside compute."""
 
-BESIDE_S, BESIDE_REPEATS = 0.12, 5
-"""How long the larger of them may take alone, and how often each is timed, alone and beside."""
-
-SHORTEST_WORK_S = 0.004
-"""Beside less work nobody waits for a turn: a slice of Linux's scheduler is 3 to 4 ms."""
+BESIDE_S, BESIDE_REPEATS, MOST_BESIDE = 0.08, 5, 8
+"""How long the larger of them may take alone, how often each is timed, alone and beside, and how many in a row."""
 
 SLOWEST_BESIDE = 0.05
 """Slower than this is noise: a fair scheduler gives more."""
@@ -260,11 +270,16 @@ def measure_step(
                     variant.module.step(run.runtime, *scratch)
                     compat.synchronize(device)
                     run.totals.append(1e6 * (time.perf_counter() - start))
+            nodes = _NodeTimes(variant.graph, device)
+            variant.module.__dict__.update(original)
+            replace_regions(variant.module, nodes.timed)
+            for _ in range(NODE_ROUNDS):
+                variant.module.step(runs[0].runtime, *scratch)
     finally:
         variant.module.__dict__.update(original)
         for run in runs:
             run.runtime.close()
-    return [run.measurement() for run in runs]
+    return [run.measurement(nodes.us) for run in runs]
 
 
 @dataclass(slots=True)
@@ -275,14 +290,61 @@ class _Run:
     totals: list[float] = field(default_factory=list[float])
     regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
-    def measurement(self) -> StepMeasurement:
+    def measurement(self, node_us: Mapping[str, float]) -> StepMeasurement:
         warm = self.totals[1:]
         return StepMeasurement(
             step_us=statistics.median(warm),
             spread=(max(warm) - min(warm)) / statistics.median(warm),
             region_us={name: statistics.median(found[1:]) for name, found in self.regions.items()},
             pack_gb_per_s=self.runtime.pack_gb_per_s(),
+            node_us=node_us,
         )
+
+
+NODE_ROUNDS = 2
+"""So many steps time every operator by itself; the shorter time counts, because a hiccup makes one long."""
+
+
+class _NodeTimes:
+    """Runs regions operator by operator, and keeps what each took."""
+
+    def __init__(self, graph: GraphModule, device: torch.device) -> None:
+        self.us: dict[str, float] = {}
+        self._graph, self._device = graph, device
+        self._regions = {piece.name: piece for piece in cut(graph) if isinstance(piece, Region)}
+
+    def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the place of a region's function."""
+        if name not in self._regions:
+            return run
+        region = self._regions[name]
+        interpreter = _Interpreter(region_module(self._graph, region), self.us, self._device)
+
+        def step_by_step(*inputs: Any) -> Any:
+            outputs = interpreter.run(*inputs)
+            return outputs[0] if len(region.outputs) == 1 else outputs
+
+        return step_by_step
+
+
+class _Interpreter(Interpreter):
+    def __init__(self, module: GraphModule, us: dict[str, float], device: torch.device) -> None:
+        super().__init__(module)
+        self._us, self._device = us, device
+        self._name = ""
+
+    def run_node(self, n: Node) -> Any:
+        self._name = n.name
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        compat.synchronize(self._device)
+        start = time.perf_counter()
+        result = target(*args, **kwargs)
+        compat.synchronize(self._device)
+        us = 1e6 * (time.perf_counter() - start)
+        self._us[self._name] = min(us, self._us.get(self._name, us))
+        return result
 
 
 class _PackingTimed(Runtime):
@@ -326,18 +388,18 @@ def _timed(
     return measured
 
 
-def apportion(variant: Variant, region_us: Mapping[str, float], spread: float, source: str) -> dict[str, Measured]:
-    """Share each region's time out to its nodes, by the costs that they are annotated with now.
+def apportion(variant: Variant, step: StepMeasurement, source: str) -> dict[str, Measured]:
+    """Share each region's time out to its nodes, by what each took alone.
 
     A key that occurs more than once gets the mean, so that the sum over the step stays what was measured.
     """
     found: dict[str, list[float]] = {}
     for piece in cut(variant.graph):
-        if not isinstance(piece, Region) or piece.name not in region_us:
+        if not isinstance(piece, Region) or piece.name not in step.region_us:
             continue
         working = [node for node in piece.nodes if not is_free(node)]
-        expected = sum(info(node).cost_us or 0.0 for node in working)
+        alone = sum(step.node_us[node.name] for node in working)
         for node in working:
-            share = (info(node).cost_us or 0.0) / expected if expected else 1 / len(working)
-            found.setdefault(work_key(node), []).append(share * region_us[piece.name])
-    return {key: Measured(statistics.fmean(us), spread, source) for key, us in found.items()}
+            share = step.node_us[node.name] / alone if alone else 1 / len(working)
+            found.setdefault(work_key(node), []).append(share * step.region_us[piece.name])
+    return {key: Measured(statistics.fmean(us), step.spread, source) for key, us in found.items()}

@@ -33,8 +33,9 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
+from fxcomp.cost.contention import fit_contention
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import UNSHARED, Processors, simulate
+from fxcomp.cost.timeline import UNSHARED, Processors, simulate, step_time_us
 from fxcomp.drift.watch import Replan, Schedule, Watch
 from fxcomp.errors import BadOption, BadPlan, StepChanged
 from fxcomp.feedback import (
@@ -645,16 +646,20 @@ def _measured_on_job(
     alone, dense_here = measure_step(step, variant, [Nowhere(), transport], leaves, repeats)
     # All ranks judge by the same number: one that switched back to dense alone would wait for the others for ever.
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
-    compute = apportion(variant, alone.region_us, alone.spread, "measured in the emitted step, all ranks running")
+    compute = apportion(variant, alone, "measured in the emitted step, all ranks running")
     costs = replace(
         costs, compute={**costs.compute, **compute}, pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s
     )
-    predicted = simulate(graph_tasks(rewriting(captured, plan, costs).graph), costs.processors).step_time_us
+    tasks = graph_tasks(rewriting(captured, plan, costs).graph)
+    slowed_us = max(0.0, sum(dense_here.region_us.values()) - sum(alone.region_us.values()))
+    contention = fit_contention(tasks, costs.processors, dense.step_us, slowed_us)
+    costs = replace(costs, contention=contention)
+    predicted = step_time_us(contention.on(tasks), costs.processors)
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
     return replace(costs, error=min(error, LARGEST_ERROR)), dense
 
 
-MEASURED_STEPS = ((0.3e6, 6), (2e6, 3), (6e6, 2), (math.inf, 1))
+MEASURED_STEPS = ((0.3e6, 8), (1e6, 5), (2e6, 3), (6e6, 2), (math.inf, 1))
 """How many dense steps are timed with the network and without, in turns, by what their wire takes at most, in µs: the
 same number on every rank. One of each goes before them and does not count."""
 

@@ -249,7 +249,7 @@ def measured_here(
     if repeats > 1:
         measured = _measure(step, variant, batch, repeats=repeats)
     source = f"measured in the emitted step, {_threads(device)}"
-    compute = apportion(variant, measured.region_us, measured.spread, source)
+    compute = apportion(variant, measured, source)
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack)
     return costs, read_workload(annotate_costs(graph, costs, cluster))

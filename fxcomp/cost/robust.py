@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import UNSHARED, Processors, Stream, Task, step_time_us
-
-WIRES = (Stream.INTRA, Stream.INTER)
+from fxcomp.cost.timeline import UNSHARED, WIRES, Processors, Stream, Task, step_time_us
 
 
 @dataclass(frozen=True, slots=True)

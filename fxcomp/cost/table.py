@@ -19,6 +19,7 @@ from typing import Any
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
+from fxcomp.cost.contention import UNCHANGED, Contention
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
 from fxcomp.cost.timeline import UNSHARED, Processors
 from fxcomp.errors import BadOption
@@ -104,6 +105,7 @@ class CostTable:
     transport: Mapping[CollectiveKind, Transport] = field(default_factory=dict[CollectiveKind, Transport])
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
+    contention: Contention = UNCHANGED
     error: float = 0.1  # assumed: the prediction's own relative error
     compute_error: float = 0.0
     """How much further off compute is where it was estimated: of the step only its part of it."""
@@ -130,12 +132,14 @@ class CostTable:
         if taken is None or not takes_us:
             return 0.0
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
-        return (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
+        return self.contention.load * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
 
     def beside(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """A collective's speed while compute runs and leaves no processor to it."""
         taken = self._transport(kind)
-        return 1.0 if taken is None else taken.beside(self.collective_us(kind, level, size, cluster))
+        if taken is None:
+            return 1.0
+        return min(1.0, self.contention.speed * taken.beside(self.collective_us(kind, level, size, cluster)))
 
     def _transport(self, kind: CollectiveKind) -> Transport | None:
         return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
@@ -254,6 +258,7 @@ class CostTable:
             "launch_us": self.launch_us,
             "transport": {kind.value: asdict(taken) for kind, taken in self.transport.items()},
             "copy_gb_per_s": self.copy_gb_per_s,
+            "contention": asdict(self.contention),
             "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
             "error": self.error,
             "compute_error": self.compute_error,
@@ -283,6 +288,7 @@ class CostTable:
                 launch_us=float(data["launch_us"]),
                 transport={CollectiveKind(k): Transport(**v) for k, v in data["transport"].items()},
                 copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
+                contention=Contention(**data["contention"]),
                 processors=UNSHARED if data["processors"] is None else Processors(**data["processors"]),
                 error=float(data["error"]),
                 compute_error=float(data.get("compute_error", 0.0)),
@@ -374,6 +380,8 @@ class CostTable:
         if not math.isinf(self.processors.count):
             shared = self.processors
             lines.append(f"  processors   {shared.count:.3g} for each rank, compute takes {shared.compute:.3g}")
+            beside = self.contention
+            lines.append(f"  contention   {beside.load:.3g} times that load, {beside.speed:.3g} times that speed")
         lines.append(f"  error        {100 * self.error:.0f} % of a predicted step")
         return "\n".join(lines)
 

@@ -36,6 +36,9 @@ class Stream(Enum):
     __hash__ = object.__hash__
 
 
+WIRES = (Stream.INTRA, Stream.INTER)
+
+
 @dataclass(frozen=True, slots=True)
 class Processors:
     """What compute, the compressor pool and the network's software share, for one rank."""

@@ -59,8 +59,8 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
             what = _KIND[node.target], Level(str(node.args[-1])), _bytes(node.args[0]), cluster
             # The broadcast of buffers is started by the thread that has just made them, and not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
-            load = costs.load_of(*what)
-            update_info(node, cost_us=cost_us, starting_us=launch_us, launcher_load=pool_load, load=load)
+            update_info(node, cost_us=cost_us, starting_us=launch_us, launcher_load=pool_load)
+            update_info(node, load=costs.load_of(*what), beside=costs.beside(*what))
         elif info(node).cost_us != cost_us or info(node).load != pool_load:
             update_info(node, cost_us=cost_us, load=pool_load)
     return gm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from graphs import COSTS
 from jobs import JOBS, OPTIMIZERS, cross_entropy
@@ -11,9 +13,10 @@ from fxcomp import pipeline
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.timeline import simulate
+from fxcomp.cost.table import Transport
+from fxcomp.cost.timeline import Processors, Stream, simulate
 from fxcomp.search.tasks import plan_tasks
-from fxcomp.strategy import Device, Plan, Strategy
+from fxcomp.strategy import CollectiveKind, Device, Plan, Strategy
 
 SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
 FAST = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 12.0))
@@ -88,6 +91,29 @@ def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured]
     searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
     emitted = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=skip).timeline.step_time_us
     assert emitted == pytest.approx(searched, rel=0.01)
+
+
+ON_ONE_PROCESSOR = replace(
+    COSTS,
+    copy_gb_per_s=None,
+    processors=Processors(1.0, 1.0),
+    transport={CollectiveKind.ALL_REDUCE: Transport(us=20.0, us_per_mb=900.0, speed=0.8, more_us=400.0)},
+)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Captured], name: str):
+    job, captured = step
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
+    workload = pipeline.analyze(captured.graph, ON_ONE_PROCESSOR, cluster)
+    tasks = plan_tasks(workload, plan, ON_ONE_PROCESSOR, cluster)
+    searched = simulate(tasks, ON_ONE_PROCESSOR.processors)
+    emitted = pipeline.rewrite(captured, plan, ON_ONE_PROCESSOR, cluster, 0).timeline
+    assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
+    assert emitted.slowed_us(Stream.COMPUTE) == pytest.approx(searched.slowed_us(Stream.COMPUTE), rel=0.05, abs=1.0)
+    alone = simulate(tasks).step_time_us
+    assert searched.step_time_us > alone, "nothing here competes for the processor"
 
 
 def in_ready_order(plan: Plan, captured: Captured) -> Plan:

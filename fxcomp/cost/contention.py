@@ -1,0 +1,61 @@
+"""How compute and communication slow each other down, from one step that was run with a network and without.
+
+The transport's processor time and its speed beside compute are measured with work that stays in the caches. A real step
+does not, so its own regions and its own length correct both numbers: by as little as explains what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxcomp.cost.timeline import WIRES, Processors, Stream, Task, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What the transport's load and its speed beside compute are multiplied by."""
+
+    load: float = 1.0
+    speed: float = 1.0
+
+    def on(self, tasks: Sequence[Task]) -> list[Task]:
+        """The same tasks, with what this changes."""
+        return [
+            replace(task, load=task.load * self.load, beside=min(1.0, task.beside * self.speed))
+            if task.stream in WIRES
+            else task
+            for task in tasks
+        ]
+
+
+UNCHANGED = Contention()
+
+LOADS = tuple(2 ** (k / 4) for k in range(-8, 9))
+SPEEDS = tuple(2 ** (-k / 6) for k in range(-3, 13))
+"""What is tried, a quarter to four times the load, and a quarter to 1.4 times the speed."""
+
+NOISE = 0.02
+"""Relative to the step: what is not explained more closely than this (assumed: steps repeat to 2 to 4 %)."""
+
+USUAL_LOAD, USUAL_SPEED = 0.5, 0.3
+"""How far the factors are from 1, in logarithms (assumed): a step that depends on neither leaves them at 1."""
+
+
+def fit_contention(tasks: Sequence[Task], processors: Processors, step_us: float, slowed_us: float) -> Contention:
+    """The factors with which these tasks take `step_us`, of which compute is slowed by `slowed_us`.
+
+    Of all that explain both about as well, those nearest to 1: a maximum a posteriori estimate over a grid.
+    """
+    if processors.has_spare:
+        return UNCHANGED
+
+    def misfit(contention: Contention) -> float:
+        timeline = simulate(contention.on(tasks), processors)
+        step = math.log(timeline.step_time_us / step_us) / NOISE
+        slowed = (timeline.slowed_us(Stream.COMPUTE) - slowed_us) / step_us / NOISE
+        far = (math.log(contention.load) / USUAL_LOAD) ** 2 + (math.log(contention.speed) / USUAL_SPEED) ** 2
+        return step**2 + slowed**2 + far
+
+    return min((Contention(load, speed) for load in LOADS for speed in SPEEDS), key=misfit)

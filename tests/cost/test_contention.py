@@ -1,0 +1,51 @@
+"""Contention from one measured step: found where the step tells it, left alone where it does not."""
+
+import pytest
+
+from fxcomp.cost.contention import LOADS, SPEEDS, Contention, fit_contention
+from fxcomp.cost.timeline import Processors, Stream, Task, simulate
+
+ONE = Processors(1.0, 1.0)
+
+
+def step(wire_us: float, buckets: int = 6) -> list[Task]:
+    tasks: list[Task] = []
+    for k in range(buckets):
+        tasks.append(Task(f"region {k}", Stream.COMPUTE, 20_000.0))
+        tasks.append(Task(f"send {k}", Stream.INTER, wire_us, (f"region {k}",), load=0.2, beside=0.8))
+    return [*tasks, *(Task(f"update {k}", Stream.COMPUTE, 1000.0, (f"send {k}",)) for k in range(buckets))]
+
+
+@pytest.mark.parametrize("true", [Contention(2.0, 0.5), Contention(1.0, 2 ** (-1 / 2)), Contention(0.5, 1.0)])
+def test_a_step_that_depends_on_contention_tells_it(true: Contention):
+    tasks = step(19_000.0)
+    seen = simulate(true.on(tasks), ONE)
+    found = fit_contention(tasks, ONE, seen.step_time_us, seen.slowed_us(Stream.COMPUTE))
+    again, slowed_us = simulate(found.on(tasks), ONE), seen.slowed_us(Stream.COMPUTE)
+    assert again.step_time_us == pytest.approx(seen.step_time_us, rel=0.03)
+    assert again.slowed_us(Stream.COMPUTE) == pytest.approx(
+        seen.slowed_us(Stream.COMPUTE), abs=0.03 * seen.step_time_us
+    )
+    assert found.speed == pytest.approx(true.speed, rel=0.3)
+
+
+def test_what_was_predicted_right_is_left_alone():
+    seen = simulate(step(19_000.0), ONE)
+    assert fit_contention(step(19_000.0), ONE, seen.step_time_us, seen.slowed_us(Stream.COMPUTE)) == Contention()
+
+
+def test_a_link_that_is_slower_than_measured_is_not_taken_for_contention():
+    """Where the wire decides, contention changes little and explains little."""
+    tasks = step(400_000.0)
+    seen = simulate(tasks, ONE)
+    found = fit_contention(tasks, ONE, 1.03 * seen.step_time_us, seen.slowed_us(Stream.COMPUTE))
+    assert 0.7 < found.speed < 1.4
+
+
+def test_processors_to_spare_have_no_contention():
+    assert fit_contention(step(19_000.0), Processors(2.0, 1.0), 1e6, 1e5) == Contention()
+
+
+def test_what_is_tried_includes_no_change():
+    assert 1.0 in LOADS
+    assert 1.0 in SPEEDS
