@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kStreams = 6;
 constexpr int kCompute = 0;
+constexpr double kLeast = 1e-9;  // of a processor
 
 // The speed of each of several that ask for so many processors.
 void share(const double* demands, const double* limits, double* rates, int size, double count) {
@@ -32,7 +33,7 @@ void share(const double* demands, const double* limits, double* rates, int size,
     });
     for (int i = 0; i < size; ++i) {
         const int k = order[i];
-        if (demands[k] > 0) {
+        if (demands[k] > kLeast) {
             const double got = std::min(demands[k] * limits[k], left * weights[k] / weight);
             rates[k] = got / demands[k];
             left -= got;

@@ -207,6 +207,10 @@ def _start_what_may(
                     ends[k], done[k] = clock, True
 
 
+LEAST = 1e-9
+"""Who asks for less of a processor asks for nothing."""
+
+
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
     """The speed of each of several that ask for so many processors: its limit if there are enough.
 
@@ -221,7 +225,7 @@ def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> 
     if asked <= count:
         return rates
     for k in sorted(range(len(demands)), key=lambda k: demands[k] * limits[k] / weights[k]):
-        if demands[k] > 0:
+        if demands[k] > LEAST:
             got = min(demands[k] * limits[k], left * weights[k] / weight)
             rates[k] = got / demands[k]
             left -= got
