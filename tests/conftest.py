@@ -3,7 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples in every run: a failure on one machine is a failure on all.
+hypothesis.settings.register_profile("fxcomp", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("fxcomp")
 
 GOLDEN = Path(__file__).parent / "golden"
 

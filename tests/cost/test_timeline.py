@@ -119,7 +119,7 @@ def steps(draw: st.DrawFn) -> list[Task]:
 room = st.sampled_from([UNSHARED, ONE, Processors(0.5, 0.5), Processors(2.0, 1.0), Processors(2.5, 2.0)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps(), room)
 def test_a_step_takes_at_least_its_longest_stream_and_at_most_the_sum(tasks: list[Task], processors: Processors):
     step = simulate(tasks, processors).step_time_us
@@ -127,7 +127,7 @@ def test_a_step_takes_at_least_its_longest_stream_and_at_most_the_sum(tasks: lis
     assert longest - 1e-9 <= step <= sum(task.duration_us for task in tasks) + 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps(), room)
 def test_streams_keep_their_order_and_nothing_starts_too_early(tasks: list[Task], processors: Processors):
     timeline = simulate(tasks, processors)
@@ -140,7 +140,7 @@ def test_streams_keep_their_order_and_nothing_starts_too_early(tasks: list[Task]
         free[span.task.stream] = span.end_us
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps(), room)
 def test_processors_are_never_handed_out_twice(tasks: list[Task], processors: Processors):
     """What ran between two moments at which nothing changed used no more than there is."""
@@ -156,7 +156,7 @@ def test_processors_are_never_handed_out_twice(tasks: list[Task], processors: Pr
 
 
 @pytest.mark.skipif(not kernels.available(), reason="no kernels are built")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(steps(), room)
 def test_the_kernel_gives_the_references_bits(tasks: list[Task], processors: Processors):
     assert step_time_us(tasks, processors) == simulate(tasks, processors).step_time_us
@@ -167,7 +167,7 @@ def test_without_kernels_the_reference_answers(monkeypatch: pytest.MonkeyPatch):
     assert step_time_us([Task("a", Stream.COMPUTE, 2.0)], ONE) == 2.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps(), st.floats(1.0, 100.0))
 def test_a_faster_network_never_hurts_a_step_that_does_not_share(tasks: list[Task], factor: float):
     def over(speed: float) -> float:
