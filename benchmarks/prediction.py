@@ -41,7 +41,6 @@ MIXED = ("dense", "int8", "topk(0.01)", "bf16", "int4")  # bucket by bucket, in 
 PLANS = ("dense", "dense, one bucket", "bf16", "int8", "topk(0.01)", "mixed")
 WARM_UP_STEPS = 2
 TURN = 3  # steps
-SPREAD_LIMIT = 0.10
 
 Record = dict[str, Any]
 

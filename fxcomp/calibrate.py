@@ -156,17 +156,21 @@ class _LiveLink:
 
     def beside_compute(self, kind: CollectiveKind) -> dict[str, float]:
         """How much longer collectives take while the main thread works: `speed` and `more_us` of a TransportCost."""
-        small, large = (self._alone_and_beside_us(kind, size) for size in self._beside_sizes(kind))
+        sizes = self._beside_sizes(kind)
+        if len(sizes) == 1:  # a slow link, where a small one takes long: what delays it once is little
+            alone_us, beside_us = self._alone_and_beside_us(kind, sizes[0])
+            return {"speed": alone_us / beside_us}
+        small, large = (self._alone_and_beside_us(kind, size) for size in sizes)
         slope = (large[1] - small[1]) / (large[0] - small[0]) if large[0] > small[0] else 1.0
-        slope = max(1.0, slope)
+        slope = min(1.0 / SLOWEST_BESIDE, max(1.0, slope))
         return {"speed": 1.0 / slope, "more_us": max(0.0, (small[1] + large[1] - slope * (small[0] + large[0])) / 2)}
 
-    def _beside_sizes(self, kind: CollectiveKind) -> tuple[int, int]:
-        """A small one and the largest that takes less than `BESIDE_S`; by numbers that all ranks share."""
+    def _beside_sizes(self, kind: CollectiveKind) -> tuple[int, ...]:
+        """A small one, and the largest that takes less than `BESIDE_S`, if another; by numbers that all share."""
         size = SMALL_BESIDE_BYTES
         while size < LARGEST_BESIDE_BYTES and 4 * self.seconds(kind, Level.WORLD, size) < BESIDE_S:
             size *= 4
-        return SMALL_BESIDE_BYTES, size
+        return tuple(dict.fromkeys((SMALL_BESIDE_BYTES, size)))
 
     def _alone_and_beside_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
         """What one of several in a row takes alone, and beside work.

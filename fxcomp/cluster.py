@@ -169,7 +169,7 @@ def format_gbit(gb_per_s: float) -> str:
 
 def _latency_us(text: str, whole: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+)\s*(us|µs|ms)\s*", text)
-    if match is None:
+    if match is None or match[1].count(".") > 1 or match[1] == ".":
         raise BadCluster(f"cannot read the latency in {whole!r}: write it like 25gbit@8us")
     return float(match[1]) * (1e3 if match[2] == "ms" else 1.0)
 

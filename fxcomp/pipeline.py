@@ -642,7 +642,8 @@ def _measured_on_job(
     step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), *nothing, velocities_of=velocities_of)
     leaves = pytree.tree_leaves(batch)
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
-    repeats = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
+    mine = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
+    repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
     alone, dense_here = measure_step(step, variant, [Nowhere(), transport], leaves, repeats)
     # All ranks judge by the same number: one that switched back to dense alone would wait for the others for ever.
     dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))

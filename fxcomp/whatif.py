@@ -22,7 +22,7 @@ from fxcomp.calibrate import StepMeasurement, apportion, machine_costs, measure_
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.cost.devices import ERROR_OF_TOLD_STEP, preset_named
+from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Processors, Timeline, simulate
 from fxcomp.errors import BadOption
@@ -137,6 +137,7 @@ def what_if(
         costs = preset.costs(compressors)
         workload = analyze(captured.graph, costs, cluster)
     elif costs is not None and foreign:
+        costs = replace(costs, compute_error=max(costs.compute_error, ERROR))  # nothing of this job was run there
         workload = analyze(captured.graph, costs, cluster)
     elif costs is not None:
         tell("measuring the step on this machine")
@@ -195,7 +196,9 @@ def with_processors(costs: CostTable, device: torch.device) -> CostTable:
     """Let compute share this machine's processors with what runs beside it, where it runs on them."""
     if device.type != "cpu":
         return costs
-    return replace(costs, processors=Processors(compat.processors(), torch.get_num_threads()))
+    count = compat.processors()
+    # Compute is measured with what there is: more than that it does not take.
+    return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
 def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:

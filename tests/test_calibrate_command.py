@@ -193,6 +193,14 @@ def test_a_link_tells_what_measured_collectives_imply():
     assert (link.alpha_us, link.gb_per_s) == pytest.approx((30.0, 0.125))
 
 
+def test_a_link_that_groups_shared_while_it_was_measured_has_what_all_of_them_got():
+    (key, measured), *_ = [(k, m) for k, m in TABLE.collectives.items() if k[0] is CollectiveKind.ALL_REDUCE]
+    table = replace(TABLE, collectives={(key[0], "4x1*8"): measured})
+    shared, alone = table.link(between_hosts=True), replace(TABLE, collectives={(key[0], "4x1"): measured})
+    assert shared is not None
+    assert shared.gb_per_s == pytest.approx(8 * alone.link(between_hosts=True).gb_per_s)
+
+
 def test_a_compressor_of_the_table_is_priced_with_the_threads_that_are_there():
     int8 = parse_compressor("int8(block=128)")
     assert replace(TABLE, threads=1).compressor_source(int8, Device.CPU) == "measured"

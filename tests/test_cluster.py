@@ -37,6 +37,8 @@ def test_a_bandwidth_that_is_none_is_refused(text: str):
 def test_a_latency_that_is_none_is_refused():
     with pytest.raises(BadCluster, match="cannot read the latency in '25gbit@soon': write it like 25gbit@8us"):
         Link.parse("25gbit@soon")
+    with pytest.raises(BadCluster, match=r"cannot read the latency in '25gbit@1\.2\.3us'"):
+        Link.parse("25gbit@1.2.3us")
 
 
 def test_links_that_cannot_be_are_refused():

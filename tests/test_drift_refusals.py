@@ -145,3 +145,10 @@ def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluste
     costly = {span.task.name for span in variant.timeline.spans if span.task.duration_us > 0}
     assert costly - set(sheet.tasks) <= {name for name in costly if name.startswith(("d2h", "h2d"))}
     assert sum(sheet.predicted_us.values()) > 0
+
+
+def test_two_costs_that_fell_together_leave_neither_below_nothing():
+    """Compute and starts are judged together, and what both gained is booked on one of them."""
+    fell = (Row(Cost(Kind.COMPUTE), 1000.0, 200.0, 200.0), Row(Cost(Kind.START), 1000.0, 300.0, 300.0))
+    (found,) = judge(fell, 2500.0, 0.1)
+    assert 0 < found.measured_us < found.predicted_us

@@ -235,10 +235,12 @@ class CostTable:
 
     def link(self, *, between_hosts: bool) -> Link | None:
         """The link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
-        shape = r"\d+x1" if between_hosts else r"1x\d+"
+        shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
         for (kind, reach), measured in self.collectives.items():
-            if kind is CollectiveKind.ALL_REDUCE and re.fullmatch(shape, reach):
-                return Link(measured.alpha_us(kind), measured.gb_per_s(kind))
+            match = re.fullmatch(shape, reach)
+            if kind is CollectiveKind.ALL_REDUCE and match:
+                beside = int(match[1] or 1)  # groups that shared the link while it was measured
+                return Link(measured.alpha_us(kind), beside * measured.gb_per_s(kind))
         return None
 
     def without_collectives(self) -> CostTable:

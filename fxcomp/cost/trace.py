@@ -20,6 +20,7 @@ import json
 import math
 import re
 import statistics
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ def _loaded(path: Path) -> Mapping[str, Any]:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if path.suffix == ".gz" else raw
         data = json.loads(text)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise BadOption(f"cannot read the trace {path}: {error}") from None
     return {"traceEvents": data} if isinstance(data, list) else _mapping(data)
 

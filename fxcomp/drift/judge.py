@@ -107,7 +107,12 @@ def _finding(members: Sequence[Row], off: float) -> Finding:
         predicted, measured = (sum(part[k] for part in parts) for k in (1, 2))
         return Finding(largest.cost, predicted, measured, parts)
     worst = max(members, key=lambda row: math.copysign(1.0, off) * ((row.second_us or 0.0) - row.predicted_us))
-    return Finding(worst.cost, worst.predicted_us, worst.predicted_us + off)
+    # What others of its kind gained is booked here too, and nothing takes less than no time.
+    return Finding(worst.cost, worst.predicted_us, max(LEAST_RATIO * worst.predicted_us, worst.predicted_us + off))
+
+
+LEAST_RATIO = 0.1
+"""No cost is corrected to less than this share of what it was (assumed); what is left shows in the next window."""
 
 
 def step_with(findings: Sequence[Finding], sheet: Sheet, timeline: Timeline, processors: Processors) -> float:

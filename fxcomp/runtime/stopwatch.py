@@ -27,7 +27,7 @@ LINES = (
     *("pack", "pad", "accumulate", "mask_velocity", "propose", "compress", "launch", "wait", "decompress", "keep"),
     *("d2h", "h2d", "save", "all_finite"),
 )
-"""The runtime's methods that are timed; `tests/runtime/test_stopwatch.py` compares them with what is emitted."""
+"""The runtime's methods that are timed; `tests/test_drift_refusals.py` compares them with what is emitted."""
 
 
 class Clock(Protocol):
