@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -508,11 +509,16 @@ def _asked_costs(costs: CostTable | str | Path | None) -> str | None:
 
 
 def foreign_note(costs: CostTable, device: torch.device) -> tuple[str, ...]:
-    """What a report says of a table that was measured on another machine."""
+    """What a report says of a table that was measured on another machine; the number of threads makes none."""
     here = hardware(device)
-    if costs.hardware in (here, CostTable().hardware):
+    if machine_of(costs.hardware) in (machine_of(here), CostTable().hardware):
         return ()
     return (f"The costs were measured on another machine: {costs.hardware}. This one is {here}.",)
+
+
+def machine_of(hardware: str) -> str:
+    """The hardware without its threads: under torchrun a process has one, asked about by itself it has more."""
+    return re.sub(r", \d+ threads?$", "", hardware)
 
 
 def bursts_of(optimizer: torch.optim.Optimizer) -> float:

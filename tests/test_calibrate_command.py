@@ -1,21 +1,25 @@
 """`fxcomp calibrate`: on one process, on two ranks, and with files."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks, try_ranks
 
 import fxcomp
 from fxcomp.__main__ import main
+from fxcomp.calibrate import hardware
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
+from fxcomp.pipeline import foreign_note
 from fxcomp.strategy import CollectiveKind, Device
 from fxcomp.survey import survey
 
@@ -205,3 +209,11 @@ def test_a_compressor_of_the_table_is_priced_with_the_threads_that_are_there():
     int8 = parse_compressor("int8(block=128)")
     assert replace(TABLE, threads=1).compressor_source(int8, Device.CPU) == "measured"
     assert "assumed" in replace(TABLE, threads=64).compressor_source(int8, Device.CPU)
+
+
+def test_another_number_of_threads_is_no_other_machine():
+    """torchrun gives a process one thread, and who asks about the table alone has more."""
+    here = hardware(torch.device("cpu"))
+    table = replace(TABLE, hardware=re.sub(r"\d+ threads", "4096 threads", here))
+    assert foreign_note(table, torch.device("cpu")) == ()
+    assert foreign_note(replace(table, hardware="a machine, 4096 threads"), torch.device("cpu")) != ()
