@@ -56,7 +56,7 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
     """Compressors and memory of this machine, from the user's cache or measured now (about half a second each)."""
 
     def complete(known: CostTable | None) -> CostTable:
-        table = known or _without_compressors(device)
+        table = known or costs_of_memory(device)
         if table.threads != torch.get_num_threads():
             table = replace(table, threads=torch.get_num_threads())
         missing = [c for c in dict.fromkeys(compressors) if not all(table.has_measured(c, place) for place in Device)]
@@ -69,7 +69,8 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
     return CostTable.cached(hardware(device), versions(), complete)
 
 
-def _without_compressors(device: torch.device) -> CostTable:
+def costs_of_memory(device: torch.device) -> CostTable:
+    """A table of this machine without compressors: its memory and its roofline, measured."""
     pack, roofline = measure_memory(device)
     return CostTable(
         hardware=hardware(device),

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxcomp import compat
-from fxcomp.calibrate import hardware, versions, with_live_links
+from fxcomp.calibrate import costs_of_memory, with_live_links
 from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
-from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
+from fxcomp.cost.measure import IN_STEPS, measure_collectives, measure_compressors
 from fxcomp.cost.measured import CompressorCost, compressor_key
 from fxcomp.cost.table import CostTable
 from fxcomp.ranks import Ranks
@@ -71,7 +71,12 @@ def survey(
         table = replace(table, processors=ranks.processors())
     table = with_live_links(table, transport, cluster, device)
     timed = TimedCollectives(transport, device)
-    missing = [kind for kind in CollectiveKind if not all(ranks.gather(f"trying {kind.value}", timed.has(kind)))]
+    missing: dict[CollectiveKind, str] = {}
+    for kind in CollectiveKind:
+        trouble = ranks.attempt(f"trying {kind.value}", partial(timed.trouble, kind))
+        told = [text for text in ranks.gather(f"whether there is {kind.value}", trouble) if text is not None]
+        if told:
+            missing[kind] = told[0]
     found = measure_collectives(
         timed,
         cluster,
@@ -82,7 +87,7 @@ def survey(
         tell=tell,
     )
     table = replace(table, collectives={**table.collectives, **found})
-    notes = [f"The backend has no {kind.value}." for kind in missing]
+    notes = [f"{kind.value} was not measured, because the backend refused it: {text}" for kind, text in missing.items()]
     return Survey(CostTable.from_json(ranks.from_rank_0("the table", table.to_json)), cluster, ranks.rank, tuple(notes))
 
 
@@ -93,17 +98,7 @@ def _machine(
     compressors: Sequence[Compressor], threads: Sequence[int], device: torch.device, tell: Callable[[str], None]
 ) -> CostTable:
     tell("measuring memory")
-    pack, roofline = measure_memory(device)
-    table = CostTable(
-        hardware=hardware(device),
-        versions=versions(),
-        date=date.today().isoformat(),
-        source="measured",
-        roofline=roofline,
-        pack_gb_per_s=pack,
-        copy_gb_per_s=measure_copy(device),
-        threads=torch.get_num_threads(),
-    )
+    table = costs_of_memory(device)
     found: dict[str, CompressorCost] = {}
     for compressor in dict.fromkeys(compressors):
         tell(f"measuring {compressor}")
@@ -157,13 +152,19 @@ class TimedCollectives:
         self._transport.all_reduce(passed, "world", "main", how="max").wait()
         return float(passed.item())
 
-    def has(self, kind: CollectiveKind) -> bool:
-        """Whether the backend runs such a collective at all. Every rank tries."""
+    def trouble(self, kind: CollectiveKind) -> str | None:
+        """Why the backend does not run such a collective; None if it does. Every rank tries.
+
+        Some backends lack some. One that no step can do without is never missing: its error is the network's, and
+        is raised.
+        """
         try:
             self._prepared(kind, Level.WORLD, 1)()
-        except (RuntimeError, NotImplementedError, ValueError):
-            return False
-        return True
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if kind in IN_STEPS:
+                raise
+            return str(error).partition("\n")[0]
+        return None
 
     def _prepared(self, kind: CollectiveKind, level: Level, elements: int) -> Callable[[], None]:
         """A collective with its buffers made."""

@@ -21,7 +21,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.pipeline import foreign_note
 from fxcomp.strategy import CollectiveKind, Device
-from fxcomp.survey import survey
+from fxcomp.survey import TimedCollectives, survey
 
 KIND = CollectiveKind.ALL_REDUCE
 TABLE = CostTable(
@@ -217,3 +217,17 @@ def test_another_number_of_threads_is_no_other_machine():
     table = replace(TABLE, hardware=re.sub(r"\d+ threads", "4096 threads", here))
     assert foreign_note(table, torch.device("cpu")) == ()
     assert foreign_note(replace(table, hardware="a machine, 4096 threads"), torch.device("cpu")) != ()
+
+
+class Refusing:
+    """A transport whose backend refuses everything."""
+
+    def group(self, *_: str) -> tuple[None, tuple[int, ...]]:
+        raise RuntimeError("not supported here\nand more")
+
+
+def test_a_backend_that_lacks_a_collective_says_why_and_one_that_steps_need_is_an_error():
+    timed = TimedCollectives(Refusing(), torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+    assert timed.trouble(CollectiveKind.GATHER) == "not supported here"
+    with pytest.raises(RuntimeError, match="not supported here"):
+        timed.trouble(CollectiveKind.ALL_REDUCE)
