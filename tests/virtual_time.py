@@ -1,22 +1,30 @@
-"""Real ranks that train really, on a clock that only what is priced moves: every line takes what its table says.
+"""Real ranks that train really, on clocks that only what is priced moves: every line takes what its table says.
 
-`slower` multiplies what costs take, by kind and name, from a step on: planted drift without a timed assertion.
+`slower` multiplies what costs take, by kind and name, from a step on: planted drift without a timed assertion. A whole
+step takes what is simulated with that, times what `VirtualTime.surprise` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from fxcomp import step as stepping
+from fxcomp.cost.timeline import Processors, simulate
 from fxcomp.drift import watch as watching
-from fxcomp.drift.sheet import Cost, Kind, Sheet
+from fxcomp.drift.sheet import Cost, Kind, Sheet, sheet_of
 from fxcomp.runtime.stopwatch import Call, Stopwatch
-from fxcomp.step import CompiledStep
+from fxcomp.step import CompiledStep, Variant
 
 Factor = Callable[[Cost], float]
+
+
+def no_surprise(_: Variant) -> float:
+    return 1.0
 
 
 @dataclass
@@ -25,7 +33,10 @@ class VirtualTime:
 
     sees_threads: bool
     factor: Factor = lambda _: 1.0
+    surprise: Callable[[Variant], float] = no_surprise
+    """How many times longer a whole step takes than its lines explain."""
     now: float = 0.0
+    wall_s: float = 0.0
     jitter: float = 0.0
     _ends: dict[Call, float] = field(default_factory=dict)
     _free: float = 0.0
@@ -55,6 +66,16 @@ class VirtualTime:
             elif passage.wait == call:
                 self.now = max(self.now, self._ends[passage.launch])
 
+    def step_us(self, variant: Variant, processors: Processors) -> float:
+        """What a whole step takes, timed line by line or not."""
+        costs = sheet_of(variant.graph, variant.timeline).tasks
+        tasks = [span.task for span in variant.timeline.spans]
+        tasks = [
+            replace(t, duration_us=t.duration_us * (self.factor(costs[t.name]) if t.name in costs else 1.0))
+            for t in tasks
+        ]
+        return simulate(tasks, processors).step_time_us * self.surprise(variant)
+
     def end_of(self, call: Call) -> float:
         return self._ends[call]
 
@@ -65,7 +86,7 @@ class VirtualTime:
 
 @contextmanager
 def virtual_time(clock: VirtualTime) -> Generator[None]:
-    """Steps compiled here are timed on a virtual clock."""
+    """Steps compiled here are timed on a virtual clock, each of their lines and as a whole."""
 
     class Watched(Stopwatch):
         def __init__(self, runtime: Any, *_: Any) -> None:
@@ -98,8 +119,20 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         sheets.append(read(*arguments))
         return sheets[-1]
 
-    read = watching.sheet_of
-    with patch.object(watching, "Stopwatch", Watched), patch.object(watching, "sheet_of", remembered):
+    def run(step: CompiledStep, variant: Variant, *arguments: Any) -> Any:
+        result = really_run(step, variant, *arguments)
+        assert step.costs is not None, "virtual time is for steps with costs"
+        clock.wall_s += clock.step_us(variant, step.costs.processors) / 1e6
+        return result
+
+    read, really_run = watching.sheet_of, CompiledStep._run
+    wall = SimpleNamespace(perf_counter=lambda: clock.wall_s)
+    with (
+        patch.object(watching, "Stopwatch", Watched),
+        patch.object(watching, "sheet_of", remembered),
+        patch.object(CompiledStep, "_run", run),
+        patch.object(stepping, "time", wall),
+    ):
         yield
 
 
