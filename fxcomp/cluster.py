@@ -216,6 +216,10 @@ _OWN_LINK = _Crossing((1.0, 1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own carries w
 # Clusters
 
 
+MOST_RANKS = 1 << 20
+"""Of a cluster: several times what has ever run one job, and lists of them still fit into memory (assumed)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
     """Units above the hosts, like racks: which one each unit below belongs to, and the uplink that each has."""
@@ -251,6 +255,10 @@ class Reach:
 
     def __str__(self) -> str:
         return self.text
+
+
+REACH = r"[1-9(][\dx+()]*(~[1-9]\d{0,6})?(\*[1-9]\d{0,6})?"
+"""What `Reach.text` looks like."""
 
 
 @dataclass(frozen=True, slots=True)

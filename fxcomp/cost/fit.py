@@ -35,6 +35,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fxcomp.cost.reading import FLAG, MOST, listed, null_or, number, record, whole, wrong
+
 Vector = NDArray[np.float64]
 Sample = tuple[float, float]
 """A size and its time, in µs."""
@@ -74,15 +76,6 @@ class Piece:
         """Plain data; an interval that is not known is None."""
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Piece:
-        """Build a piece from `to_json`'s data. Raises KeyError, TypeError or ValueError."""
-        at_zero_error, us_per_unit_error = (
-            math.inf if data[key] is None else float(data[key]) for key in ("at_zero_error", "us_per_unit_error")
-        )
-        start, at_zero_us, us_per_unit = (float(data[key]) for key in ("start", "at_zero_us", "us_per_unit"))
-        return cls(start, at_zero_us, us_per_unit, at_zero_error, us_per_unit_error, bool(data["is_switch"]))
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -120,15 +113,11 @@ class Fit:
         return {**asdict(self), "pieces": [piece.to_json() for piece in self.pieces]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Fit:
-        """Build a fit from `to_json`'s data. Raises KeyError, TypeError or ValueError."""
-        pieces = tuple(Piece.from_json(piece) for piece in data["pieces"])
-        if not pieces:
-            raise ValueError("a fit without a piece")
-        smallest, largest, residual, worst, noise = (
-            float(data[key]) for key in ("smallest", "largest", "residual", "worst", "noise")
-        )
-        return cls(pieces, smallest, largest, int(data["samples"]), residual, worst, noise)
+    def from_json(cls, data: Any, place: str = "the fit") -> Fit:
+        """Build a fit from `to_json`'s data, which stands at `place`. Raises BadOption, also for times that fall."""
+        fit = _FIT(data, place)
+        _check_rises(fit, place)
+        return fit
 
     @classmethod
     def line(cls, at_zero_us: float, us_per_unit: float, residual: float = 0.0) -> Fit:
@@ -138,6 +127,52 @@ class Fit:
 
 def _start(piece: Piece) -> float:
     return piece.start
+
+
+# Reading
+
+_INTERVAL = null_or(number(), null=math.inf)
+_PIECE = record(
+    Piece,
+    start=number(),
+    at_zero_us=number(-MOST),
+    us_per_unit=number(),
+    at_zero_error=_INTERVAL,
+    us_per_unit_error=_INTERVAL,
+    is_switch=FLAG,
+)
+_FIT = record(
+    Fit,
+    pieces=listed(_PIECE),
+    smallest=number(),
+    largest=number(),
+    samples=whole(0),
+    residual=number(),
+    worst=number(),
+    noise=number(),
+)
+
+_ROUNDING = 1e-6
+"""Relative: by so much a piece may start lower than the one before it ends (a float's rounding is far smaller)."""
+
+
+def _check_rises(fit: Fit, place: str) -> None:
+    """Raise BadOption where a time would fall with size, or be below 0."""
+    first, last = fit.pieces[0], fit.pieces[-1]
+    if first.at_zero_us < 0:
+        raise wrong(f"{place}.pieces[0].at_zero_us", "0 or more", first.at_zero_us)
+    for k, (one, after) in enumerate(pairwise(fit.pieces), start=1):
+        if after.start <= one.start:
+            raise wrong(f"{place}.pieces[{k}].start", f"above the piece before it, {one.start:g}", after.start)
+        if after.at(after.start) < one.at(after.start) * (1 - _ROUNDING):
+            expected = f"{one.at(after.start):g} us or more at its start, where the one before it ends"
+            raise wrong(f"{place}.pieces[{k}]", expected, after.at(after.start))
+    if not last.start <= fit.largest or not fit.smallest <= fit.largest:
+        raise wrong(
+            f"{place}.largest", f"{max(last.start, fit.smallest):g} or more, as smallest and pieces", fit.largest
+        )
+    if not math.isfinite(fit.at(MOST)):
+        raise wrong(place, "times that are finite", fit.at(MOST))
 
 
 # Fitting

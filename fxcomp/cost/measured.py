@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
-from fxcomp.cluster import format_gbit
+from fxcomp.cluster import MOST_RANKS, format_gbit
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.fit import Fit, Sample, fit, interpolate, left_out_errors
+from fxcomp.cost.reading import TEXT, listed, number, record, whole, wrong
 from fxcomp.strategy import CollectiveKind
 
 FASTEST_GB_PER_S = 1e3
@@ -112,9 +114,9 @@ class MeasuredCollective:
         return {"ranks": self.ranks, "fit": self.fit.to_json(), "source": self.source}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MeasuredCollective:
-        """Build one from `to_json`'s data. Raises KeyError, TypeError or ValueError."""
-        return cls(int(data["ranks"]), Fit.from_json(data["fit"]), str(data["source"]))
+    def from_json(cls, data: Any, place: str = "the collective") -> MeasuredCollective:
+        """Build one from `to_json`'s data, which stands at `place`. Raises BadOption."""
+        return record(cls, ranks=whole(2, MOST_RANKS), fit=Fit.from_json, source=TEXT)(data, place)
 
 
 def format_bytes(size: float) -> str:
@@ -191,15 +193,18 @@ class CompressorCost:
         return {"points": points, **{name: known.to_json() for name, known in fits.items() if known is not None}}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CompressorCost:
-        """Build one from `to_json`'s data. Raises KeyError, TypeError or ValueError."""
-        points = tuple(CompressorPoint(**point) for point in data["points"])
-        if not points:
-            raise ValueError("a compressor without a point")
-        encode, decode, propose = (
-            Fit.from_json(data[name]) if name in data else None for name in ("encode", "decode", "propose")
-        )
-        return cls(points, encode, decode, propose)
+    def from_json(cls, data: Any, place: str = "the compressor") -> CompressorCost:
+        """Build one from `to_json`'s data, which stands at `place`. Raises BadOption."""
+        fits = dict.fromkeys(("encode", "decode", "propose"), Fit.from_json)
+        cost = record(cls, optional=tuple(fits), points=listed(_POINT), **fits)(data, place)
+        for k, (one, after) in enumerate(pairwise(cost.points), start=1):
+            if after.elements <= one.elements:
+                expected = f"more than the point before it has, {one.elements}"
+                raise wrong(f"{place}.points[{k}].elements", expected, after.elements)
+        return cost
+
+
+_POINT = record(CompressorPoint, elements=whole(1), encode_us=number(), decode_us=number(), propose_us=number())
 
 
 FEWEST_FOR_FIT = 4

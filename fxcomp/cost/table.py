@@ -16,11 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster import REACH, Cluster, Level, Link
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.contention import UNCHANGED, Contention
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
+from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.cost.timeline import UNSHARED, Processors
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
@@ -274,40 +275,19 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Build a table from `to_json`'s data. Raises BadOption."""
+        """Build a table from `to_json`'s data. Raises BadOption, which says where in the data a value is wrong."""
         try:
-            if data["version"] != VERSION:
+            if not isinstance(data, dict):
+                raise wrong("", "an object, as fxcomp calibrate writes it", data)
+            entries = {key: value for key, value in data.items() if key != "version"}
+            if data.get("version") != VERSION:
                 raise BadOption(
-                    f"this cost table has version {data['version']!r}; this fxcomp reads version {VERSION},"
+                    f"its version is {data.get('version')!r}; this fxcomp reads version {VERSION},"
                     " which fxcomp calibrate writes"
                 )
-            return cls(
-                hardware=str(data["hardware"]),
-                versions=str(data["versions"]),
-                date=str(data["date"]),
-                source=str(data["source"]),
-                pack_gb_per_s=float(data["pack_gb_per_s"]),
-                launch_us=float(data["launch_us"]),
-                transport={CollectiveKind(k): Transport(**v) for k, v in data["transport"].items()},
-                copy_gb_per_s=None if data["copy_gb_per_s"] is None else float(data["copy_gb_per_s"]),
-                contention=Contention(**data["contention"]),
-                processors=UNSHARED if data["processors"] is None else Processors(**data["processors"]),
-                error=float(data["error"]),
-                compute_error=float(data.get("compute_error", 0.0)),
-                estimate=str(data.get("estimate", "")),
-                roofline=Roofline(**data["roofline"]),
-                compute={key: Measured(**value) for key, value in data["compute"].items()},
-                collectives={
-                    _parse_collective(key): MeasuredCollective.from_json(value)
-                    for key, value in data["collectives"].items()
-                },
-                compressors={
-                    _checked_key(key): CompressorCost.from_json(value) for key, value in data["compressors"].items()
-                },
-                threads=None if data["threads"] is None else int(data["threads"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadOption(f"this is not a cost table: {type(error).__name__}: {error}") from None
+            return _TABLE(entries, "")
+        except BadOption as error:
+            raise BadOption(f"this is not a cost table: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the table whole or not at all: other ranks may read or write the same file."""
@@ -327,7 +307,7 @@ class CostTable:
         """Read a table that somebody named. Raises BadOption."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BadOption(
                 f"cannot read the cost table {path}: {error}.\n  fxcomp calibrate -o FILE writes one."
             ) from None
@@ -342,7 +322,7 @@ class CostTable:
             return cls.from_json(json.loads(path.read_text()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, BadOption) as error:
+        except (OSError, ValueError, RecursionError, BadOption) as error:
             kept = _set_aside(path)
             warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
             return None
@@ -452,10 +432,10 @@ def _text(compressor: Compressor) -> str:
 def _set_aside(path: Path) -> Path:
     """Rename a file that cannot be read, never over an older one."""
     kept = path.with_name(path.name + ".corrupt")
-    for number in count(2):
+    for attempt in count(2):
         if not kept.exists():
             break
-        kept = path.with_name(f"{path.name}.corrupt.{number}")
+        kept = path.with_name(f"{path.name}.corrupt.{attempt}")
     try:
         path.rename(kept)
     except OSError:  # another rank was faster, or the folder is read-only
@@ -467,18 +447,61 @@ def _flops(gflops: float) -> str:
     return f"{gflops / 1e3:.4g} TFLOP/s" if gflops >= 1e3 else f"{gflops:.4g} GFLOP/s"
 
 
-def _parse_collective(key: str) -> tuple[CollectiveKind, str]:
-    kind, _, reach = key.partition("@")
-    if not reach:
-        raise ValueError(f"{key!r} is not a collective among ranks, like all_reduce@4x1")
-    return CollectiveKind(kind), reach
-
-
-def _checked_key(key: str) -> str:
-    parse_compressor_key(key)
-    return key
-
-
 def _is_like(key: str, name: str, place: str) -> bool:
     text, device, _ = parse_compressor_key(key)
     return text.partition("(")[0] == name and device == place
+
+
+# Reading
+
+
+def _kind(value: Any, place: str) -> CollectiveKind:
+    if value not in [kind.value for kind in CollectiveKind]:
+        raise wrong(place, f"a collective: {', '.join(kind.value for kind in CollectiveKind)}", value)
+    return CollectiveKind(value)
+
+
+def _collective_key(value: Any, place: str) -> tuple[CollectiveKind, str]:
+    name, _, reach = TEXT(value, place).partition("@")
+    if re.fullmatch(REACH, reach) is None:
+        raise wrong(place, "a collective and how its ranks sit, like all_reduce@4x1", value)
+    return _kind(name, place), reach
+
+
+def _compressor_key(value: Any, place: str) -> str:
+    try:
+        _, device, threads = parse_compressor_key(TEXT(value, place))
+        is_good = device in [device.value for device in Device] and threads != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise wrong(place, "a compressor on a device, like int8@gpu or int8@cpu*2", value)
+    return value
+
+
+_TABLE = record(
+    CostTable,
+    hardware=TEXT,
+    versions=TEXT,
+    date=TEXT,
+    source=TEXT,
+    pack_gb_per_s=positive(),
+    launch_us=number(),
+    transport=keyed(
+        record(Transport, us=number(), us_per_mb=number(), speed=positive(1.0), more_us=number()),
+        key=_kind,
+    ),
+    copy_gb_per_s=null_or(positive()),
+    contention=record(Contention, load=positive(), speed=positive()),
+    processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
+    error=number(),
+    compute_error=number(),
+    estimate=TEXT,
+    roofline=record(
+        Roofline, gflops=positive(), gb_per_s=positive(), launch_us=number(), source=TEXT, others=keyed(positive())
+    ),
+    compute=keyed(record(Measured, us=number(), spread=number(), source=TEXT)),
+    collectives=keyed(MeasuredCollective.from_json, key=_collective_key),
+    compressors=keyed(CompressorCost.from_json, key=_compressor_key),
+    threads=null_or(whole(1)),
+)

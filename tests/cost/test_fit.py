@@ -19,6 +19,7 @@ from fxcomp.cost.fit import (
     medians,
     student,
 )
+from fxcomp.errors import BadOption
 
 SIZES = [2.0**k for k in range(10, 27)]
 
@@ -144,7 +145,7 @@ def test_a_fit_goes_to_json_and_back():
     for samples in (sampled(switched), sampled(line)[:3]):
         found = fit(samples)
         assert Fit.from_json(found.to_json()) == found
-    with pytest.raises(ValueError, match="without a piece"):
+    with pytest.raises(BadOption, match=r"the fit\.pieces must be a list of one entry or more"):
         Fit.from_json({**fit(sampled(line)).to_json(), "pieces": []})
 
 

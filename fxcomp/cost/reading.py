@@ -1,0 +1,142 @@
+"""Read plain data, as JSON gives it, into frozen data: every value is checked, and an error says where it stands.
+
+    POINT = record(Point, x=number(), name=TEXT)
+    POINT({"x": -1.0, "name": "a"}, "points[3]")
+ -->
+    BadOption: points[3].x must be a number from 0 to 1e+18, not -1.0
+
+A reader takes a value and its place, and returns what the value stands for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from fxcomp.errors import BadOption
+
+T = TypeVar("T")
+Reader = Callable[[Any, str], T]
+
+MOST = 1e18
+"""No time, size or rate comes near it or its inverse, and the product of two still is a float (assumed)."""
+
+
+# Values
+
+
+def number(least: float = 0.0, most: float = MOST) -> Reader[float]:
+    """A number of this range, the ends included."""
+
+    def read(value: Any, place: str) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most:  # a NaN is in no range
+            raise wrong(place, f"a number from {least:g} to {most:g}", value)
+        return float(value)
+
+    return read
+
+
+def positive(most: float = MOST) -> Reader[float]:
+    """A number above 0 that something may be divided by."""
+    return number(1 / MOST, most)
+
+
+def whole(least: int, most: int = int(MOST)) -> Reader[int]:
+    """A whole number of this range, the ends included."""
+
+    def read(value: Any, place: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise wrong(place, f"a whole number from {least} to {most:g}", value)
+        return value
+
+    return read
+
+
+def TEXT(value: Any, place: str) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise wrong(place, "a text", value)
+    return value
+
+
+def FLAG(value: Any, place: str) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise wrong(place, "true or false", value)
+    return value
+
+
+def null_or(reader: Reader[T], null: Any = None) -> Reader[Any]:
+    """What `reader` reads, or `null` where nothing is known."""
+    return lambda value, place: null if value is None else reader(value, place)
+
+
+# Collections
+
+
+def listed(reader: Reader[T]) -> Reader[tuple[T, ...]]:
+    """A list of such values, one at least."""
+
+    def read(value: Any, place: str) -> tuple[T, ...]:
+        if not isinstance(value, list | tuple) or not value:
+            raise wrong(place, "a list of one entry or more", cast("object", value))
+        return tuple(reader(one, f"{place}[{k}]") for k, one in enumerate(cast("list[Any]", value)))
+
+    return read
+
+
+def keyed(reader: Reader[T], key: Reader[Any] = TEXT) -> Reader[dict[Any, T]]:
+    """An object of such values, under keys that `key` reads."""
+
+    def read(value: Any, place: str) -> dict[Any, T]:
+        entries = _object(value, place)
+        return {key(name, f"the key {_inside(place, name)}"): reader(v, _inside(place, name)) for name, v in entries}
+
+    return read
+
+
+def record(make: Callable[..., T], *, optional: Sequence[str] = (), **readers: Reader[Any]) -> Reader[T]:
+    """An object with these entries and no others, of which `make` makes one; the `optional` ones may be missing."""
+
+    def read(value: Any, place: str) -> T:
+        entries = dict(_object(value, place))
+        for name in entries:
+            if name not in readers:
+                close = difflib.get_close_matches(str(name), readers, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise BadOption(f"{_inside(place, name)} is not known; {hint}There may be {', '.join(readers)}.")
+        for name in readers:
+            if name not in entries and name not in optional:
+                raise BadOption(f"{_inside(place, name)} is missing")
+        return make(**{name: readers[name](one, _inside(place, name)) for name, one in entries.items()})
+
+    return read
+
+
+def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
+    if not isinstance(value, dict):
+        raise wrong(place, "an object", value)
+    return list(cast("dict[Any, Any]", value).items())
+
+
+# Errors
+
+
+def wrong(place: str, expected: str, value: object) -> BadOption:
+    """The error for a value that is not what it must be."""
+    text = "null" if value is None else repr(value)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return BadOption(f"{place or 'it'} must be {expected}, not {shown}")
+
+
+_SHOWN = 60  # characters of a wrong value
+
+
+def _inside(place: str, name: object) -> str:
+    """`collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` where a dot would not be clear."""
+    if not re.fullmatch(r"[\w@*()=,+~-]+", str(name)):
+        return f"{place}[{name!r}]"
+    return f"{place}.{name}" if place else str(name)
