@@ -2,7 +2,7 @@
 
     loss_fn(model, batch) ─make_fx─► forward and backward, functionalized ─┐
     optimizer.step()      ─make_fx─► one small in-place graph a parameter  ├─► one graph; inputs and gradients labelled
-    clip_grad_norm_       ─make_fx─► norm, coefficient, scaled gradients  ─┘
+    clip_grad_norm_       ─────────► norm, coefficient, scaled gradients  ─┘
 
 The optimizer stays in place, right behind its gradient: no copies of parameters. Numbers that schedulers change (the
 learning rate, momenta, betas, weight decay) are inputs of the graph, so that they stay live without another capture.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
-from fxcomp.graph.edit import clone
+from fxcomp.graph.edit import call, clone
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.work import is_sequence
 
@@ -537,17 +537,34 @@ def _resized(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule |
     return resized
 
 
-def _trace_clip(parameters: Sequence[Tensor], max_norm: float, fakes: _Fakes) -> GraphModule:
-    """Trace global-norm clipping as torch.nn.utils.clip_grad_norm_ does it."""
+def _clip(
+    graph: Graph, gradients: Sequence[Node], parameters: Sequence[Tensor], max_norm: float, fakes: _Fakes
+) -> list[Node]:
+    """Clip by the global norm: the operators that tracing torch.nn.utils.clip_grad_norm_ gives, without tracing it.
 
-    def clip(gradients: list[Tensor]) -> list[Tensor]:
-        total = torch.nn.utils.get_total_norm(gradients, foreach=False)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        return [gradient * coefficient for gradient in gradients]
-
-    gradients = [fakes.update_mode.from_tensor(p.detach(), static_shapes=True) for p in parameters]
+    They are the same for every gradient, and tracing hundreds of them took a fifth of what the whole step took.
+    """
+    aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
+    device = parameters[0].device
     with fakes.update_mode:
-        return compat.trace(clip, (gradients,))
+        one = torch.empty((), device=device)
+        all_norms = torch.empty(len(gradients), device=device)
+        likenesses = dict.fromkeys((p.shape, p.stride()) for p in parameters)
+        values = {key: torch.empty_like(torch.empty_strided(*key, device=device)) for key in likenesses}
+
+    def norm_of(node: Node) -> Node:
+        return call(graph, aten.linalg_vector_norm.default, (node, 2.0), label, name="linalg_vector_norm", value=one)
+
+    norms = [norm_of(gradient) for gradient in gradients]
+    total = norm_of(call(graph, aten.stack.default, (norms,), label, name="stack", value=all_norms))
+    above_zero = call(graph, aten.add.Tensor, (total, 1e-6), label, name="add", value=one)
+    inverse = call(graph, aten.reciprocal.default, (above_zero,), label, name="reciprocal", value=one)
+    factor = call(graph, aten.mul.Tensor, (inverse, max_norm), label, name="mul", value=one)
+    factor = call(graph, aten.clamp.default, (factor, None, 1.0), label, name="clamp", value=one)
+    return [
+        call(graph, aten.mul.Tensor, (gradient, factor), label, name="mul", value=values[p.shape, p.stride()])
+        for gradient, p in zip(gradients, parameters, strict=True)
+    ]
 
 
 # One graph
@@ -599,8 +616,8 @@ def _assemble(
     gradients = [builder.mark_gradient(node, name) for node, name in zip(gradients, layout.gradient_names, strict=True)]
 
     if max_grad_norm is not None and gradients:
-        clip = _trace_clip([owners[name].parameter for name in layout.gradient_names], max_grad_norm, fakes)
-        clipped = builder.splice(clip, gradients, Role.CLIP)
+        reduced = [owners[name].parameter for name in layout.gradient_names]
+        clipped = _clip(builder.graph, gradients, reduced, max_grad_norm, fakes)
     else:
         clipped = gradients
 

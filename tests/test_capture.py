@@ -332,3 +332,41 @@ def test_an_update_is_traced_once_for_all_shapes_as_for_each(optimizer: str, mon
     monkeypatch.setattr(capturing, "_resized", lambda *_: None)  # trace each
     assert text(captured(model, batch, optimizer)) == quick
     assert len(traced) == 1 + 4  # then one for each of four shapes
+
+
+@pytest.mark.parametrize("job", ["mlp", "conv"])
+def test_clipping_is_what_tracing_clip_grad_norm_gives(job: str):
+    model: nn.Module = JOBS[job].build()
+    batch, limit = JOBS[job].batch(0), 0.7
+    if job == "conv":
+        model = model.to(memory_format=torch.channels_last)
+    fakes, _ = compat.fake_mode()
+    step = captured(model, batch, max_grad_norm=limit)
+    parameters = [dict(model.named_parameters())[name] for name in step.gradient_names]
+
+    def clip(gradients: list[Tensor]) -> list[Tensor]:
+        stand_ins = [nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
+        for stand_in, gradient in zip(stand_ins, gradients, strict=True):
+            stand_in.grad = gradient * 1.0  # clipped in place
+        nn.utils.clip_grad_norm_(stand_ins, limit, foreach=False)
+        return [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
+
+    with fakes:
+        traced = compat.trace(clip, ([fakes.from_tensor(parameter.detach()) for parameter in parameters],))
+    ours = [node for node in step.graph.graph.nodes if info(node).role is Role.CLIP]
+    assert [_said(node) for node in ours] == [_said(node) for node in _clipping(traced)]
+
+
+def _clipping(traced: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Without what makes stand-ins and copies of gradients."""
+    nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
+    start = next(k for k, node in enumerate(nodes) if "norm" in node.name)
+    return nodes[start:]
+
+
+def _said(node: torch.fx.Node) -> tuple[Any, ...]:
+    """An operator, its numbers, and how its result lies in memory."""
+    name = str(node.target).split(".")[1].rstrip("_")
+    value = node.meta["val"]
+    numbers = [argument for argument in node.args if isinstance(argument, float | None)]
+    return name, numbers, tuple(value.shape), value.stride()
