@@ -156,7 +156,7 @@ class _Compiled:
     __slots__ = ("_counts", "_known", "way")
 
     def __init__(self, formula: Formula) -> None:
-        share = _sympy.simplify(formula.wire / BYTES)
+        share = formula.wire.subs(BYTES, 1)  # every formula is proportional to n
         self._counts: Callable[[int], tuple[float, float, float]] = _sympy.lambdify(
             (RANKS,), (formula.steps, formula.messages, share), modules=_NAMES
         )
