@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxcomp import compat
 from fxcomp.cluster import Cluster, Level
-from fxcomp.codegen.load import replace_regions
-from fxcomp.codegen.regions import Region, cut, region_module
+from fxcomp.codegen.load import rebound
+from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.collectives import wire_bytes
@@ -251,37 +252,44 @@ def _slowest(transport: Transport, seconds: float, device: torch.device) -> floa
 
 
 def measure_step(
-    step: CompiledStep, variant: Variant, transports: Sequence[Transport], leaves: Sequence[Any], repeats: int
+    step: CompiledStep,
+    variant: Variant,
+    transports: Sequence[Transport],
+    leaves: Sequence[Any],
+    repeats: int,
+    budget_us: float = math.inf,
 ) -> list[StepMeasurement]:
     """Run an emitted step on copies of everything it changes, and time its regions, over each transport in turns.
 
-    Every rank calls it with the same `repeats`. Random numbers, parameters and optimizer state are as before
-    afterwards. In turns, because machines drift: what differs between two transports is then theirs.
+    Every rank calls it with the same `repeats`; one that is alone may stop when the next one would pass `budget_us`.
+    Random numbers, parameters and optimizer state are as before afterwards. In turns, because machines drift: what
+    differs between two transports is then theirs. The first step over each, which allocates, and the last one time
+    every operator by itself; the shorter time counts, because a hiccup makes one long.
     """
     device = step.training.device
     scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
     runs = [_Run(_PackingTimed(transport, device)) for transport in transports]
-    original = dict(variant.module.__dict__)
+    nodes = _NodeTimes(variant.graph, device)
+    one_by_one = rebound(variant.module, nodes.timed)
     current: list[_Run] = [runs[0]]
-    replace_regions(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
+    whole = rebound(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
     try:
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
-            for _ in range(repeats + 1):
+            for run in runs:
+                one_by_one(run.runtime, *scratch)
+            for done in range(repeats):
+                if done and sum(runs[0].totals) + runs[0].totals[-1] > budget_us:
+                    break
                 for run in runs:
                     current[0] = run
                     compat.synchronize(device)
                     start = time.perf_counter()
-                    variant.module.step(run.runtime, *scratch)
+                    whole(run.runtime, *scratch)
                     compat.synchronize(device)
                     run.totals.append(1e6 * (time.perf_counter() - start))
-            nodes = _NodeTimes(variant.graph, device)
-            variant.module.__dict__.update(original)
-            replace_regions(variant.module, nodes.timed)
-            for _ in range(NODE_ROUNDS):
-                variant.module.step(runs[0].runtime, *scratch)
+            one_by_one(runs[0].runtime, *scratch)
     finally:
-        variant.module.__dict__.update(original)
         for run in runs:
             run.runtime.close()
     return [run.measurement(nodes.us) for run in runs]
@@ -289,25 +297,21 @@ def measure_step(
 
 @dataclass(slots=True)
 class _Run:
-    """What was timed over one transport; the first of each does not count."""
+    """What was timed over one transport."""
 
     runtime: _PackingTimed
     totals: list[float] = field(default_factory=list[float])
     regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
     def measurement(self, node_us: Mapping[str, float]) -> StepMeasurement:
-        warm = self.totals[1:]
+        step_us = statistics.median(self.totals)
         return StepMeasurement(
-            step_us=statistics.median(warm),
-            spread=(max(warm) - min(warm)) / statistics.median(warm),
-            region_us={name: statistics.median(found[1:]) for name, found in self.regions.items()},
+            step_us=step_us,
+            spread=(max(self.totals) - min(self.totals)) / step_us,
+            region_us={name: statistics.median(found) for name, found in self.regions.items()},
             pack_gb_per_s=self.runtime.pack_gb_per_s(),
             node_us=node_us,
         )
-
-
-NODE_ROUNDS = 2
-"""So many steps time every operator by itself; the shorter time counts, because a hiccup makes one long."""
 
 
 class _NodeTimes:
@@ -323,33 +327,45 @@ class _NodeTimes:
         if name not in self._regions:
             return run
         region = self._regions[name]
-        interpreter = _Interpreter(region_module(self._graph, region), self.us, self._device)
+        dead = _dead_after(region)
+        constants = {n: getattr(self._graph, str(n.target)) for n in _constants(region)}
 
         def step_by_step(*inputs: Any) -> Any:
-            outputs = interpreter.run(*inputs)
-            return outputs[0] if len(region.outputs) == 1 else outputs
+            values: dict[Node, Any] = {**constants, **dict(zip(region.inputs, inputs, strict=True))}
+            for node in region.nodes:
+                values[node] = self._run(node, values)
+                for used in dead[node]:
+                    del values[used]
+            outputs = tuple(values[node] for node in region.outputs)
+            return outputs[0] if len(outputs) == 1 else outputs
 
         return step_by_step
 
-
-class _Interpreter(Interpreter):
-    def __init__(self, module: GraphModule, us: dict[str, float], device: torch.device) -> None:
-        super().__init__(module)
-        self._us, self._device = us, device
-        self._name = ""
-
-    def run_node(self, n: Node) -> Any:
-        self._name = n.name
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        target: Any = node.target
+        args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
         compat.synchronize(self._device)
         start = time.perf_counter()
         result = target(*args, **kwargs)
         compat.synchronize(self._device)
         us = 1e6 * (time.perf_counter() - start)
-        self._us[self._name] = min(us, self._us.get(self._name, us))
+        self.us[node.name] = min(us, self.us.get(node.name, us))
         return result
+
+
+def _constants(region: Region) -> dict[Node, None]:
+    return dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
+
+
+def _dead_after(region: Region) -> dict[Node, list[Node]]:
+    """The values that nobody needs behind each node."""
+    needed = set(region.outputs)
+    dead: dict[Node, list[Node]] = {}
+    for node in reversed(region.nodes):
+        last_used = [used for used in dict.fromkeys((*node.all_input_nodes, node)) if used not in needed]
+        needed.update(last_used)
+        dead[node] = last_used
+    return dead
 
 
 class _PackingTimed(Runtime):

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.calibrate import StepMeasurement, apportion, machine_costs, measure_step
+from fxcomp.calibrate import apportion, machine_costs, measure_step
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
@@ -64,7 +64,7 @@ class AskedPlan:
 
 
 MEASURING_US, MOST_REPEATS = 200_000.0, 5
-"""A step of which several fit into this time is measured again, so many times at most."""
+"""A step is timed as often as it fits into this time, once at least and so many times at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,19 +247,13 @@ def measured_here(
     device = training.device
     nothing = Residuals((), device), CompressorStates({}, device)
     step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
-    measured = _measure(step, variant, batch, repeats=1)
-    repeats = min(MOST_REPEATS, int(MEASURING_US / measured.step_us))
-    if repeats > 1:
-        measured = _measure(step, variant, batch, repeats=repeats)
+    leaves = pytree.tree_leaves(batch)
+    measured = measure_step(step, variant, [Nowhere()], leaves, MOST_REPEATS, MEASURING_US)[0]
     source = f"measured in the emitted step, {_threads(device)}"
     compute = apportion(variant, measured, source)
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack)
     return costs, read_workload(annotate_costs(graph, costs, cluster))
-
-
-def _measure(step: CompiledStep, variant: Variant, batch: Any, *, repeats: int) -> StepMeasurement:
-    return measure_step(step, variant, [Nowhere()], pytree.tree_leaves(batch), repeats)[0]
 
 
 def _no_rebuild(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
