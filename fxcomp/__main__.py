@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster import Cluster, Link, parse_gb_per_s
 from fxcomp.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.collector import without_collecting
 from fxcomp.errors import BadOption, FxcompError
@@ -34,6 +34,7 @@ EXAMPLES = """examples:
   fxcomp demo --inter 300mbit                                   train a GPT with DDP and with fxcomp
 """
 
+MOST_STEPS = 1_000_000  # of the demo: some days (assumed)
 CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # what is asked about if the user does not say
 
 
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
+    for name, value in vars(arguments).items():
+        if value == "" and name != "job":  # as a shell passes a variable that was never set
+            raise BadOption(f"--{name.replace('_', '-')} is empty: say what it is, or leave it out")
     if arguments.command == "demo":
         return _demo(arguments)
     if arguments.command == "calibrate":
@@ -131,6 +135,10 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from fxcomp.demo import run_demo
 
+    if not 1 <= arguments.steps <= MOST_STEPS:
+        raise BadOption(f"--steps is how many steps each takes, 1 to {MOST_STEPS:,}; it is {arguments.steps}")
+    if arguments.inter is not None:
+        parse_gb_per_s(arguments.inter)  # before a machine that cannot shape links makes it of no matter
     return run_demo(inter=arguments.inter, steps=arguments.steps, as_json=arguments.json)
 
 

@@ -46,6 +46,12 @@ class Way(Enum):
 
 # Links
 
+MOST = 1e18
+"""No latency in µs and no bandwidth in GB/s comes near it, nor a bandwidth its inverse (assumed)."""
+
+MOST_RANKS = 1 << 20
+"""Of a cluster: several times what has ever run one job, and lists of them still fit into memory (assumed)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -69,13 +75,13 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, value in (("alpha_us", self.alpha_us), ("message_us", self.message_us)):
-            if not 0 <= value < math.inf:
-                raise BadCluster(f"a link's {name} must be 0 or more, not {value}")
+            if not 0 <= value <= MOST:
+                raise BadCluster(f"a link's {name} must be 0 to {MOST:g}, not {value}")
         for name, value in (("gb_per_s", self.gb_per_s), ("in_gb_per_s", self.in_gb_per_s)):
-            if value is not None and not value > 0:
-                raise BadCluster(f"a link's {name} must be above 0, not {value}")
-        if self.count < 1:
-            raise BadCluster(f"a link's count must be 1 or more, not {self.count}")
+            if value is not None and not 1 / MOST <= value <= MOST:
+                raise BadCluster(f"a link's {name} must be {1 / MOST:g} to {MOST:g}, not {value}")
+        if not 1 <= self.count <= MOST_RANKS:
+            raise BadCluster(f"a link's count must be 1 to {MOST_RANKS:,}, not {_shortened(self.count)}")
 
     @property
     def bytes_per_us(self) -> float:
@@ -120,7 +126,7 @@ class Link:
             alpha_us=_latency_us(alpha, text) if latency else alpha_us,
             gb_per_s=parse_gb_per_s(outward),
             in_gb_per_s=parse_gb_per_s(inward) if inward else None,
-            count=int(count[1]) if count else 1,
+            count=_whole(count[1]) if count else 1,
             message_us=_latency_us(message, text) if message else 0.0,
             is_half_duplex=flags["half-duplex"],
             is_shared=flags["shared"],
@@ -145,8 +151,8 @@ def parse_gb_per_s(text: str) -> float:
         value = float(match[1]) if match else 0.0
     except ValueError:
         value = 0.0
-    if unit is None or value <= 0:
-        raise BadCluster(f"cannot read the bandwidth {text!r}: write it like 300mbit, 25gbit or 12GB/s")
+    if unit is None or not 0 < value < math.inf:
+        raise BadCluster(f"cannot read the bandwidth {_shortened(text)!r}: write it like 300mbit, 25gbit or 12GB/s")
     return value * unit
 
 
@@ -170,7 +176,7 @@ def format_gbit(gb_per_s: float) -> str:
 def _latency_us(text: str, whole: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+)\s*(us|µs|ms)\s*", text)
     if match is None or match[1].count(".") > 1 or match[1] == ".":
-        raise BadCluster(f"cannot read the latency in {whole!r}: write it like 25gbit@8us")
+        raise BadCluster(f"cannot read the latency in {_shortened(whole)!r}: write it like 25gbit@8us")
     return float(match[1]) * (1e3 if match[2] == "ms" else 1.0)
 
 
@@ -214,10 +220,6 @@ _OWN_LINK = _Crossing((1.0, 1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own carries w
 
 
 # Clusters
-
-
-MOST_RANKS = 1 << 20
-"""Of a cluster: several times what has ever run one job, and lists of them still fit into memory (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,21 +286,22 @@ class Cluster:
             raise BadCluster(
                 f"a cluster needs at least 1 host and 1 rank a host, not {self.hosts}x{self.ranks_per_host}"
             )
+        _check_ranks(len(self.placement) or self.hosts * self.ranks_per_host)
         if not self.placement:
             filled = tuple(rank // self.ranks_per_host for rank in range(self.hosts * self.ranks_per_host))
             object.__setattr__(self, "placement", filled)
         counts = Counter(self.placement)
         if sorted(counts) != list(range(self.hosts)) or max(counts.values()) != self.ranks_per_host:
             raise BadCluster(
-                f"the placement {self.placement} does not put {self.ranks_per_host} ranks on each of {self.hosts} hosts"
-                " (the fullest, if they differ)"
+                f"the placement {_shortened(self.placement)} does not put {self.ranks_per_host} ranks on each of"
+                f" {self.hosts} hosts (the fullest, if they differ)"
             )
         below = self.hosts
         for tier in self.above:
             count = len(set(tier.units))
             if len(tier.units) != below or set(tier.units) != set(range(count)):
                 raise BadCluster(
-                    f"the {tier.name}s {tier.units} must say for each of the {below} units below which one it is in,"
+                    f"the {tier.name}s {_shortened(tier.units)} must say for each of the {below} units below which one it is in,"
                     " counted from 0 without gaps"
                 )
             below = count
@@ -408,6 +411,8 @@ class Cluster:
         """
         if hosts_per_rack < 1:
             raise BadCluster(f"a rack needs at least 1 host, not {hosts_per_rack}")
+        if hosts_per_rack > MOST_RANKS:
+            raise BadCluster(f"a rack may have {MOST_RANKS:,} hosts, not {_shortened(hosts_per_rack)}")
         if not oversubscription > 0:
             raise BadCluster(f"an oversubscription is above 0, like 4 for 4:1, not {oversubscription:g}")
         units = tuple(host // hosts_per_rack for host in range(self.hosts))
@@ -422,7 +427,7 @@ class Cluster:
         if bad or not members or len(set(members)) != len(members):
             raise BadCluster(
                 f"a group has ranks of 0 to {self.world_size - 1}, each once, in a cluster of {self.world_size}; it is"
-                f" {members}"
+                f" {_shortened(members)}"
             )
         others = tuple(tuple(other) for other in beside)
         key = ("reach", members, others)
@@ -557,7 +562,7 @@ class Cluster:
             if name in ("inter", "intra", "rack"):
                 links[name] = Link.parse(rest)
             elif name == "placed" and re.fullmatch(r"[\d ]+", rest):
-                placement = tuple(map(int, rest.split()))
+                placement = tuple(map(_whole, rest.split()))
             else:
                 raise BadCluster(
                     f"cannot read {clause!r} in the cluster {text!r}: behind the hosts write inter, intra or rack with"
@@ -626,19 +631,45 @@ def _parse_shape(text: str) -> tuple[int, list[int]]:
     """How many racks, and how many ranks each host has."""
     even = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\d+)", text)
     if even is not None:
-        racks, hosts, ranks = int(even[1] or 1), int(even[2]), int(even[3])
+        racks, hosts, ranks = _whole(even[1] or "1"), _whole(even[2]), _whole(even[3])
         if racks < 1 or hosts < 1 or ranks < 1:
             raise BadCluster(f"a cluster needs at least 1 host and 1 rank a host, not {text}")
+        _check_ranks(racks * hosts * ranks)
         return racks, [ranks] * (racks * hosts)
     sizes: list[int] = []
     for part in text.split("+"):
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", part)
-        if match is None or "+" not in text or int(match[2]) < 1:
+        if match is None or "+" not in text or _whole(match[2]) < 1:
             raise BadCluster(
-                f"cannot read the cluster {text!r}: write hosts x ranks per host, like 8x4, or 4+4+2 if hosts differ"
+                f"cannot read the cluster {_shortened(text)!r}: write hosts x ranks per host, like 8x4, or 4+4+2 if"
+                " hosts differ"
             )
-        sizes += [int(match[2])] * int(match[1] or 1)
+        count, size = _whole(match[1] or "1"), _whole(match[2])
+        _check_ranks(sum(sizes) + count * size)
+        sizes += [size] * count
     return 1, sizes
+
+
+def _check_ranks(count: int) -> None:
+    """Raise BadCluster before anything is made for so many ranks."""
+    if count > MOST_RANKS:
+        raise BadCluster(f"a cluster may have {MOST_RANKS:,} ranks; this one would have {_shortened(count)}")
+
+
+def _whole(digits: str) -> int:
+    """Digits as a number; so many that Python would rather not read them are more than may be anywhere."""
+    return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
+
+
+_DIGITS = 30
+
+
+def _shortened(value: object) -> str:
+    """A value in an error, however large it is."""
+    if isinstance(value, int) and value >= 10**_DIGITS:
+        return f"10^{_DIGITS} or more"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _slowness(reach: Reach) -> tuple[float, int, float, str]:

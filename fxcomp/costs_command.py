@@ -22,6 +22,10 @@ from fxcomp.search.space import Mode, compressors_of
 from fxcomp.survey import survey
 
 
+MOST_THREADS = 1024
+"""No process computes with more (assumed): torch would start as many as it is told, until the system refuses."""
+
+
 def run_calibrate(arguments: argparse.Namespace) -> int:
     """Do what the command's options say; returns the exit status. Raises BadOption."""
     if arguments.diff:
@@ -79,8 +83,8 @@ def _check_writable(path: str | None) -> None:
 
 def _measured(compressors: Sequence[Compressor], threads: Sequence[int]) -> tuple[CostTable, tuple[str, ...], bool]:
     """The table, notes, and whether this is the rank that writes them."""
-    if any(count < 1 for count in threads):
-        raise BadOption("--threads are numbers of threads, 1 or more")
+    if any(not 1 <= count <= MOST_THREADS for count in threads):
+        raise BadOption(f"--threads are numbers of threads, 1 to {MOST_THREADS:,}")
     with _process_group() as is_first:
         found = survey(compressors, threads=threads, tell=_tell if is_first else _say_nothing)
     return found.table, found.notes, is_first

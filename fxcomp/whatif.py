@@ -67,6 +67,10 @@ MEASURING_US, MOST_REPEATS = 200_000.0, 5
 """A step is timed as often as it fits into this time, once at least and so many times at most."""
 
 
+SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
+"""A step that somebody tells is not shorter than a nanosecond, nor longer than some days (assumed)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a job's step would be on a cluster."""
@@ -123,8 +127,11 @@ def what_if(
     The job's model and optimizer are as before, but for fresh optimizer state. Raises BadOption.
     """
     preset = preset_named(device) if device is not None else None
-    if step_ms is not None and not step_ms > 0:
-        raise BadOption(f"--step-ms is how long a step takes without a network, above 0; it is {step_ms:g}")
+    if step_ms is not None and not SHORTEST_STEP_MS <= step_ms <= LONGEST_STEP_MS:
+        raise BadOption(
+            f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
+            f" it is {step_ms:g}"
+        )
     if preset is not None and costs is not None:
         raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
     tell("capturing the step")

@@ -128,7 +128,7 @@ def test_tables_are_merged_into_a_third_and_contradictions_are_told(tmp_path: Pa
         (["--merge", "nowhere.json"], "cannot read the cost table nowhere.json"),
         (["-o", "nowhere/costs.json"], "there is no folder"),
         (["--compressors", "zip"], "--compressors: "),
-        (["--threads", "0"], "--threads are numbers of threads, 1 or more"),
+        (["--threads", "0"], "--threads are numbers of threads, 1 to 1,024"),
         (["--show", "costs.json", "--threads", "1"], "are about measuring"),
     ],
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster import Cluster, Level, Link, Tier, Way, format_gbit, parse_gb_per_s
+from fxcomp.cluster import MOST_RANKS, Cluster, Level, Link, Tier, Way, format_gbit, parse_gb_per_s
 from fxcomp.errors import BadCluster
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
@@ -42,15 +42,15 @@ def test_a_latency_that_is_none_is_refused():
 
 
 def test_links_that_cannot_be_are_refused():
-    with pytest.raises(BadCluster, match="alpha_us must be 0 or more, not -1"):
+    with pytest.raises(BadCluster, match=r"alpha_us must be 0 to 1e\+18, not -1"):
         Link(-1, 1)
-    with pytest.raises(BadCluster, match="gb_per_s must be above 0, not 0"):
+    with pytest.raises(BadCluster, match=r"gb_per_s must be 1e-18 to 1e\+18, not 0"):
         Link(1, 0)
-    with pytest.raises(BadCluster, match="in_gb_per_s must be above 0, not -1"):
+    with pytest.raises(BadCluster, match=r"in_gb_per_s must be 1e-18 to 1e\+18, not -1"):
         Link(1, 1, in_gb_per_s=-1)
-    with pytest.raises(BadCluster, match="message_us must be 0 or more, not nan"):
+    with pytest.raises(BadCluster, match=r"message_us must be 0 to 1e\+18, not nan"):
         Link(1, 1, message_us=float("nan"))
-    with pytest.raises(BadCluster, match="count must be 1 or more, not 0"):
+    with pytest.raises(BadCluster, match="count must be 1 to 1,048,576, not 0"):
         Link(1, 1, count=0)
 
 
@@ -262,6 +262,24 @@ def test_clusters_that_cannot_be_are_refused():
         Cluster.parse("2x2, rack 10gbit", intra=INTRA, inter=INTER)
     with pytest.raises(BadCluster, match="this is not a cluster: KeyError: 'hosts'"):
         Cluster.from_json({})
+
+
+def test_the_largest_cluster_is_described_and_a_larger_one_refused_before_lists_of_it_are_made():
+    assert Cluster.parse(f"{MOST_RANKS // 8}x8", intra=INTRA, inter=INTER).world_size == MOST_RANKS
+    for make in (
+        lambda: Cluster(MOST_RANKS + 1, 1, INTRA, INTER),
+        lambda: Cluster(10**12, 10**12, INTRA, INTER),
+        lambda: Cluster.parse("1000000000x1000000000x1000000000", intra=INTRA, inter=INTER),
+        lambda: Cluster.parse("4+1000000000000x4", intra=INTRA, inter=INTER),
+    ):
+        with pytest.raises(BadCluster, match="a cluster may have 1,048,576 ranks; this one would have "):
+            make()
+
+
+def test_an_error_about_many_ranks_stays_short():
+    with pytest.raises(BadCluster) as told:
+        Cluster(2, 1000, INTRA, INTER, tuple(range(1000)))
+    assert len(str(told.value)) < 300
 
 
 @pytest.mark.parametrize("ranks", [(), (0, 0), (0, 4), (-1, 0)])
