@@ -301,8 +301,8 @@ class Cluster:
             count = len(set(tier.units))
             if len(tier.units) != below or set(tier.units) != set(range(count)):
                 raise BadCluster(
-                    f"the {tier.name}s {_shortened(tier.units)} must say for each of the {below} units below which one it is in,"
-                    " counted from 0 without gaps"
+                    f"the {tier.name}s {_shortened(tier.units)} must say for each of the {below} units below which one"
+                    " it is in, counted from 0 without gaps"
                 )
             below = count
 

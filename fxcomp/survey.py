@@ -57,7 +57,7 @@ def survey(
     """
     ranks = Ranks.join(None, "survey")
     ranks.check_same("comparing options", {"compressors": [str(c) for c in compressors], "threads": list(threads)})
-    device = _device()
+    device = device_here()
     cluster = ranks.cluster_of(None)
     mine = ranks.attempt("measuring the machine", lambda: _machine(compressors, threads, device, tell).to_json())
     table = CostTable.from_json(ranks.from_rank_0("the machine's costs", lambda: mine))
@@ -123,7 +123,8 @@ def _threads(count: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _device() -> torch.device:
+def device_here() -> torch.device:
+    """What a survey measures: this rank's GPU if there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,8 +1,11 @@
 """`fxcomp calibrate`: on one process, on two ranks, and with files."""
 
+import contextlib
+import io
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,14 @@ TABLE = CostTable(
     collectives={(KIND, "2x1"): MeasuredCollective.line(KIND, 2, 30.0, 0.125, 0.02, "measured, 9 samples")},
     compressors={"int8(block=128)@cpu*1": CompressorCost.of(CompressorPoint(1000, 10.0, 4.0))},
 )
+HERE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
+MLP = str(Path(__file__).parent.parent / "examples" / "mlp.py")
 JOB = str(Path(__file__).parent.parent / "examples" / "gpt.py")
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -135,6 +140,127 @@ def test_tables_are_merged_into_a_third_and_contradictions_are_told(tmp_path: Pa
 def test_mistakes_are_told_before_anything_is_measured(words: list[str], text: str, capsys: pytest.CaptureFixture[str]):
     assert main(["calibrate", *words]) == 2
     assert text in capsys.readouterr().err
+
+
+# Several ranks
+
+
+def commanded(words: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["calibrate", *words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def commanded_on(words: list[list[str]]) -> tuple[int, str, str]:
+    """Each rank its own words, and half a second for the links."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fxcomp.costs_command.survey", partial(survey, links_s=0.5))
+        return commanded(words[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--merge", "nowhere.json"], "fxcomp: cannot read the cost table nowhere.json"),
+        (["-o", "nowhere/costs.json"], "fxcomp: cannot save the table to nowhere/costs.json: there is no folder"),
+        (["--threads", "0"], "fxcomp: --threads are numbers of threads"),
+        (["--compressors", "zip"], "fxcomp: --compressors: "),
+    ],
+)
+def test_a_mistake_is_told_once_and_ends_all_ranks_before_anything_is_measured(words: list[str], text: str):
+    (first, out, err), *others = run_ranks(3, commanded, words)
+    assert (first, out) == (2, "")
+    assert err.startswith(text)
+    assert others == [(2, "", "")] * 2
+
+
+def test_files_are_rank_0s_alone(tmp_path: Path):
+    """What another rank is told of files that are not on its machine does not matter."""
+    machine = replace(CostTable(), hardware="unknown", compressors=TABLE.compressors, source="measured")
+    quick = ["--compressors", "bf16"]
+    mine = ["--merge", saved(tmp_path, machine), "-o", str(tmp_path / "new.json"), *quick]
+    (first, out, _), other = run_ranks(2, commanded_on, [mine, ["--merge", "nowhere.json", "-o", "no/where", *quick]])
+    assert (first, other) == (0, (0, "", ""))
+    assert "Costs of" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["costs.json", "new.json"]
+    table = CostTable.read(tmp_path / "new.json")
+    assert "int8(block=128)@cpu*1" in table.compressors
+    assert "bf16@cpu*1" in table.compressors
+
+
+def test_a_rank_that_alone_has_a_bad_option_ends_all_and_says_so():
+    good = ["--compressors", "bf16"]
+    (first, _, told), (other, _, err) = run_ranks(2, commanded_on, [good, [*good, "--threads", "-1"]])
+    assert (first, other) == (2, 2)
+    assert "rank 1 failed in reading options: BadOption: --threads" in told
+    assert err.startswith("fxcomp: --threads are numbers of threads")
+
+
+def test_a_table_of_another_machine_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["calibrate", "--merge", saved(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("fxcomp: these tables are of different machines")
+    assert "measuring" not in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "has RANK=0 and WORLD_SIZE=2, as of a launcher, but not MASTER_ADDR, MASTER",
+        ),
+        ({"RANK": "3"}, "has RANK=3, as of a launcher, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "4"}, "has WORLD_SIZE=4, as of a launcher, but not RANK, MASTER_ADDR, MASTER_PORT"),
+        ({**HERE, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment must be a whole number from 1 to 1048576"),
+        ({**HERE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment"),
+        ({**HERE, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999"),
+        ({**HERE, "RANK": "1"}, "RANK='1' in the environment must be a whole number from 0 to 0"),
+        ({**HERE, "RANK": "-1"}, "RANK='-1' in the environment"),
+        ({**HERE, "RANK": ""}, "RANK='' in the environment"),
+        (
+            {**HERE, "MASTER_PORT": "70000"},
+            "MASTER_PORT='70000' in the environment must be a whole number from 1 to 65535",
+        ),
+        ({**HERE, "MASTER_ADDR": " "}, "MASTER_ADDR is empty"),
+        ({**HERE, "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_told_with_its_variables(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", "--compressors", "bf16"]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "to measure this machine alone: unset RANK WORLD_SIZE" in err
+    assert "Traceback" not in err
+
+
+def test_ranks_that_do_not_meet_are_told_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name, value in HERE.items():
+        monkeypatch.setenv(name, value)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("The client socket cannot be initialized\nand more")
+
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    assert main(["calibrate", "--compressors", "bf16"]) == 2
+    text = (
+        "the ranks did not meet at MASTER_ADDR:MASTER_PORT, localhost:29555: The client socket cannot be initialized\n"
+    )
+    assert text in capsys.readouterr().err
+
+
+def test_what_a_launcher_left_behind_is_of_no_matter_to_explain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert main(["explain", MLP, "--inter", "10mbit"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 # Use
