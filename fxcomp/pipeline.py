@@ -278,15 +278,14 @@ def compile_step(
     transport = ranks.transport(cluster)
     device = training.device
 
-    def emitted(captured: Captured, plan: Plan) -> Variant:
-        costs = decided.costs
+    def emitted(captured: Captured, plan: Plan, costs: CostTable) -> Variant:
         return rewrite(captured, plan, costs, cluster, ranks.rank, error_feedback, skip_nonfinite=skip_nonfinite)
 
     def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
         check_momentum(error_feedback, optimizer)
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
-        return emitted(again, plan)
+        return emitted(again, plan, decided.costs)
 
     def fresh_velocities(plan: Plan) -> Velocities:
         return Velocities(residual_layout(plan, cluster, ranks.rank), device)
@@ -311,17 +310,28 @@ def compile_step(
         )
 
     def decide_again(table: CostTable, topic: str) -> Replanned:
+        """Every rank gets as far as the others, or all of them raise and go on with the plan that they have."""
         nonlocal decided
-        workload = workload_of(captured, table, cluster, skip_nonfinite, error_feedback)
+
+        def analyzed() -> Workload:
+            return workload_of(captured, table, cluster, skip_nonfinite, error_feedback)
+
+        workload = ranks.attempt(f"{topic}: reading the costs", analyzed)
         again = decide_best(chosen_mode, workload, table, cluster, ranks, bursts_of(optimizer), topic=topic)
-        assert again.choice is not None, "what is chosen has been compared"
+        choice = again.choice
+        assert choice is not None, "what is chosen has been compared"
+
+        def made() -> Replanned:
+            return Replanned(
+                again.plan, again.costs, choice.dense, choice.dense_us, emitted(captured, again.plan, again.costs),
+                Residuals(residual_layout(again.plan, cluster, ranks.rank), device),
+                CompressorStates(state_layout(again.plan, shapes, cluster, ranks.rank), device, seed),
+            )  # fmt: skip
+
+        new = ranks.attempt(f"{topic}: emitting the step", made)
         decided = replace(again, dense=decided.dense, notes=decided.notes)
         flips.cache_clear()
-        return Replanned(
-            again.plan, again.costs, again.choice.dense, again.choice.dense_us, emitted(captured, again.plan),
-            Residuals(residual_layout(again.plan, cluster, ranks.rank), device),
-            CompressorStates(state_layout(again.plan, shapes, cluster, ranks.rank), device, seed),
-        )  # fmt: skip
+        return new
 
     refusal = _why_no_replanning(planned=plan is not None, feedback=error_feedback)
     step_us = ranks.from_rank_0(
@@ -358,7 +368,7 @@ def compile_step(
         ),
     )  # fmt: skip
     for number, stage in enumerate(step.stages):
-        step.adopt(example_batch, emitted(captured, stage.plan), number)
+        step.adopt(example_batch, emitted(captured, stage.plan, decided.costs), number)
     step.agree_on_watching("watching")
     return step
 
@@ -569,7 +579,11 @@ def decide_best(
 
     data = ranks.from_rank_0(topic, decide)
     costs, workload = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
-    choice = choices[0] if choices else choose(workload, costs, cluster, mode, bursts=bursts)
+
+    def compared() -> Choice:
+        return choices[0] if choices else choose(workload, costs, cluster, mode, bursts=bursts)
+
+    choice = ranks.attempt(f"{topic}: comparing it", compared)
     choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
     return Decided(choice.plan, costs, workload, choice)
 

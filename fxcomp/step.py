@@ -664,9 +664,13 @@ class CompiledStep:
         assert costs is not None, "and they compare with its costs"
         assert following.decide is not None, "asked only where there is something to decide"
         self._replans += 1
-        sheet = sheet_of(variant.graph, variant.timeline)
-        table = corrected(costs, findings, sheet, variant.graph, following.cluster)
-        new = following.decide(table, f"planning anew, {self._replans}")
+        topic = f"planning anew, {self._replans}"
+
+        def put_right() -> CostTable:
+            sheet = sheet_of(variant.graph, variant.timeline)
+            return corrected(costs, findings, sheet, variant.graph, following.cluster)
+
+        new = following.decide(self._ranks.attempt(f"{topic}: correcting the costs", put_right), topic)
         changed, measured_ms = new.plan != self.plan, self.step_ms
         self.notes.append(
             f"planned anew at step {self.steps}, for {', '.join(str(f.cost) for f in findings)}:"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch.distributed as dist
 from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks
-from test_drift import table
+from test_drift import JUDGED, compiled, table
+from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
 from fxcomp import pipeline
@@ -33,7 +36,7 @@ ON_CPU = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > d
 
 
 def refusals() -> list[str]:
-    def compiled(**options: Any) -> fxcomp.CompiledStep:
+    def asked(**options: Any) -> fxcomp.CompiledStep:
         model = JOB.build()
         given: dict[str, Any] = {"costs": table(2.0), **options}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,7 +53,7 @@ def refusals() -> list[str]:
     texts: list[str] = []
     for options, expected in cases:
         with pytest.raises(expected) as caught:
-            compiled(**options).replan()
+            asked(**options).replan()
         texts.append(str(caught.value))
     return texts
 
@@ -72,6 +75,50 @@ def test_alone_there_is_nothing_to_plan():
     step = fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOB.batch(0))
     with pytest.raises(CannotReplan, match="one rank"):
         step.replan()
+
+
+def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
+    """What is raised where planning anew fails on rank 1, whether the plan stays, and what is raised the next time."""
+    clock = VirtualTime(sees_threads=True, factor=slower({(Kind.COLLECTIVE, ""): 10.0}))
+    with virtual_time(clock):
+        step = compiled(table(2.0))
+        before, costs = step.plan, step.costs
+        for i in range(JUDGED):
+            step(JOB.batch(i, dist.get_rank()))
+        fails = dist.get_rank() == 1
+
+        def planned() -> str:
+            try:
+                return str(step.replan())
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+
+        with patch(what, side_effect=ZeroDivisionError("a mistake of ours")) if fails else nullcontext():
+            failed = planned()
+        stays = step.plan == before and step.costs == costs
+        step(JOB.batch(0, dist.get_rank()))
+        return [failed, planned()], stays, step.plan.digest
+
+
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [
+        ("fxcomp.step.corrected", "correcting the costs"),
+        ("fxcomp.pipeline.workload_of", "reading the costs"),
+        ("fxcomp.pipeline.choose", "comparing it"),
+        ("fxcomp.pipeline.rewrite", "emitting the step"),
+        ("fxcomp.pipeline.residual_layout", "emitting the step"),
+    ],
+)
+def test_where_one_rank_cannot_plan_anew_all_keep_their_plan_and_none_hangs(what: str, when: str):
+    one, other = run_ranks(2, failing_to_plan, what)
+    assert one[0] == [
+        f"PeerFailed: rank 1 failed in planning anew, 1: {when}: ZeroDivisionError: a mistake of ours",
+        "True",
+    ]
+    assert other[0] == ["ZeroDivisionError: a mistake of ours", "True"]
+    assert one[1:] == other[1:]
+    assert one[1]
 
 
 CLUSTER = Cluster(2, 1, intra=Link(1.0, 10.0), inter=Link(100.0, 0.1))
