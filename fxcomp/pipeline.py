@@ -248,6 +248,7 @@ def compile_step(
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
     ranks = Ranks.join(cluster, "compile_step")
+    why_not = _why_no_replanning(planned=plan is not None, feedback=error_feedback, verify_every=verify_every)
 
     def checked() -> Mode:
         check_is_feedback(error_feedback)
@@ -255,7 +256,7 @@ def compile_step(
         _check_is_costs(costs)
         check_experiment(error_feedback, planned=plan is not None)
         check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
-        _check_replan(replan, planned=plan is not None, feedback=error_feedback)
+        _check_replan(replan, why_not)
         return _checked_mode(mode, max_grad_norm, verify_every)
 
     chosen_mode = ranks.attempt("checking options", checked)
@@ -333,16 +334,16 @@ def compile_step(
         flips.cache_clear()
         return new
 
-    refusal = _why_no_replanning(planned=plan is not None, feedback=error_feedback)
     step_us = ranks.from_rank_0(
         "how long a step is", lambda: predict_us(decided.workload, decided.plan, decided.costs, cluster)
     )
     following = Following(
-        Watch(Schedule.of(step_us), clock_of(device)), Replan.parse(replan), cluster,
-        None if refusal else decide_again, refusal,
+        Watch(Schedule.of(step_us, verify_every), clock_of(device)), Replan.parse(replan), cluster,
+        None if why_not else decide_again, why_not,
     )  # fmt: skip
     # A given plan without costs was not judged by anything that could turn out wrong.
     is_watched = replan != Replan.OFF.value and ranks.world_size > 1 and (plan is None or costs is not None)
+    unseen = (EVERY_STEP_VERIFIED,) if ranks.world_size > 1 and verify_every == 1 else ()
 
     step = CompiledStep(
         training,
@@ -363,7 +364,7 @@ def compile_step(
         report=lambda step: explain_step(
             plan=step.plan, timeline=step.timeline, workload=decided.workload, costs=decided.costs, cluster=cluster,
             choice=decided.choice, mode=mode, flip_gbit=flips(),
-            notes=(*decided.notes, *foreign_note(decided.costs, device), *step.notes, *step.counted_notes),
+            notes=(*decided.notes, *foreign_note(decided.costs, device), *unseen, *step.notes, *step.counted_notes),
             measured_ms=step.step_ms, exposed_ms=step.exposed_ms, unknowns=unknowns(captured.graph),
         ),
     )  # fmt: skip
@@ -371,6 +372,12 @@ def compile_step(
         step.adopt(example_batch, emitted(captured, stage.plan, decided.costs), number)
     step.agree_on_watching("watching")
     return step
+
+
+EVERY_STEP_VERIFIED = (
+    "every step is verified, so none is timed (verify_every=1): what turns out slower than predicted, or than dense,"
+    " is not noticed"
+)
 
 
 # Capturing
@@ -748,7 +755,7 @@ def _check_is_plan(plan: object) -> None:
         )
 
 
-def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback) -> str:
+def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback, verify_every: int) -> str:
     """What forbids to change the plan later; empty if nothing does."""
     if planned:
         return "the plan was given, and fxcomp changes only what it chose.\n  Leave plan= out, or compile another step."
@@ -757,14 +764,18 @@ def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback) -> str:
             "velocities of momentum correction belong to the plan that they were gathered under.\n"
             "  Save a state, compile another step, and load it there."
         )
+    if verify_every == 1:
+        return (
+            "every step is verified, which takes longer than training does, so none can be timed.\n"
+            "  Verify more seldom: verify_every=2 leaves every other step to time."
+        )
     return ""
 
 
-def _check_replan(replan: str, *, planned: bool, feedback: ErrorFeedback) -> None:
+def _check_replan(replan: str, why_not: str) -> None:
     """Raise BadOption for what is no option, or could never be done."""
-    refusal = _why_no_replanning(planned=planned, feedback=feedback)
-    if Replan.parse(replan) is Replan.AUTO and refusal:
-        raise BadOption(f"replan='auto' cannot be done here: {refusal}")
+    if Replan.parse(replan) is Replan.AUTO and why_not:
+        raise BadOption(f"replan='auto' cannot be done here: {why_not}")
 
 
 def _check_is_costs(costs: object) -> None:

@@ -514,7 +514,8 @@ class CompiledStep:
         with -1, and then nobody judges.
         """
         times = list(self.times.step_ms)[WARM_STEPS:]
-        mine = statistics.median(times) if len(times) >= SWITCH_STEPS // 2 else -1.0
+        is_known = len(self.times.step_ms) >= SWITCH_STEPS // 2  # every other step may be verified
+        mine = statistics.median(times) if is_known else -1.0
         everyone = [value for (value,) in self._gather([mine])]
         measured, dense = max(everyone), self._dense_ms or 0.0
         if min(everyone) < 0 or measured <= dense * (1 + SWITCH_MARGIN) or self._dense_plan is None:

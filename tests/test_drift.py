@@ -151,6 +151,23 @@ def test_a_plan_that_turns_out_slower_than_dense_is_given_up_again_and_what_was_
     assert found["notes"][2].startswith(f"switched back to dense at step {2 * JUDGED + SWITCH_STEPS + WARM_STEPS}")
 
 
+@pytest.mark.parametrize("verify_every", [2, EVERY * WINDOW])
+def test_drift_is_seen_between_steps_that_are_verified(verify_every: int):
+    """Every timed step would be a verified one, if it were the first of each `EVERY`."""
+    found = same(run_ranks(2, train, table(2.0), WIRE, 3 * JUDGED, {**AUTO, "verify_every": verify_every}))
+    assert "all_reduce@world" in found["notes"][0]
+    assert found["notes"][1].startswith(f"planned anew at step {2 * JUDGED}")
+
+
+def reported(verify_every: int) -> str:
+    return " ".join(compiled(table(2.0), verify_every=verify_every).explain().split())
+
+
+def test_where_every_step_is_verified_the_report_says_that_none_is_timed():
+    assert all("every step is verified, so none is timed" in text for text in run_ranks(2, reported, 1))
+    assert not any("every step is verified" in text for text in run_ranks(2, reported, 2))
+
+
 COMPRESSING = {(Kind.COMPRESS, "int4@gpu"): 40.0}
 COMPUTE = {(Kind.COMPUTE, ""): 8.0, (Kind.UPDATE, ""): 8.0}
 

@@ -49,6 +49,8 @@ def refusals() -> list[str]:
         ({}, CannotReplan),
         ({"plan": "int8", "replan": "auto"}, BadOption),
         ({"replan": "sometimes"}, BadOption),
+        ({"verify_every": 1}, CannotReplan),
+        ({"verify_every": 1, "replan": "auto"}, BadOption),
     ]
     texts: list[str] = []
     for options, expected in cases:
@@ -61,12 +63,15 @@ def refusals() -> list[str]:
 def test_what_cannot_be_planned_anew_says_why():
     one, other = run_ranks(2, refusals)
     assert one == other
-    given, momentum, off, early, auto, unknown = one
+    given, momentum, off, early, auto, unknown, verified, never = one
     assert "with plan= and no costs=" in given or "the plan was given" in given
     assert "velocities of momentum correction" in momentum
     assert "replan='off'" in off
     assert "too few steps have been timed" in early
     assert "replan='auto' cannot be done here: the plan was given" in auto
+    assert verified.startswith("every step is verified")
+    assert "replan='auto' cannot be done here: every step is verified" in never
+    assert "verify_every=2 leaves every other step to time" in never
     assert "replan must be 'off', 'offer', 'auto'; it is 'sometimes'" in unknown
 
 
@@ -168,6 +173,24 @@ def test_of_a_collective_the_shortest_counts_of_all_else_the_middle():
 @pytest.mark.parametrize(("step_us", "every"), [(1e3, 10), (50e3, 6), (1e6, 1)])
 def test_short_steps_are_timed_less_often(step_us: float, every: int):
     assert Schedule.of(step_us).every == every
+
+
+@pytest.mark.parametrize("begun", [0, 7, 20])
+@pytest.mark.parametrize("verify_every", [2, 3, 4, 5, 7, 10, 20])
+@pytest.mark.parametrize("step_us", [1e3, 50e3, 100e3, 1e6])
+def test_verified_steps_are_not_timed_and_leave_enough_that_are(step_us: float, verify_every: int, begun: int):
+    schedule = Schedule.of(step_us, verify_every)
+    steps = range(begun, begun + schedule.every * schedule.window)
+    timed = [step for step in steps if schedule.is_timed(step, begun)]
+    assert all(step % verify_every != 0 for step in timed)
+    assert schedule.window // 2 < len(timed) <= schedule.window
+    assert len({(step - begun) // schedule.every for step in timed}) == len(timed)
+    if schedule.every > 1:
+        assert len(timed) == schedule.window
+
+
+def test_where_every_step_is_verified_none_is_timed():
+    assert not any(Schedule.of(1e3, 1).is_timed(step, 0) for step in range(100))
 
 
 @pytest.mark.parametrize(

@@ -144,4 +144,5 @@ def slower(factors: Mapping[tuple[Kind, str], float]) -> Factor:
 def scheduled(step: CompiledStep, every: int, window: int) -> None:
     """Time a compiled step more often than the real clock would allow."""
     assert step._following is not None
-    step._following.watch.schedule = watching.Schedule(every, window)
+    watch = step._following.watch
+    watch.schedule = replace(watch.schedule, every=every, window=window)

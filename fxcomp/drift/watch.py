@@ -55,16 +55,31 @@ class Replan(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Every how-manieth step is timed, and how many of them make a window."""
+    """One of how many steps is timed, and how many of them make a window.
+
+    A step that is verified takes longer and is not timed: the one behind it is, which is never verified as well.
+    """
 
     every: int
     window: int = WINDOW
+    verify_every: int = 0
+    """Every how-manieth step is verified, counted from the first of the job; 0 for none, 1 leaves nothing to time."""
 
     @classmethod
-    def of(cls, step_us: float) -> Schedule:
-        """For steps of about this length: as often as TIMING_SHARE allows."""
+    def of(cls, step_us: float, verify_every: int = 0) -> Schedule:
+        """For steps of about this length: as often as TIMING_SHARE allows, and as verifying leaves steps to time."""
         share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
-        return cls(min(MOST_SELDOM, max(1, math.ceil(share))))
+        least = 2 if verify_every == 2 else 1  # of each two steps, one is verified
+        return cls(min(MOST_SELDOM, max(least, math.ceil(share))), verify_every=verify_every)
+
+    def is_verified(self, step: int) -> bool:
+        """Whether a step is compared with eager PyTorch."""
+        return self.verify_every > 0 and step % self.verify_every == 0
+
+    def is_timed(self, step: int, begun: int) -> bool:
+        """Whether a step of a plan that is followed since `begun` is timed: the first of each `every` that can be."""
+        place = (step - begun) % self.every
+        return not self.is_verified(step) and all(self.is_verified(step - k) for k in range(1, place + 1))
 
     @property
     def judged_every(self) -> int:
@@ -104,7 +119,7 @@ class Watch:
 
     def wants(self, step: int) -> bool:
         """Whether a step is timed."""
-        return (step - self._begun) % self.schedule.every == 0
+        return self.schedule.is_timed(step, self._begun)
 
     def is_due(self, steps: int) -> bool:
         """Whether ranks judge after so many steps: all at the same one."""
