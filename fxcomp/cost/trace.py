@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverloadPacket
 
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster import MOST_RANKS, Cluster, Link
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable, Measured
@@ -115,7 +116,8 @@ def table_from_traces(paths: Sequence[str | Path]) -> Traced:
     """Read the traces of a job's ranks, one each, or of one rank. Raises BadOption for what is no trace."""
     traces = [_read(Path(path)) for path in paths]
     sizes = {trace.world_size for trace in traces}
-    if len(sizes) > 1 or len({trace.rank for trace in traces}) < len(traces):
+    is_strange = any(trace.rank >= trace.world_size for trace in traces)
+    if is_strange or len(sizes) > 1 or len({trace.rank for trace in traces}) < len(traces):
         told = ", ".join(f"rank {trace.rank} of {trace.world_size}" for trace in traces)
         raise BadOption(f"these traces are not of the ranks of one job: {told}.\n  Name one trace of each rank.")
     traces.sort(key=lambda trace: trace.rank)
@@ -166,11 +168,13 @@ def _read(path: Path) -> _Trace:
     trace = _Trace(
         rank=_number(info.get("rank")) or 0,
         world_size=_number(info.get("world_size")) or 1,
-        host=str(data.get("host_name", "")),
-        hardware=str(_mapping(devices[0]).get("name", "")) if isinstance(devices, list) else "",
+        host=_printable(data.get("host_name", "")),
+        hardware=_printable(_mapping(devices[0]).get("name", "")) if isinstance(devices, list) else "",
     )
+    if trace.world_size > MOST_RANKS:
+        raise BadOption(f"{path} is of a job of {trace.world_size} ranks; a job may have {MOST_RANKS:,}")
     spans = [event for event in map(_mapping, cast(list[Any], events)) if event.get("ph") == "X"]
-    spans.sort(key=lambda event: _time(event.get("ts")))
+    spans.sort(key=lambda event: _when(event.get("ts")))
     kernels = _kernel_times(spans)
     known_groups = _groups(info)
     for event in spans:
@@ -183,7 +187,7 @@ def _loaded(path: Path) -> Mapping[str, Any]:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if path.suffix == ".gz" else raw
         data = json.loads(text)
-    except (OSError, ValueError, EOFError, zlib.error) as error:
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise BadOption(f"cannot read the trace {path}: {error}") from None
     return {"traceEvents": data} if isinstance(data, list) else _mapping(data)
 
@@ -193,11 +197,30 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """A count, a size or a rank; None for what cannot be one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST else None
 
 
-def _time(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+def _when(value: Any) -> float:
+    """A time stamp; 0 for what is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= _LARGEST else 0.0
+
+
+def _duration_us(value: Any) -> float:
+    """How long an event took; 0 for what no event takes."""
+    us = _when(value)
+    return us if _SHORTEST_US <= us <= _LONGEST_US else 0.0
+
+
+_LARGEST = 1 << 62
+_SHORTEST_US, _LONGEST_US = 1e-6, 1e12
+"""An event takes longer than light needs for a hair's breadth, and less than some days (assumed)."""
+
+
+def _printable(value: Any) -> str:
+    """A text of a trace as a terminal can show it, whatever it holds."""
+    return "".join(one if one.isprintable() else "?" for one in str(value))
 
 
 def _groups(info: Mapping[str, Any]) -> set[tuple[int, ...]]:
@@ -211,13 +234,14 @@ def _groups(info: Mapping[str, Any]) -> set[tuple[int, ...]]:
 def _ranks(value: Any) -> tuple[int, ...] | None:
     """Ranks as a list, or as the text of one: `[0, 1]`."""
     if isinstance(value, str):
-        if not re.fullmatch(r"\[[\d, ]+\]", value):
+        if not re.fullmatch(r"\[[0-9, ]+\]", value):
             return None
-        return tuple(map(int, re.findall(r"\d+", value)))
+        value = [int(digits) if len(digits) < 10 else None for digits in re.findall(r"[0-9]+", value)]
     if not isinstance(value, list):
         return None
-    numbers = [_number(one) for one in cast(list[Any], value)]
-    return None if None in numbers or not numbers else tuple(one for one in numbers if one is not None)
+    numbers = [number for one in cast(list[Any], value) if (number := _number(one)) is not None]
+    is_group = len(set(numbers)) == len(cast(list[Any], value)) > 0
+    return tuple(numbers) if is_group else None
 
 
 def _kernel_times(spans: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
@@ -227,13 +251,13 @@ def _kernel_times(spans: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             mark = _mapping(event.get("args")).get("External id")
             if isinstance(mark, int):
-                times[mark] += _time(event.get("dur"))
+                times[mark] += _duration_us(event.get("dur"))
     return times
 
 
 def _add(trace: _Trace, event: Mapping[str, Any], kernels: Mapping[Any, float], groups: set[tuple[int, ...]]) -> None:
     """Make a sample of an event, or count it as unknown."""
-    name, args, us = str(event.get("name", "")), _mapping(event.get("args")), _time(event.get("dur"))
+    name, args, us = str(event.get("name", "")), _mapping(event.get("args")), _duration_us(event.get("dur"))
     sample = _collective(event, name, args, us, groups, trace.world_size)
     if sample is not None:
         trace.collectives.append(sample)
@@ -254,6 +278,7 @@ def _add(trace: _Trace, event: Mapping[str, Any], kernels: Mapping[Any, float], 
 
 
 def _shortened(name: str) -> str:
+    name = _printable(name)
     return re.split(r"[(<:]", name.replace("::", "."))[0][:40] if name.startswith("void") else name[:40]
 
 
@@ -280,7 +305,7 @@ def _collective(
     if name.startswith("ncclDevKernel") and event.get("cat") == "kernel":
         kind = _COLLECTIVES.get(str(args.get("Collective name")))
         count, width = _number(args.get("In msg nelems")), _BYTES.get(str(args.get("dtype")).lower())
-        if kind is None or not count or width is None:
+        if kind is None or not count or width is None or count * width > _LARGEST:
             return None
         ranks = _ranks(args.get("Process Group Ranks"))
         if ranks is None and _number(args.get("Group size")) == world_size:
@@ -350,6 +375,8 @@ def _tensors(args: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
         if known is None or None in sizes:
             continue
         count = math.prod(size for size in sizes if size is not None)
+        if count > _LARGEST:
+            continue
         yield f"{known[0]}[{','.join(map(str, sizes))}]", count, known[1]
 
 
@@ -367,9 +394,11 @@ def _operator(name: str, args: Mapping[str, Any]) -> str | None:
 
 def _overload(name: str, types: tuple[str, ...]) -> str | None:
     """Which overload took inputs of these types, as text: `aten.add.Tensor`. The profiler names the operator alone."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    # The namespace has attributes that are no operators, like __file__; names of another form it may not even take.
+    found = getattr(torch.ops.aten, name, None) if re.fullmatch(r"[A-Za-z0-9_]+", name) else None
+    if not isinstance(found, OpOverloadPacket):
         return None
+    packet = cast("Any", found)
     for overload in packet.overloads():
         arguments = getattr(packet, overload)._schema.arguments
         if any(argument.is_out for argument in arguments) or len(types) > len(arguments):

@@ -1,13 +1,17 @@
 """Cost tables from profiler traces: real ones of gloo ranks, made-up ones of NCCL, and what else a file may hold."""
 
+import copy
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
@@ -137,6 +141,22 @@ ODD: list[Any] = [
     nccl(5.0, -3),
     event("ncclDevKernel_Generic", 5.0, **{"Collective name": "allreduce", "In msg nelems": 5, "dtype": "Quaternion"}),
     event("my_kernel", 5.0),
+    event("my\nkernel\ud800\x1b[2J", 5.0),
+    event("aten::__file__", 1.0, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}),
+    event("aten::__class__", 1.0, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}),
+    event("aten::name", 1.0, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}),
+    event("aten::relu\ud800", 1.0, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}),
+    event("aten::relu\0", 1.0, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}),
+    event("aten::", 1.0, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}),
+    event("aten::relu", 1.0, "cpu_op", **{"Input Dims": [[2**62, 2**62]], "Input type": ["float"]}),
+    *(
+        {**event("aten::relu", us, "cpu_op", **{"Input Dims": [[2]], "Input type": ["float"]}), "ts": us}
+        for us in (-1, 10**400, -(10**400), 1e300, 5e-324, float("inf"), True)
+    ),
+    {**event("", 5.0), "name": {"a": []}},
+    {**event("", 5.0), "name": None},
+    nccl(5.0, 10**30),
+    nccl(1e300, 1000),
 ]
 
 
@@ -146,6 +166,66 @@ def test_an_event_that_nobody_knows_is_counted_and_never_an_exception(number: in
     assert found.table.collectives == {}
     assert found.table.compute == {}
     assert sum(found.unknown.values()) == (1 if number > 2 else 0)
+    assert all(name.isprintable() for name in found.unknown)
+    assert all(note.isprintable() for note in found.notes)
+
+
+SHAPES = {"Input Dims": [[64, 32], [32, 16]], "Input type": ["float", "float"]}
+GOOD: dict[str, Any] = {
+    "distributedInfo": {"rank": 0, "world_size": 2, "pg_config": [{"ranks": [0, 1]}]},
+    "deviceProperties": [{"name": "NVIDIA H100"}],
+    "host_name": "a",
+    "traceEvents": [
+        event("aten::mm", 9.0, "cpu_op", **{"External id": 7}, **SHAPES),
+        event("sgemm", 400.0, **{"External id": 7}),
+        event("gloo:all_reduce", 5.0, "user_annotation", **SHAPES),
+        nccl(50.0, 1000, **{"Process Group Ranks": "[0, 1]"}),
+    ],
+}
+
+
+def places(data: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inside:
+        yield (*here, key)
+        yield from places(value, (*here, key))
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just(10**400)
+    | st.sampled_from(["aten::__dict__", "aten::add", "gloo:gather", "X", "[0, 0]", "[,]", f"[{'9' * 5000}]"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(st.sampled_from(list(places(GOOD))), ANYTHING)
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_trace_with_one_strange_value_gives_a_table_or_an_error_in_words(
+    tmp_path: Path, place: tuple[Any, ...], value: Any
+):
+    data = copy.deepcopy(GOOD)
+    inner = data
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    other = {**GOOD, "distributedInfo": {"rank": 1, "world_size": 2}}
+    for path, one in zip(paths, (data, other), strict=True):
+        path.write_text(json.dumps(one))
+    for some in (paths, paths[:1]):
+        try:
+            table = table_from_traces(some).table
+        except BadOption:
+            continue
+        assert CostTable.from_json(table.to_json()) == table
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (0, 10**9)])
+def test_a_rank_that_no_job_has_is_refused(rank: int, world_size: int, tmp_path: Path):
+    path = write(tmp_path / "0.json", rank, [], distributedInfo={"rank": rank, "world_size": world_size})
+    with pytest.raises(BadOption, match=r"not of the ranks of one job: rank 2 of 2|a job may have 1,048,576"):
+        table_from_traces([path])
 
 
 def test_a_collective_whose_ranks_are_not_told_is_left_out(tmp_path: Path):
@@ -167,6 +247,8 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path):
         ("{", "cannot read the trace"),
         ("{}", "no list of traceEvents"),
         ("3", "no list of traceEvents"),
+        ("[" * 100_000, "cannot read the trace"),
+        ("1" * 5000, "cannot read the trace"),
     ):
         path.write_text(text)
         with pytest.raises(BadOption, match=why):
