@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -331,9 +331,47 @@ def machine_name() -> str:
     return socket.gethostname()
 
 
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def processors(root: Path = Path("/")) -> int:
+    """How many processors this process may use: those it may run on, and no more than its control groups' quotas.
+
+    A quota is rounded down: `docker run --cpus 1.5` gives one processor to count on, half a one still is one.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *map(int, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors' worth of time that each control group around this process may use (Linux, cgroups(7)).
+
+    A group's path is as the host sees it; a container may see its own group as the top. Both are looked at, and all
+    that lie between: the tightest counts.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / controllers
+        inside = Path(path.lstrip("/"))
+        for folder in (mount / inside, *(mount / above for above in inside.parents)):
+            if controllers:  # version 1
+                quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+            else:
+                quota, _, period = _text(folder / "cpu.max").partition(" ")
+            try:
+                us, of_us = int(quota), int(period)
+            except ValueError:  # no such file, or "max"
+                continue
+            if us > 0 and of_us > 0:
+                yield us / of_us
+
+
+def _text(path: Path) -> str:
+    """What a file of the system says; nothing if there is none."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def host_name() -> str:
