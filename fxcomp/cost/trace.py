@@ -213,7 +213,7 @@ def _duration_us(value: Any) -> float:
     return us if _SHORTEST_US <= us <= _LONGEST_US else 0.0
 
 
-_LARGEST = 1 << 62
+_LARGEST = 10**17  # of what is counted; in bytes a cost table still takes it (assumed: nothing real comes near it)
 _SHORTEST_US, _LONGEST_US = 1e-6, 1e12
 """An event takes longer than light needs for a hair's breadth, and less than some days (assumed)."""
 
