@@ -77,7 +77,7 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.step import CompiledStep, Following, Replanned, Training, Variant
+from fxcomp.step import CompiledStep, Following, GivenUp, Replanned, Training, Variant
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 
 P = ParamSpec("P")
@@ -310,7 +310,7 @@ def compile_step(
             else None
         )
 
-    def decide_again(table: CostTable, topic: str) -> Replanned:
+    def decide_again(table: CostTable, given_up: GivenUp | None, topic: str) -> Replanned:
         """Every rank gets as far as the others, or all of them raise and go on with the plan that they have."""
         nonlocal decided
 
@@ -321,16 +321,21 @@ def compile_step(
         again = decide_best(chosen_mode, workload, table, cluster, ranks, bursts_of(optimizer), topic=topic)
         choice = again.choice
         assert choice is not None, "what is chosen has been compared"
+        trusted = ranks.from_rank_0(
+            f"{topic}: trusting it", lambda: is_trusted(choice, given_up, again.workload, again.costs, cluster)
+        )
+        chosen = again.plan if trusted else choice.dense
 
         def made() -> Replanned:
             return Replanned(
-                again.plan, again.costs, choice.dense, choice.dense_us, emitted(captured, again.plan, again.costs),
-                Residuals(residual_layout(again.plan, cluster, ranks.rank), device),
-                CompressorStates(state_layout(again.plan, shapes, cluster, ranks.rank), device, seed),
+                chosen, again.costs, choice.dense, choice.dense_us, emitted(captured, chosen, again.costs),
+                Residuals(residual_layout(chosen, cluster, ranks.rank), device),
+                CompressorStates(state_layout(chosen, shapes, cluster, ranks.rank), device, seed),
+                None if trusted else choice.step_us,
             )  # fmt: skip
 
         new = ranks.attempt(f"{topic}: emitting the step", made)
-        decided = replace(again, dense=decided.dense, notes=decided.notes)
+        decided = replace(again, plan=chosen, dense=decided.dense, notes=decided.notes)
         flips.cache_clear()
         return new
 
@@ -339,7 +344,7 @@ def compile_step(
     )
     following = Following(
         Watch(Schedule.of(step_us, verify_every), clock_of(device)), Replan.parse(replan), cluster,
-        None if why_not else decide_again, why_not,
+        lambda plan: emitted(captured, plan, decided.costs), None if why_not else decide_again, why_not,
     )  # fmt: skip
     # A given plan without costs was not judged by anything that could turn out wrong.
     is_watched = replan != Replan.OFF.value and ranks.world_size > 1 and (plan is None or costs is not None)
@@ -593,6 +598,21 @@ def decide_best(
     choice = ranks.attempt(f"{topic}: comparing it", compared)
     choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
     return Decided(choice.plan, costs, workload, choice)
+
+
+def is_trusted(
+    choice: Choice, given_up: GivenUp | None, workload: Workload, costs: CostTable, cluster: Cluster
+) -> bool:
+    """Whether a chosen plan is still the better one after what was measured of the last one that was given up.
+
+    By how much that took longer than it is predicted now, any compressed plan is expected to (assumed: what is not
+    understood of one concerns the others too), and dense takes what has just been measured of it. So the plan that was
+    given up is not chosen again by what was predicted of it before.
+    """
+    if given_up is None or choice.plan.is_dense:
+        return True
+    slower = max(1.0, given_up.step_us / predict_us(workload, given_up.plan, costs, cluster))
+    return choice.step_us * slower < (given_up.dense_us or choice.dense_us)
 
 
 def given_plan(plan: Plan | str | Path, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import statistics
 import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -109,6 +108,17 @@ communicate in it."""
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A compressed plan that was followed and turned out slower than dense, as all ranks know it."""
+
+    plan: Plan
+    step_us: float
+    """What was measured of it."""
+    dense_us: float | None = None
+    """What has just been measured of the dense plan, where that is followed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Replanned:
     """What was chosen anew by another cost table, the same on all ranks, with fresh state for it."""
 
@@ -121,6 +131,8 @@ class Replanned:
     """The first capture, following the plan."""
     residuals: Residuals
     compressor_states: CompressorStates
+    mistrusted_us: float | None = None
+    """What is predicted for a compressed plan that is not followed, after what another one really took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,9 @@ class Following:
     watch: Watch
     replan: Replan
     cluster: Cluster
-    decide: Callable[[CostTable, str], Replanned] | None
+    emit: Callable[[Plan], Variant]
+    """The first capture, following another plan by the costs in force. Local."""
+    decide: Callable[[CostTable, GivenUp | None, str], Replanned] | None
     """Choose anew by another table; every rank calls it, for a topic of its own."""
     refusal: str = ""
     """Why there is no `decide`."""
@@ -201,7 +215,9 @@ class CompiledStep:
         """What each cost took when it was last compared with its prediction, as all ranks see it."""
         self._noted: set[str] = set()
         self._replans = 0
-        self._patience, self._patient_until = 1, 0
+        self._patience, self._least_patience, self._patient_until = 1, 1, 0
+        self._given_up: GivenUp | None = None
+        self._returns = 0
         self._adopted: Variant | None = None
         self._first_around: tuple[Any, ...] = ()
         self._dense_ms, self._dense_plan = dense_ms, dense_plan
@@ -518,7 +534,10 @@ class CompiledStep:
         mine = statistics.median(times) if is_known else -1.0
         everyone = [value for (value,) in self._gather([mine])]
         measured, dense = max(everyone), self._dense_ms or 0.0
-        if min(everyone) < 0 or measured <= dense * (1 + SWITCH_MARGIN) or self._dense_plan is None:
+        if min(everyone) < 0 or self._dense_plan is None:
+            return
+        if measured <= dense * (1 + SWITCH_MARGIN):
+            self._given_up, self._least_patience = None, 1
             return
         left = "goes out with the next step" if self.velocities is None else "is dropped"
         self.notes.append(
@@ -528,11 +547,28 @@ class CompiledStep:
         owed: dict[str, Tensor] = {}
         if self.velocities is None:
             owed = self.residuals.take_out(self._fed_back(self.plan), self._sum_over_ranks, dist.get_world_size())
+        self._given_up = GivenUp(self.plan, 1e3 * measured)
         before, self.plan = self.velocities, self._dense_plan
         if before is not None:
             self.velocities = self._fresh_velocities()
             self.velocities.take_over_mean(before, self._sum_over_ranks, dist.get_world_size())
         self._leave_plan(owed)
+        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self._watch_dense()
+
+    def _watch_dense(self) -> None:
+        """Go on looking for drift after a plan was given up, more patiently each time: its costs are not understood."""
+        following = self._following
+        if following is None:
+            return
+        self._returns += 1
+        self._least_patience *= 2
+        self._patience = self._least_patience
+        self._patient_until = self.steps + self._patience * following.watch.schedule.judged_every
+        self._noted.clear()
+        dense = self._ranks.attempt(f"emitting the dense step, {self._returns}", partial(following.emit, self.plan))
+        self._adopt(dense, 0)
+        self.agree_on_watching(f"watching the dense step, {self._returns}")
 
     def _leave_plan(self, owed: Mapping[str, Tensor]) -> None:
         """Forget what was made for another plan than the one that is followed now, but not what that still owes."""
@@ -598,7 +634,7 @@ class CompiledStep:
     def _compare(self, following: Following) -> tuple[Finding, ...]:
         """What is wrong with the costs, by numbers that all ranks share; every rank calls it at the same step."""
         variant = self._adopted
-        if variant is None or self.costs is None:  # switched back to dense, which nothing was predicted for
+        if variant is None or self.costs is None:
             return ()
         sheet = sheet_of(variant.graph, variant.timeline)
         everyone = self._gather([sheet.step_us, self.costs.error, *following.watch.rows(self.steps, sheet)])
@@ -617,7 +653,7 @@ class CompiledStep:
         if findings and is_automatic:
             changed = self._plan_anew(following, findings)
             # What a table cannot be put right for would be found again and again.
-            self._patience = 1 if changed else 2 * self._patience
+            self._patience = self._least_patience if changed else 2 * self._patience
             self._patient_until = self.steps + self._patience * following.watch.schedule.judged_every
 
     def _note_drift(self, following: Following, findings: Sequence[Finding], *, offers: bool) -> None:
@@ -671,18 +707,26 @@ class CompiledStep:
             sheet = sheet_of(variant.graph, variant.timeline)
             return corrected(costs, findings, sheet, variant.graph, following.cluster)
 
-        new = following.decide(self._ranks.attempt(f"{topic}: correcting the costs", put_right), topic)
-        changed, measured_ms = new.plan != self.plan, self.step_ms
+        table = self._ranks.attempt(f"{topic}: correcting the costs", put_right)
+        # A dense plan has just been measured. Of another one there is only a prediction, with its error.
+        is_known = self.plan.is_dense and bool(self.times.step_ms)
+        everyone = [value for (value,) in self._gather([self.step_ms if is_known else -1.0])]
+        dense_ms = max(everyone) if min(everyone) > 0 else None
+        if self._given_up is not None:
+            self._given_up = replace(self._given_up, dense_us=1e3 * dense_ms if dense_ms is not None else None)
+        new = following.decide(table, self._given_up, topic)
+        changed = new.plan != self.plan
         self.notes.append(
             f"planned anew at step {self.steps}, for {', '.join(str(f.cost) for f in findings)}:"
             f" {'another plan is followed' if changed else 'the plan stays'},"
             f" predicted at {new.variant.timeline.step_time_us / 1e3:.4g} ms a step; dense at {new.dense_us / 1e3:.4g}."
         )
-        # A dense plan has just been measured. Of another one there is only a prediction, with its error.
-        is_known = self.plan.is_dense and not math.isnan(measured_ms)
-        everyone = [value for (value,) in self._gather([measured_ms if is_known else -1.0])]
-        predicted_ms = new.dense_us * (1 + new.costs.error) / 1e3
-        self._dense_ms = max(everyone) if min(everyone) > 0 else predicted_ms
+        if new.mistrusted_us is not None and self._given_up is not None:
+            self.notes[-1] += (
+                f" With compression {new.mistrusted_us / 1e3:.4g} ms are predicted, which is not believed: the plan"
+                f" that was given up took {self._given_up.step_us / 1e3:.4g}."
+            )
+        self._dense_ms = dense_ms if dense_ms is not None else new.dense_us * (1 + new.costs.error) / 1e3
         self._dense_plan, self.costs = new.dense_plan, new.costs
         self._follow(new, following.cluster)
         self._noted.clear()

@@ -46,11 +46,11 @@ def table(gbit: float, **more: Any) -> CostTable:
     return CostTable(**{**known, **more})
 
 
-def compiled(costs: CostTable, **options: Any) -> fxcomp.CompiledStep:
+def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
     model = JOB.build()
     given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, **options}
     step = fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), JOB.batch(0, dist.get_rank()), **given
+        model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), **given
     )
     scheduled(step, EVERY, WINDOW)
     return step

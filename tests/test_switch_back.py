@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from jobs import JOBS
 from ranks import run_ranks
+from test_drift import JUDGED, compiled, same, table
 from torch import nn
+from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
-from fxcomp.step import SWITCH_STEPS, WARM_STEPS
+from fxcomp.drift.sheet import Kind
+from fxcomp.feedback import ErrorFeedback
+from fxcomp.step import SWITCH_STEPS, WARM_STEPS, Variant
 
 
 def train(dense_ms: float) -> dict[str, Any]:
@@ -49,3 +56,85 @@ def test_a_plan_that_is_faster_than_dense_was_is_kept():
     assert not one["notes"]
     assert "rt.compress" in one["source"]
     assert one["parameters"] == other["parameters"]
+
+
+# Afterwards
+
+JOB = JOBS["mlp"]
+FIRST = SWITCH_STEPS + WARM_STEPS
+LINK = (Kind.COLLECTIVE, "")
+
+
+def returned(steps: int, unexplained: float, slows: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A compressed plan takes `unexplained` times what is predicted and is given up; then the link `slows`.
+
+    It does so once, until the costs are put right (`once`; nothing is unexplained then), or seems to again and again,
+    whatever the costs say (`always`), or never.
+    """
+    clock = VirtualTime(sees_threads=True)
+
+    def surprise(variant: Variant) -> float:
+        is_compressed = "rt.compress" in variant.source
+        return unexplained if is_compressed and (slows == "always" or not step._returns) else 1.0
+
+    clock.surprise = surprise
+    with virtual_time(clock):
+        step = compiled(table(0.2), **options)
+        step._dense_ms = step._dense_ms or 2.0
+        plans: list[bool] = []
+        for i in range(steps):
+            is_slow = slows == "always" or (slows == "once" and step._replans == 0)
+            clock.factor = slower({LINK: 10.0} if is_slow and step._returns else {})
+            step(JOB.batch(i, dist.get_rank()))
+            plans.append(step.plan.is_dense)
+    return {
+        "notes": step.notes,
+        "plan": step.plan.digest,
+        "parameters": nn.utils.parameters_to_vector(step.training.model.parameters()).tolist(),
+        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.timed},
+        "plans": plans,
+    }
+
+
+def test_after_switching_back_the_dense_step_is_compared_and_nothing_is_said_while_nothing_is_wrong():
+    found = same(run_ranks(2, returned, FIRST + 4 * JUDGED, 100.0, "never", {"replan": "auto"}))
+    assert [note.partition(" at ")[0] for note in found["notes"]] == ["switched back to dense"]
+    assert "all_reduce@world of" in " ".join(found["rows"]), "the dense step's own costs"
+    assert all(measured == pytest.approx(predicted) for predicted, measured in found["rows"].values())
+
+
+def test_after_switching_back_a_link_that_becomes_slower_lets_ranks_compress_again():
+    found = same(run_ranks(2, returned, FIRST + 6 * JUDGED, 8.0, "once", {"replan": "auto"}))
+    back, slow, anew = found["notes"]
+    assert back.startswith(f"switched back to dense at step {FIRST}")
+    assert "all_reduce@world of" in slow
+    assert anew.startswith(f"planned anew at step {FIRST + 2 * JUDGED}"), (
+        "the second comparison: more patient than at first"
+    )
+    assert "another plan is followed" in anew
+    assert found["plans"] == [False] * (FIRST - 1) + [True] * 2 * JUDGED + [False] * (4 * JUDGED + 1)
+
+
+def test_what_is_never_understood_is_tried_ever_more_seldom():
+    """The link seems ten times slower at every comparison, and compressing takes longer than dense each time."""
+    steps = 40 * JUDGED
+    found = same(run_ranks(2, returned, steps, 100.0, "always", {"replan": "auto"}))
+    given_up = [k for k, note in enumerate(found["notes"]) if note.startswith("switched back")]
+    assert 2 <= len(given_up) <= 5, found["notes"]
+    assert any("which is not believed: the plan that was given up took" in note for note in found["notes"])
+
+
+def test_a_plan_that_was_given_up_is_not_chosen_again_by_its_prediction():
+    """Over the slower link it is predicted at a sixth of the dense step, and took four times as long."""
+    found = same(run_ranks(2, returned, FIRST + 4 * JUDGED, 100.0, "once", {"replan": "auto"}))
+    assert "which is not believed: the plan that was given up took 65" in found["notes"][2]
+    assert found["plans"] == [False] * (FIRST - 1) + [True] * (4 * JUDGED + 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": "plain", "error_feedback": ErrorFeedback(momentum=0.9)}], ids=["", "momentum"]
+)
+def test_after_switching_back_drift_is_told_where_nobody_plans_anew(options: dict[str, Any]):
+    found = same(run_ranks(2, returned, FIRST + 3 * JUDGED, 100.0, "once", options))
+    assert [note.partition(" ")[0] for note in found["notes"]] == ["switched", "since"]
+    assert ("step.replan(), called by every rank" in found["notes"][1]) is (not options)
