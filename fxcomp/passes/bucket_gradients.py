@@ -16,9 +16,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, wait_of
@@ -28,18 +29,20 @@ from fxcomp.strategy import Bucket, Plan
 
 
 def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
-    plan.check_covers({name: node.meta["val"].numel() for name, node in gradients(gm).items()})
+    local = gradients(gm)
+    plan.check_covers({name: node.meta["val"].numel() for name, node in local.items()})
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     for number, bucket in enumerate(plan.buckets):
-        _gather_bucket(gm, number, bucket)
+        _gather_bucket(gm.graph, number, bucket, local, order)
     return gm
 
 
-def _gather_bucket(gm: GraphModule, number: int, bucket: Bucket) -> None:
-    graph, local = gm.graph, gradients(gm)
+def _gather_bucket(
+    graph: Graph, number: int, bucket: Bucket, local: Mapping[str, Node], order: Mapping[Node, int]
+) -> None:
     own = [local[name] for name in bucket.names]
     old = {name: _reduction(name, local[name]) for name in bucket.names}
     waits = {name: wait_of(reduction) for name, reduction in old.items()}
-    order = {node: place for place, node in enumerate(graph.nodes)}
 
     with graph.inserting_after(max(own, key=order.__getitem__)):
         pack = call(graph, PACK, (own, 1.0), NodeInfo(Role.PACK, bucket=number), name=f"pack_{number}")
