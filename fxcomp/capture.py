@@ -497,7 +497,6 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
     """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers."""
     group = optimizer.param_groups[owner.group]
     numbers = live_numbers(group)
-    symbols = [compat.live_number(fakes.update_shapes, value, f"{owner.group}.{key}") for key, value in numbers.items()]
     state = optimizer.state[owner.parameter]
 
     shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
@@ -514,7 +513,10 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
 
     parameter = fakes.of_update(owner.parameter)
     tensors = [fakes.of_update(state[key]) for key in keys]
-    with fakes.update_mode:
+    with fakes.update_mode, compat.without_locations():
+        symbols = [
+            compat.live_number(fakes.update_shapes, value, f"{owner.group}.{key}") for key, value in numbers.items()
+        ]
         return compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
 
 

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -74,6 +75,17 @@ def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
     source = ConstantSource(f"live_{name}".replace(".", "_"))
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
+
+
+@contextmanager
+def without_locations() -> Generator[None]:
+    """Let symbols not note where they are made: torch imports its exporter to tell its own files from the user's."""
+    before = symbolic_shapes.uninteresting_files
+    symbolic_shapes.uninteresting_files = cast("Any", set[str])
+    try:
+        yield
+    finally:
+        symbolic_shapes.uninteresting_files = before
 
 
 @contextmanager
