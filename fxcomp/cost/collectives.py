@@ -311,11 +311,11 @@ def _solved(
 ) -> tuple[Callable[..., float], Callable[..., float]]:
     """The saving as a function of the unknown and the rest, and its root as one of the rest."""
     rest = (RANKS, RATE, COST, FIXED, ALPHA, MESSAGE, BYTES if unknown is BANDWIDTH else BANDWIDTH)
-    free = _sympy.Symbol(unknown.name)  # of any sign: a negative root means that there is none
-    expression = saved(kind, all_reduce).subs(unknown, free)
-    (root,) = _sympy.solve(expression, free)
+    expression = saved(kind, all_reduce)
+    slope, level = expression.coeff(unknown, -1 if unknown is BANDWIDTH else 1), expression.coeff(unknown, 0)
+    root = -slope / level if unknown is BANDWIDTH else -level / slope
     return (
-        _sympy.lambdify((free, *rest), expression, modules=_NAMES),
+        _sympy.lambdify((unknown, *rest), expression, modules=_NAMES),
         _sympy.lambdify(rest, root, modules=_NAMES),
     )
 
