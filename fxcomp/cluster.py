@@ -401,7 +401,11 @@ class Cluster:
         """The same cluster with another bandwidth between hosts; what lies above keeps its ratio to it."""
         factor = gb_per_s / self.inter.gb_per_s
         above = tuple(replace(tier, link=tier.link.at_gb_per_s(tier.link.gb_per_s * factor)) for tier in self.above)
-        return replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)
+        changed = replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)
+        # Who sits where stays known, and what the links inside hosts give.
+        kept = {key: known for key, known in self._known.items() if not _is_between_hosts(key)}
+        changed._known.update(kept)
+        return changed
 
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks, one after the other.
@@ -432,7 +436,7 @@ class Cluster:
         others = tuple(tuple(other) for other in beside)
         key = ("reach", members, others)
         if key not in self._known:
-            self._known[key] = self._reaches([members, *others], wanted=1)[0]
+            self._known[key] = self._reach_beside(members, others)
         return self._known[key]
 
     def reach_at(self, level: Level) -> Reach:
@@ -440,11 +444,19 @@ class Cluster:
         key = ("reach", level)
         if key not in self._known:
             groups = self.groups(level)
-            self._known[key] = max(self._reaches(groups, wanted=len(groups)), key=_slowness)
+            if ("crossed", level) not in self._known:
+                self._known["crossed", level] = self._crossed(groups)
+            crossings, crowds = self._known["crossed", level]
+            reaches = [self._one_reach(group, own, crowds) for group, own in zip(groups, crossings, strict=True)]
+            self._known[key] = max(reaches, key=_slowness)
         return self._known[key]
 
-    def _reaches(self, groups: Sequence[tuple[int, ...]], wanted: int) -> list[Reach]:
-        """The first `wanted` groups' reaches, while all run."""
+    def _reach_beside(self, group: tuple[int, ...], others: Sequence[tuple[int, ...]]) -> Reach:
+        crossings, crowds = self._crossed((group, *others))
+        return self._one_reach(group, crossings[0], crowds)
+
+    def _crossed(self, groups: Sequence[tuple[int, ...]]) -> tuple[list[dict[_Place, _Crossing]], dict[_Place, _Crowd]]:
+        """What each group does on the links that it uses, and all of them together, whatever the links' bandwidths."""
         crossings = [self._crossings(group) for group in groups]
         everyone: defaultdict[_Place, list[_Crossing]] = defaultdict(list)
         for crossed in crossings:
@@ -454,7 +466,7 @@ class Cluster:
             place: _Crowd(len(there), tuple(map(sum, zip(*(crossing.loads for crossing in there), strict=True))))
             for place, there in everyone.items()
         }
-        return [self._one_reach(groups[k], crossings[k], crowds) for k in range(wanted)]
+        return crossings, crowds
 
     def _one_reach(
         self,
@@ -670,6 +682,11 @@ def _shortened(value: object) -> str:
         return f"10^{_DIGITS} or more"
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _is_between_hosts(key: Any) -> bool:
+    """Whether what a cluster knows under this key is what groups get that may span hosts."""
+    return isinstance(key, tuple) and key[:1] == ("reach",) and key != ("reach", Level.INTRA)
 
 
 def _slowness(reach: Reach) -> tuple[float, int, float, str]:

@@ -286,3 +286,17 @@ def test_an_error_about_many_ranks_stays_short():
 def test_a_group_of_ranks_that_are_not_there_is_refused(ranks: tuple[int, ...]):
     with pytest.raises(BadCluster, match=r"a group has ranks of 0 to 3, each once, in a cluster of 4; it is"):
         Cluster(2, 2, INTRA, INTER).reach(ranks)
+
+
+def test_another_bandwidth_between_hosts_keeps_nothing_that_depends_on_it():
+    for text in ("2x4", "4+4+2", "2x3x4"):
+        cluster = Cluster.parse(text, intra=Link(2.0, 12.0), inter=Link(10.0, 3.0))
+        for level in Level:
+            cluster.reach_at(level)
+        cluster.reach((0, cluster.world_size - 1))
+        changed = cluster.with_inter(0.5)
+        fresh = replace(changed)
+        assert changed == fresh
+        assert [changed.reach_at(level) for level in Level] == [fresh.reach_at(level) for level in Level]
+        ends = (0, cluster.world_size - 1)
+        assert changed.reach(ends) == fresh.reach(ends) != cluster.reach(ends)
