@@ -129,7 +129,7 @@ class CostTable:
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """How many of compute's processors a collective takes while it runs."""
         taken = self._transport(kind)
-        takes_us = self.collective_us(kind, level, size, cluster)
+        takes_us = self.collective_us(kind, level, size, cluster) if taken is not None else 0.0
         if taken is None or not takes_us:
             return 0.0
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)

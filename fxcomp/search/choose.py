@@ -242,23 +242,22 @@ class _Search:
 
     def _bound_us(self, parts: _Parts) -> float:
         """What a plan's step takes at least: all that compute must do, or all that the wire must, once it may start."""
-        busy = [self._busy(part) for part in parts]
+        known = self.busy
+        busy = [known.get(part) or self._busy(part) for part in parts]
         compute = self.workload.backward_us + self.workload.finish_us + sum([us for us, _ in busy])
         wire = self.workload.gradients[self._last(parts[0])].ready_us + sum([us for _, us in busy])
         return max(compute, wire)
 
     def _busy(self, part: _Part) -> tuple[float, float]:
         """How long a bucket occupies compute and the links between hosts."""
-        known = self.busy.get(part)
-        if known is None:
-            bucket = self._priced(part)
-            tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final, bucket.update]
-            compute, wire = (
-                sum(task.duration_us for task in tasks if task.stream is stream)
-                for stream in (Stream.COMPUTE, Stream.INTER)
-            )
-            known = self.busy[part] = (compute, wire)
-        return known
+        bucket = self._priced(part)
+        tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final, bucket.update]
+        compute, wire = (
+            sum(task.duration_us for task in tasks if task.stream is stream)
+            for stream in (Stream.COMPUTE, Stream.INTER)
+        )
+        self.busy[part] = (compute, wire)
+        return compute, wire
 
     def _simulate(self, parts: _Parts) -> float:
         regions: list[Task] = []
@@ -267,7 +266,8 @@ class _Search:
             last = self._last(part)
             regions.append(self._region(previous, last))
             previous = last
-        buckets = [self._priced(part) for part in parts]
+        known = self.priced
+        buckets = [known.get(part) or self._priced(part) for part in parts]
         return step_time_us(assemble(self.workload, regions, buckets, self.broadcast), self.costs.processors)
 
     def _priced(self, part: _Part) -> BucketTasks:

@@ -324,7 +324,8 @@ class _Writer:
         start = self._task(f"start {name}", launcher, self.costs.launch_us)
         load = self.costs.load_of(step.kind, step.level, size, self.cluster)
         beside = self.costs.beside(step.kind, step.level, size, self.cluster)
-        sent = replace(self._task(name, _stream(step.level, self.cluster), us), load=load, beside=beside)
+        sent = Task(f"{name} {self.k}", _stream(step.level, self.cluster), us, (self.previous,), load, beside)
+        self.previous = sent.name
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
