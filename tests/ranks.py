@@ -27,7 +27,6 @@ class Outcome:
     error: str = ""
     text: str = ""
     trace: str = ""
-    seconds: float = 0.0
 
 
 def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -90,16 +89,14 @@ def _rank(
     result: Connection, port: int, rank: int, ranks: int, timeout_s: float, work: Callable[..., Any], arguments: Any
 ) -> None:
     torch.set_num_threads(1)
-    start = time.monotonic()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
-        start = time.monotonic()
         outcome = Outcome(value=work(*arguments))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
         trace = traceback.format_exc()
-        outcome = Outcome(error=type(error).__name__, text=str(error), trace=trace, seconds=time.monotonic() - start)
+        outcome = Outcome(error=type(error).__name__, text=str(error), trace=trace)
     result.send(outcome)
     result.close()
