@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import UNSHARED
 from fxcomp.errors import BadOption
 
 Key = TypeVar("Key")
@@ -45,7 +47,8 @@ class Difference:
 
     def __str__(self) -> str:
         change = f"{100 * (self.second / self.first - 1):+.0f} %" if self.first else "new"
-        return f"{self.what}: {self.first:.4g} {self.unit} and {self.second:.4g} {self.unit} ({change})"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.what}: {self.first:.4g}{unit} and {self.second:.4g}{unit} ({change})"
 
 
 def differences(first: CostTable, second: CostTable) -> list[Difference]:
@@ -58,7 +61,7 @@ def diff(first: CostTable, second: CostTable) -> str:
     """How two tables differ, a line each, the largest first; then what only one of them has."""
     lines = [
         f"{name}: {mine!r} and {theirs!r}"
-        for name in ("hardware", "versions", "date")
+        for name in ("hardware", "versions", "date", "source", "estimate")
         if (mine := getattr(first, name)) != (theirs := getattr(second, name))
     ]
     lines += [str(one) for one in differences(first, second)]
@@ -69,8 +72,19 @@ def diff(first: CostTable, second: CostTable) -> str:
 
 
 def _keys(table: CostTable) -> list[str]:
-    collectives = [f"{kind.value}@{reach}" for kind, reach in table.collectives]
-    return [*collectives, *table.compressors, *table.compute]
+    """What a table may have or not."""
+    parts = {
+        "a copy speed between host and device": table.copy_gb_per_s is not None,
+        "processors that compute shares": table.processors != UNSHARED,
+    }
+    return [
+        *(name for name, is_there in parts.items() if is_there),
+        *(f"a roofline for {name}" for name in table.roofline.others),
+        *(f"what {kind.value} takes of the processors" for kind in table.transport),
+        *(f"{kind.value}@{reach}" for kind, reach in table.collectives),
+        *table.compressors,
+        *table.compute,
+    ]
 
 
 def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
@@ -80,6 +94,10 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
             yield Difference(field.name, float(mine), float(theirs), "GB/s" if field.name.endswith("gb_per_s") else "")
     for name, unit in (("gflops", "GFLOP/s"), ("gb_per_s", "GB/s"), ("launch_us", "us")):
         yield Difference(f"roofline {name}", getattr(first.roofline, name), getattr(second.roofline, name), unit)
+    for name, gflops in first.roofline.others.items():
+        if name in second.roofline.others:
+            yield Difference(f"roofline {name}", gflops, second.roofline.others[name], "GFLOP/s")
+    yield from _of_sharing(first, second)
     for key, mine in first.collectives.items():
         if key in second.collectives:
             yield _of_collectives(f"{key[0].value}@{key[1]}", mine, second.collectives[key])
@@ -90,6 +108,22 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
         if key in second.compute:
             theirs = second.compute[key]
             yield Difference(key, mine.us, theirs.us, expected=mine.spread + theirs.spread)
+
+
+def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
+    """How compute and communication slow each other. It follows the job and its ranks: no difference contradicts."""
+    units = {"us": "us", "us_per_mb": "us/MB", "speed": "", "more_us": "us"}
+    pairs: list[tuple[str, Any, Any, Mapping[str, str]]] = [
+        (f"transport {kind.value}", taken, second.transport[kind], units)
+        for kind, taken in first.transport.items()
+        if kind in second.transport
+    ]
+    pairs.append(("contention", first.contention, second.contention, {"load": "", "speed": ""}))
+    if UNSHARED not in (first.processors, second.processors):
+        pairs.append(("processors", first.processors, second.processors, {"count": "", "compute": ""}))
+    for what, mine, theirs, names in pairs:
+        for name, unit in names.items():
+            yield Difference(f"{what} {name}", getattr(mine, name), getattr(theirs, name), unit, expected=math.inf)
 
 
 def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollective) -> Difference:
@@ -134,6 +168,8 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
     Where both have an entry, a measured one wins over one from a trace, that one over an assumed one; then the newer
     table's wins, and the second's if they are of one day. Of single numbers one that is not the default wins first.
+    A roofline is taken whole. What collectives take of the processors, how many of these there are, and the contention
+    that a job showed with both were measured together, and come from one table: the winning one, if it has any of it.
     Raises BadOption for tables of different machines.
     """
     default = CostTable()
@@ -155,6 +191,8 @@ def merge(first: CostTable, second: CostTable) -> Merged:
         "collectives": _union(older.collectives, newer.collectives, lambda entry: entry.source),
         "compressors": {**other.compressors, **main.compressors},
     }
+    shares = main if any(getattr(main, name) != getattr(default, name) for name in _SHARING) else other
+    chosen |= {name: getattr(shares, name) for name in _SHARING}
     for field in fields(CostTable):
         if field.name not in chosen:
             mine = getattr(main, field.name)
@@ -163,6 +201,10 @@ def merge(first: CostTable, second: CostTable) -> Merged:
     both = differences(_filled(first, second), _filled(second, first))
     conflicts = [one for one in both if one.apart > max(CONFLICT, one.expected)]
     return Merged(CostTable(**chosen), tuple(map(str, conflicts)))
+
+
+_SHARING = ("transport", "processors", "contention")
+"""What was measured together about processors that are shared."""
 
 
 def _filled(one: CostTable, other: CostTable) -> CostTable:

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fxcomp.cost.compare import diff, differences, merge
+from fxcomp.cost.contention import Contention
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Measured, Roofline
+from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
+from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind
 
@@ -51,6 +53,68 @@ def test_differences_come_largest_first_and_say_where():
     assert lines[-2:] == ["only the first has all_reduce@4x1", "only the second has all_reduce@1x2"]
     apart = [one.apart for one in differences(OLD, NEW)]
     assert apart == sorted(apart, reverse=True)
+
+
+SHARED = replace(
+    OLD,
+    transport={KIND: Transport(10.0, 900.0, 0.8, 40.0)},
+    processors=Processors(2.0, 1.0),
+    contention=Contention(1.5, 0.7),
+    roofline=Roofline(50.0, 10.0, others={"bf16": 100.0, "f64": 1.0}),
+    copy_gb_per_s=12.0,
+    estimate="a data sheet",
+)
+OTHER = replace(
+    SHARED,
+    date="2026-11-20",
+    transport={KIND: Transport(20.0, 1800.0, 0.4, 80.0), CollectiveKind.ALL_GATHER: Transport(1.0, 1.0)},
+    processors=Processors(4.0, 2.0),
+    contention=Contention(3.0, 0.35),
+    roofline=Roofline(50.0, 10.0, others={"bf16": 200.0}),
+    copy_gb_per_s=24.0,
+    estimate="",
+)
+
+
+def test_how_processors_are_shared_and_other_types_and_copies_are_told_apart():
+    lines = diff(SHARED, OTHER).splitlines()
+    for line in (
+        "estimate: 'a data sheet' and ''",
+        "copy_gb_per_s: 12 GB/s and 24 GB/s (+100 %)",
+        "roofline bf16: 100 GFLOP/s and 200 GFLOP/s (+100 %)",
+        "transport all_reduce us: 10 us and 20 us (+100 %)",
+        "transport all_reduce us_per_mb: 900 us/MB and 1800 us/MB (+100 %)",
+        "transport all_reduce speed: 0.8 and 0.4 (-50 %)",
+        "transport all_reduce more_us: 40 us and 80 us (+100 %)",
+        "contention load: 1.5 and 3 (+100 %)",
+        "contention speed: 0.7 and 0.35 (-50 %)",
+        "processors count: 2 and 4 (+100 %)",
+        "processors compute: 1 and 2 (+100 %)",
+        "only the first has a roofline for f64",
+        "only the second has what all_gather takes of the processors",
+    ):
+        assert line in lines
+    lines = diff(OLD, SHARED).splitlines()
+    assert "only the second has a copy speed between host and device" in lines
+    assert "only the second has processors that compute shares" in lines
+
+
+def test_what_was_measured_together_about_processors_comes_from_one_table():
+    def sharing(table: CostTable) -> tuple[object, ...]:
+        return table.transport, table.processors, table.contention
+
+    for merged in (merge(SHARED, OTHER), merge(OTHER, SHARED)):
+        assert sharing(merged.table) == sharing(OTHER), "the newer one's"
+        assert merged.table.copy_gb_per_s == 24.0
+        assert merged.table.roofline == OTHER.roofline
+        told = " ".join(merged.conflicts)
+        assert "copy_gb_per_s" in told
+        assert "roofline bf16" in told
+        assert not any(word in told for word in ("transport", "contention", "processors"))
+    lone = replace(OTHER, transport={}, processors=Processors(), contention=Contention())
+    assert sharing(merge(SHARED, lone).table) == sharing(SHARED)
+    partly = replace(lone, processors=Processors(8.0, 1.0))
+    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), Contention())
 
 
 @pytest.mark.parametrize("turned", [False, True])
