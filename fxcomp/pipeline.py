@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -34,7 +34,7 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.contention import fit_contention
+from fxcomp.cost.contention import Contention, fit_contention
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import UNSHARED, Processors, simulate, step_time_us
 from fxcomp.drift.watch import Replan, Schedule, Watch
@@ -700,7 +700,9 @@ def _measured_on_job(
     )
     tasks = graph_tasks(rewriting(captured, plan, costs).graph)
     slowed_us = max(0.0, sum(dense_here.region_us.values()) - sum(alone.region_us.values()))
-    contention = fit_contention(tasks, costs.processors, dense.step_us, slowed_us)
+    # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
+    fitted = partial(fit_contention, tasks, costs.processors, dense.step_us, slowed_us)
+    contention = Contention(**ranks.from_rank_0("fitting contention", lambda: asdict(fitted())))
     costs = replace(costs, contention=contention)
     predicted = step_time_us(contention.on(tasks), costs.processors)
     error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)

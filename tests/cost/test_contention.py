@@ -1,9 +1,15 @@
 """Contention from one measured step: found where the step tells it, left alone where it does not."""
 
+import math
+import random
+from typing import Any
+
 import pytest
 
-from fxcomp.cost.contention import LOADS, SPEEDS, Contention, fit_contention
-from fxcomp.cost.timeline import Processors, Stream, Task, simulate
+from fxcomp.compressors import kernels
+from fxcomp.cost import contention
+from fxcomp.cost.contention import LOADS, NOISE, SPEEDS, USUAL_LOAD, USUAL_SPEED, Contention, fit_contention
+from fxcomp.cost.timeline import Processors, Stream, Task, Timeline, simulate
 
 ONE = Processors(1.0, 1.0)
 
@@ -39,6 +45,49 @@ def test_a_link_that_is_slower_than_measured_is_not_taken_for_contention():
     seen = simulate(tasks, ONE)
     found = fit_contention(tasks, ONE, 1.03 * seen.step_time_us, seen.slowed_us(Stream.COMPUTE))
     assert 0.7 < found.speed < 1.4
+
+
+def whole_grid(tasks: list[Task], processors: Processors, step_us: float, slowed_us: float) -> Contention:
+    """The specification: every point of the grid is simulated."""
+
+    def misfit(one: Contention) -> float:
+        timeline = simulate(one.on(tasks), processors)
+        step = math.log(timeline.step_time_us / step_us) / NOISE
+        slowed = (timeline.slowed_us(Stream.COMPUTE) - slowed_us) / step_us / NOISE
+        far = (math.log(one.load) / USUAL_LOAD) ** 2 + (math.log(one.speed) / USUAL_SPEED) ** 2
+        return step**2 + slowed**2 + far
+
+    return min((Contention(load, speed) for load in LOADS for speed in SPEEDS), key=misfit)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("built", [True, False], ids=["kernel", "no kernel"])
+def test_what_is_left_out_would_not_have_been_chosen(seed: int, built: bool, monkeypatch: pytest.MonkeyPatch):
+    if not built:
+        monkeypatch.setattr(kernels, "available", lambda: False)
+    draw = random.Random(seed)
+    tasks, processors = (
+        step(10 ** draw.uniform(3, 5.5), draw.randint(1, 4)),
+        Processors(draw.choice([0.5, 1.0, 1.5]), 1.0),
+    )
+    seen = simulate(tasks, processors)
+    step_us, slowed_us = seen.step_time_us * draw.uniform(0.5, 3.0), seen.step_time_us * draw.choice([0.0, 0.1, 0.9])
+    found = fit_contention(tasks, processors, step_us, slowed_us)
+    assert found == whole_grid(tasks, processors, step_us, slowed_us)
+
+
+def test_a_step_that_was_predicted_right_needs_few_simulations(monkeypatch: pytest.MonkeyPatch):
+    count: list[int] = []
+    tasks = step(19_000.0)
+    seen = simulate(tasks, ONE)
+
+    def counted(*arguments: Any) -> Timeline:
+        count.append(1)
+        return simulate(*arguments)
+
+    monkeypatch.setattr(contention, "simulate", counted)
+    fit_contention(tasks, ONE, seen.step_time_us, seen.slowed_us(Stream.COMPUTE))
+    assert len(count) == 1
 
 
 def test_processors_to_spare_have_no_contention():
