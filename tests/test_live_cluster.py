@@ -9,9 +9,10 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks, try_ranks
 
 import fxcomp
-from fxcomp import compat, hosts
+from fxcomp import compat, hosts, pipeline
 from fxcomp.cluster import Cluster, Link
 from fxcomp.cost.collectives import reach_us
+from fxcomp.cost.contention import Contention
 from fxcomp.errors import NoProcessGroup
 from fxcomp.ranks import Ranks, cluster_of_group
 from fxcomp.strategy import CollectiveKind, Strategy
@@ -133,3 +134,23 @@ def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
     outcomes = try_ranks(3, by_level_on, ["a", "a", "b"])
     assert [outcome.error for outcome in outcomes] == ["BadPlan"] * 3
     assert all("needs as many ranks on every host; here the hosts have 2+1" in outcome.text for outcome in outcomes)
+
+
+def fitted_contention(_: object = None) -> tuple[int, Contention]:
+    """How often this rank fitted contention, each rank with another answer, and what its step was planned with."""
+    asked: list[int] = []
+
+    def fitted(*_: object) -> Contention:
+        asked.append(1)
+        return Contention(1.5 + dist.get_rank(), 0.5)
+
+    pipeline.fit_contention = fitted
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch)
+    return len(asked), step.costs.contention
+
+
+def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
+    assert run_ranks(2, fitted_contention) == [(1, Contention(1.5, 0.5)), (0, Contention(1.5, 0.5))]
