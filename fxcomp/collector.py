@@ -17,4 +17,7 @@ def without_collecting() -> Generator[None]:
         yield
     finally:
         if collected:
+            if not gc.get_freeze_count():  # else the caller's own would thaw
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation, or the next collection would be of all that was made
             gc.enable()
