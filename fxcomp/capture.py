@@ -466,25 +466,34 @@ def _number(value: Any) -> Any:
 def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, object]:
     """Create the optimizer's state where its first step would, all zero; returns what is fresh, by parameter name.
 
-    Runs the optimizer's own class once on a zero parameter with a zero gradient, so no knowledge of its state is
-    needed.
+    Runs the optimizer's own class once on a zero parameter with a zero gradient for all that are alike, so no knowledge
+    of its state is needed.
     """
     fresh: dict[str, object] = {}
+    of_likeness: dict[Any, dict[str, Any]] = {}
     for owner in owned:
-        if has_state(optimizer, owner.parameter):
+        parameter = owner.parameter
+        if has_state(optimizer, parameter):
             continue
-        with torch.inference_mode(False), torch.enable_grad():
-            stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
-            stand_in.grad = torch.zeros_like(stand_in)
-            shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
-            shadow.step()
-        state: dict[str, Any] = dict(shadow.state[stand_in])
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
-        optimizer.state[owner.parameter] = state
+        likeness = (owner.group, parameter.shape, parameter.stride(), parameter.device)
+        if likeness not in of_likeness:
+            of_likeness[likeness] = _zero_state(optimizer, owner)
+        alike = of_likeness[likeness].items()
+        with torch.inference_mode(False):
+            state = {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in alike}
+        optimizer.state[parameter] = state
         fresh[owner.name] = state
     return fresh
+
+
+def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any]:
+    """The state that a step makes for a parameter like this one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
+        stand_in.grad = torch.zeros_like(stand_in)
+        shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
+        shadow.step()
+    return dict(shadow.state[stand_in])
 
 
 def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
