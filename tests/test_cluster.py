@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from fxcomp.cluster import MOST_RANKS, Cluster, Level, Link, Tier, Way, format_gbit, parse_gb_per_s
+from fxcomp.cost.collectives import reach_us
 from fxcomp.errors import BadCluster
+from fxcomp.strategy import CollectiveKind
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
 
@@ -300,3 +302,26 @@ def test_another_bandwidth_between_hosts_keeps_nothing_that_depends_on_it():
         assert [changed.reach_at(level) for level in Level] == [fresh.reach_at(level) for level in Level]
         ends = (0, cluster.world_size - 1)
         assert changed.reach(ends) == fresh.reach(ends) != cluster.reach(ends)
+
+
+def test_a_racks_uplink_carries_what_all_links_of_its_hosts_send():
+    cluster = Cluster(8, 1, INTRA, Link(10.0, 1.0, count=2)).with_racks(4, oversubscription=2)
+    assert (cluster.above[0].link.gb_per_s, cluster.above[0].link.count) == (4.0, 1)
+
+
+def test_a_shared_medium_is_counted_once_even_where_it_takes_turns():
+    """What is sent and what comes back is in the medium's load already."""
+    ways = [
+        Cluster(4, 1, INTRA, Link(10.0, 1.0, is_shared=True, is_half_duplex=turns)).reach_at(Level.WORLD).speeds
+        for turns in (False, True)
+    ]
+    assert ways[0] == ways[1]
+
+
+def test_a_gather_waits_for_its_roots_link():
+    """One way only: as fast where sends and receives take turns, unlike an all_gather."""
+    full, half = (
+        Cluster(4, 1, INTRA, Link(10.0, 1.0, is_half_duplex=turns)).reach_at(Level.WORLD) for turns in (False, True)
+    )
+    for kind, is_slower in ((CollectiveKind.GATHER, False), (CollectiveKind.ALL_GATHER, True)):
+        assert (reach_us(kind, 1e6, half) > reach_us(kind, 1e6, full)) == is_slower

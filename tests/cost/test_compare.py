@@ -6,6 +6,7 @@ import pytest
 
 from fxcomp.cost.compare import diff, differences, merge
 from fxcomp.cost.contention import Contention
+from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
 from fxcomp.cost.timeline import Processors
@@ -157,3 +158,20 @@ def test_tables_of_different_machines_are_not_put_together():
     with pytest.raises(BadOption, match="of different machines and cannot be one: 'a machine' and 'another'"):
         merge(OLD, replace(NEW, hardware="another"))
     assert "hardware: 'a machine' and 'another'" in diff(OLD, replace(NEW, hardware="another"))
+
+
+def test_of_two_tables_of_one_day_the_second_wins():
+    second = replace(NEW, date=OLD.date)
+    assert merge(OLD, second).table.collectives[KIND, "2x1"].gb_per_s(KIND) == pytest.approx(0.5)
+    assert merge(second, OLD).table.collectives[KIND, "2x1"].gb_per_s(KIND) == pytest.approx(1.0)
+
+
+def test_collectives_are_compared_at_sizes_that_both_know():
+    """What one of them only guesses contradicts nothing."""
+
+    def known_to(largest: float, us_per_byte: float) -> CostTable:
+        pieces = Piece(0.0, 30.0, 0.001), Piece(1e5, 130.0 - 1e5 * us_per_byte, us_per_byte)
+        return replace(OLD, collectives={(KIND, "2x1"): MeasuredCollective(2, Fit(pieces, 1e3, largest, 9))})
+
+    assert differences(known_to(1e5, 0.001), known_to(1e7, 0.004)) == []
+    assert differences(known_to(1e7, 0.001), known_to(1e7, 0.004)) != []

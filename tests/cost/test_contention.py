@@ -97,3 +97,13 @@ def test_processors_to_spare_have_no_contention():
 def test_what_is_tried_includes_no_change():
     assert 1.0 in LOADS
     assert 1.0 in SPEEDS
+
+
+def test_contention_changes_what_is_sent_and_nothing_else():
+    tasks = [
+        Task("work", Stream.COMPUTE, 1.0, load=0.5, beside=0.5),
+        Task("send", Stream.INTER, 1.0, load=0.5, beside=0.5),
+    ]
+    work, send = Contention(2.0, 0.5).on(tasks)
+    assert work == tasks[0]
+    assert (send.load, send.beside) == (1.0, 0.25)

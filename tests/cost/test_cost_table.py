@@ -8,7 +8,7 @@ import pytest
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.fit import Fit, Piece
-from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.measured import FASTEST_GB_PER_S, CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport, cache_path
 from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
@@ -221,3 +221,10 @@ def test_a_fit_replaces_lines_between_points_only_where_it_tells_left_out_sizes_
     assert straight.encode is not None
     assert straight.encode_us(3_000_000) == pytest.approx(3005.0, rel=0.05)
     assert CompressorCost.from_json(straight.to_json()) == straight
+
+
+def test_no_collective_is_faster_than_anything_that_was_measured():
+    """A time that hardly grows with size tells of latency, not of a bandwidth."""
+    kind = CollectiveKind.ALL_REDUCE
+    for us_per_byte in (0.0, 1e-15):
+        assert MeasuredCollective(2, Fit.line(30.0, us_per_byte)).gb_per_s(kind) == FASTEST_GB_PER_S

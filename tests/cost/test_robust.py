@@ -1,12 +1,15 @@
 """Steps whose times vary: distributions, and plans compared under the same luck."""
 
+import math
 import os
+import statistics
 import subprocess
 import sys
 
 import pytest
 
-from fxcomp.cost.robust import Jitter, draw_steps
+from fxcomp.cost.robust import Jitter, draw_steps, jitter_of
+from fxcomp.cost.table import CostTable, Measured
 from fxcomp.cost.timeline import Stream, Task, step_time_us
 
 STEADY = Jitter(0.0, 0.0, 0.0)
@@ -72,3 +75,18 @@ def test_draws_are_the_same_under_every_hash_seed():
     }
     assert len(outputs) == 1
     assert outputs.pop().startswith("(")
+
+
+def test_a_measured_spread_is_a_range_of_several_deviations():
+    costs = CostTable(compute={"a": Measured(1.0, 0.25), "b": Measured(1.0, 0.25), "c": Measured(1.0)})
+    assert jitter_of(costs, 3).compute == pytest.approx(0.1)
+
+
+def test_every_task_varies_by_itself():
+    """The mean of many varies less than one does."""
+    jitter = Jitter(compute=0.0, links=0.0, tasks=0.2)
+    many = draw_steps([Task(str(k), Stream.COMPUTE, 1.0) for k in range(100)], jitter)
+    one = draw_steps([Task("one", Stream.COMPUTE, 100.0)], jitter)
+    spreads = [statistics.pstdev(map(math.log, found.draws)) for found in (many, one)]
+    assert spreads[0] == pytest.approx(0.02, rel=0.4)
+    assert spreads[1] == pytest.approx(0.2, rel=0.4)

@@ -258,3 +258,15 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path):
     same = [write(tmp_path / name, 0, []) for name in ("a.json", "b.json")]
     with pytest.raises(BadOption, match="not of the ranks of one job: rank 0 of 2, rank 0 of 2"):
         table_from_traces(same)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_of_groups_that_sit_alike_the_one_with_more_samples_is_believed(first: int, tmp_path: Path):
+    paths: list[Path] = []
+    for rank in range(4):
+        group, count = ([0, 1], first) if rank < 2 else ([2, 3], 4 - first)
+        events = [nccl(50.0 if count == 3 else 900.0, 1000, **{"Process Group Ranks": group})] * count
+        info = {"rank": rank, "world_size": 4}
+        paths.append(write(tmp_path / f"{rank}.json", rank, events, distributedInfo=info, host_name="a"))
+    measured = table_from_traces(paths).table.collectives[CollectiveKind.ALL_REDUCE, "1x2"]
+    assert (measured.fit.samples, measured.fit.at(2000)) == (3, pytest.approx(50.0))
