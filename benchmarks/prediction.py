@@ -41,6 +41,7 @@ MIXED = ("dense", "int8", "topk(0.01)", "bf16", "int4")  # bucket by bucket, in 
 PLANS = ("dense", "dense, one bucket", "bf16", "int8", "topk(0.01)", "mixed")
 WARM_UP_STEPS = 2
 TURN = 3  # steps
+FREE_TURNS = 3  # a round: every prediction is scaled by it
 
 Record = dict[str, Any]
 
@@ -77,7 +78,7 @@ def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Reporte
     tell(f"{rounds} rounds of {one_round_s:.1f} s")
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
-        order = list(steps)
+        order = [*steps, *[FREE] * (FREE_TURNS - 1)]
         random.Random(number).shuffle(order)
         for name in order:
             taken = [timed_ms(steps[name], batches.batch_at(number, rank)) for _ in range(TURN)]
@@ -100,13 +101,14 @@ def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str,
     timed_only = fxcomp.ErrorFeedback(allow_diverging=True)  # top-k with AdamW
     tell("measuring costs")
     first = compiled()
+    free = compiled(plan="dense", costs=first.costs, error_feedback=timed_only)
+    gradients = [pair for bucket in free.plan.buckets for pair in zip(bucket.names, bucket.sizes, strict=True)]
     steps: dict[str, Any] = {}
     for name in names:
         tell(f"compiling {name}")
-        steps[name] = compiled(plan=plan_called(name, first, compiled), costs=first.costs, error_feedback=timed_only)
-    steps[FREE] = compiled(plan="dense", costs=first.costs, error_feedback=timed_only)
-    steps[FREE].runtime.transport = Nowhere()
-    return steps
+        steps[name] = compiled(plan=plan_called(name, gradients), costs=first.costs, error_feedback=timed_only)
+    free.runtime.transport = Nowhere()
+    return {**steps, FREE: free}
 
 
 def after_one_step(model: str) -> Job:
@@ -118,23 +120,18 @@ def after_one_step(model: str) -> Job:
     return job
 
 
-def plan_called(name: str, first: Any, compiled: Any) -> Any:
-    """A plan by its name here; `first` knows the gradients in their order."""
+def plan_called(name: str, gradients: Sequence[tuple[str, int]]) -> Any:
+    """A plan by its name here, over the gradients (name, elements) in their order."""
     from fxcomp.compressors import parse_compressor
     from fxcomp.strategy import DENSE, Bucket, Plan, Strategy
 
     kind, _, buckets = name.partition(", ")
     if not buckets and kind != "mixed":
         return name
-    pairs = [
-        (n, s)
-        for bucket in compiled(plan="dense", costs=first.costs).plan.buckets
-        for n, s in zip(bucket.names, bucket.sizes, strict=True)
-    ]
     cap = float("inf") if buckets == "one bucket" else SMALL_BUCKET
     groups: list[list[tuple[str, int]]] = []
     size = 0
-    for pair in pairs:
+    for pair in gradients:
         if not groups or size + 4 * pair[1] > cap:
             groups.append([])
             size = 0

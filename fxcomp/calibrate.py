@@ -28,7 +28,7 @@ from fxcomp.cost.measure import measure_collectives, measure_compressors, measur
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.cost.table import Transport as TransportCost
 from fxcomp.graph.work import is_free, work_key
-from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
 from fxcomp.runtime.transport import Transport, Work
 from fxcomp.step import CompiledStep, Variant
 from fxcomp.strategy import CollectiveKind, Device
@@ -44,17 +44,26 @@ class StepMeasurement:
     step_us: float
     spread: float
     region_us: Mapping[str, float]
+    pack_us: float
+    """Filling all buckets."""
+    launch_us: float | None
+    """Starting a collective, the median; None if there are none."""
     pack_gb_per_s: float | None
     """How fast buckets were filled; None if there are none."""
     node_us: Mapping[str, float]
     """What each operator took by itself: what regions' times are shared out by."""
+
+    @property
+    def compute_us(self) -> float:
+        """What the main thread computes, packing included."""
+        return sum(self.region_us.values()) + self.pack_us
 
 
 # The machine
 
 
 def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
-    """Compressors and memory of this machine, from the user's cache or measured now (about half a second each)."""
+    """Compressors and memory of this machine, from the user's cache or measured now (about a second each)."""
 
     def complete(known: CostTable | None) -> CostTable:
         table = known or costs_of_memory(device)
@@ -64,7 +73,12 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
         if not missing:
             return table
         points = measure_compressors(missing, on=device)
-        points |= measure_compressors(missing, device=Device.CPU)
+        if device.type == "cpu":  # the pool is the device
+            points |= {
+                key.replace(f"@{Device.GPU.value}", f"@{Device.CPU.value}"): cost for key, cost in points.items()
+            }
+        else:
+            points |= measure_compressors(missing, device=Device.CPU)
         return replace(table, compressors={**table.compressors, **points})
 
     return CostTable.cached(hardware(device), versions(), complete)
@@ -268,7 +282,7 @@ def measure_step(
     """
     device = step.training.device
     scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
-    runs = [_Run(_PackingTimed(transport, device)) for transport in transports]
+    runs = [_Run(_LinesTimed(transport, device)) for transport in transports]
     nodes = _NodeTimes(variant.graph, device)
     one_by_one = rebound(variant.module, nodes.timed)
     current: list[_Run] = [runs[0]]
@@ -299,7 +313,7 @@ def measure_step(
 class _Run:
     """What was timed over one transport."""
 
-    runtime: _PackingTimed
+    runtime: _LinesTimed
     totals: list[float] = field(default_factory=list[float])
     regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -309,6 +323,8 @@ class _Run:
             step_us=step_us,
             spread=(max(self.totals) - min(self.totals)) / step_us,
             region_us={name: statistics.median(found) for name, found in self.regions.items()},
+            pack_us=self.runtime.pack_us,
+            launch_us=self.runtime.launch_us,
             pack_gb_per_s=self.runtime.pack_gb_per_s(),
             node_us=node_us,
         )
@@ -368,12 +384,13 @@ def _dead_after(region: Region) -> dict[Node, list[Node]]:
     return dead
 
 
-class _PackingTimed(Runtime):
-    """A runtime that notes how long it fills each bucket."""
+class _LinesTimed(Runtime):
+    """A runtime that notes how long it fills each bucket and starts each collective; the first of each is left out."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
-        self._times: dict[str, list[float]] = {}
+        self._packs: dict[str, list[float]] = {}
+        self._launches: dict[str, list[float]] = {}
         self._sizes: dict[str, int] = {}
         self._on = device
 
@@ -382,13 +399,33 @@ class _PackingTimed(Runtime):
         start = time.perf_counter()
         bucket = super().pack(name, parameters, gradients, scale)
         compat.synchronize(self._on)
-        self._times.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        self._packs.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
         self._sizes[name] = bucket.nbytes
         return bucket
 
+    def launch(
+        self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str, how: str = "sum"
+    ) -> Flight | HostFlight:
+        start = time.perf_counter()
+        flight = super().launch(name, kind, value, ranks, level, how)
+        if kind != CollectiveKind.BROADCAST.value:  # of buffers, whose start is in the region that made them
+            self._launches.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        return flight
+
+    @property
+    def pack_us(self) -> float:
+        return _sum_of_medians(self._packs)
+
+    @property
+    def launch_us(self) -> float | None:
+        return statistics.median([us for found in self._launches.values() for us in found]) if self._launches else None
+
     def pack_gb_per_s(self) -> float | None:
-        us = sum(statistics.median(found[1:] or found) for found in self._times.values())
-        return 1e-3 * sum(self._sizes.values()) / us if us else None
+        return 1e-3 * sum(self._sizes.values()) / self.pack_us if self._packs else None
+
+
+def _sum_of_medians(times: Mapping[str, Sequence[float]]) -> float:
+    return sum(statistics.median(found[1:] or found) for found in times.values())
 
 
 def _copy(value: Any) -> Any:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -343,13 +344,22 @@ def machine_name() -> str:
     return socket.gethostname()
 
 
+def usable_processors() -> list[int]:
+    """The numbers of the processors that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def processors(root: Path = Path("/")) -> int:
-    """How many processors this process may use: those it may run on, and no more than its control groups' quotas.
+    """How many processors this process may use: those it may run on, and no more than its control groups' quotas."""
+    return int(min(len(usable_processors()), processor_quota(root)))
+
+
+def processor_quota(root: Path = Path("/")) -> float:
+    """How many processors' worth of time the tightest control group around this process may use; infinite without one.
 
     A quota is rounded down: `docker run --cpus 1.5` gives one processor to count on, half a one still is one.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *map(int, _quotas(root))]))
+    return max(1.0, min(map(math.floor, _quotas(root)), default=math.inf))
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -8,9 +8,10 @@
                                       switch (a bridge in a namespace of its own)
     host 1 [eth0 10.77.0.2] ── tbf ──┘
 
-Only what a host sends is shaped. That needs root, `ip` and `tc` (`why_not` says what is missing); without `hosts`,
-`run_ranks` starts the ranks on loopback and needs nothing. Everything made here lives in namespaces named after this
-process, so other interfaces and namespaces of the machine are never touched.
+Only what a host sends is shaped. Each host has processors of its own, as hosts have, where there are as many as hosts.
+That needs root, `ip`, `tc` and `taskset` (`why_not` says what is missing); without `hosts`, `run_ranks` starts the
+ranks on loopback and needs nothing. Everything made here lives in namespaces named after this process, so other
+interfaces and namespaces of the machine are never touched.
 """
 
 from __future__ import annotations
@@ -92,6 +93,19 @@ class ShapedHosts:
     def address(self, host: int) -> str:
         return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
+    def processors(self, host: int) -> list[int]:
+        """The numbers of a host's processors: its share of those that this process may use, or one with others."""
+        usable = sorted(os.sched_getaffinity(0))
+        if len(usable) < self.count:
+            return [usable[host % len(usable)]]
+        first, after = (len(usable) * k // self.count for k in (host, host + 1))
+        return usable[first:after]
+
+    def command_on(self, host: int) -> list[str]:
+        """What a command begins with to run on a host."""
+        numbers = ",".join(map(str, self.processors(host)))
+        return ["taskset", "--cpu-list", numbers, "ip", "netns", "exec", self.namespaces[host]]
+
     def _create(self) -> None:
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
@@ -120,9 +134,9 @@ def why_not() -> str | None:
     """Say what is missing for shaped hosts; None if they work."""
     if not sys.platform.startswith("linux"):
         return "shaped hosts need Linux network namespaces"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if missing:
-        return f"shaped hosts need {' and '.join(missing)} (package iproute2)"
+        return f"shaped hosts need {' and '.join(missing)} (packages iproute2 and util-linux)"
     if os.geteuid() != 0:
         return "shaped hosts need root, to create network namespaces"
     try:
@@ -223,7 +237,7 @@ def run_ranks(
                 "GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo",
                 "OMP_NUM_THREADS": "1",
             }
-            prefix = ["ip", "netns", "exec", hosts.namespaces[rank // ranks_per_host]] if hosts else []
+            prefix = hosts.command_on(rank // ranks_per_host) if hosts else []
             ranks.append(_Rank(rank, [*prefix, sys.executable, *command], environment, on_line))
         failed = _wait(ranks, deadline)
         if failed is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,9 +35,9 @@ from fxcomp.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.contention import Contention, fit_contention
+from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import UNSHARED, Processors, simulate, step_time_us
+from fxcomp.cost.timeline import UNSHARED, Processors, simulate
 from fxcomp.drift.watch import Replan, Schedule, Watch
 from fxcomp.errors import BadOption, BadPlan, StepChanged
 from fxcomp.feedback import (
@@ -53,6 +54,7 @@ from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
 from fxcomp.graph.work import unknowns
 from fxcomp.guards import StepGuard, settled
+from fxcomp.job_contention import contention_of, networks
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
@@ -71,7 +73,7 @@ from fxcomp.report import explain_step
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout, Velocities
 from fxcomp.runtime.stopwatch import clock_of
-from fxcomp.runtime.transport import Nowhere, Transport
+from fxcomp.runtime.transport import Transport
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
@@ -691,22 +693,27 @@ def _measured_on_job(
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
     mine = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
-    alone, dense_here = measure_step(step, variant, [Nowhere(), transport], leaves, repeats)
-    # All ranks judge by the same number: one that switched back to dense alone would wait for the others for ever.
-    dense = replace(dense_here, step_us=max(ranks.gather("timing the dense step", dense_here.step_us)))
+    here = measure_step(step, variant, networks(variant.graph, transport, costs, cluster), leaves, repeats)
+    # All ranks judge by the same numbers: one that switched back to dense alone would wait for the others for ever.
+    everyone = ranks.gather("timing the dense step", [on.step_us for on in here])
+    alone, *others = (replace(on, step_us=max(us)) for on, us in zip(here, zip(*everyone, strict=True), strict=True))
     compute = apportion(variant, alone, "measured in the emitted step, all ranks running")
+    starts = [on.launch_us for on in others if on.launch_us is not None]
     costs = replace(
-        costs, compute={**costs.compute, **compute}, pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s
+        costs,
+        compute={**costs.compute, **compute},
+        pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s,
+        launch_us=statistics.fmean(starts) if starts else costs.launch_us,
     )
-    tasks = graph_tasks(rewriting(captured, plan, costs).graph)
-    slowed_us = max(0.0, sum(dense_here.region_us.values()) - sum(alone.region_us.values()))
+
+    def fitted() -> tuple[dict[str, Any], float]:
+        found, error = contention_of(costs, rewriting(captured, plan, costs).graph, cluster, [alone, *others])
+        return {kind.value: asdict(one) for kind, one in found.items()}, error
+
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
-    fitted = partial(fit_contention, tasks, costs.processors, dense.step_us, slowed_us)
-    contention = Contention(**ranks.from_rank_0("fitting contention", lambda: asdict(fitted())))
-    costs = replace(costs, contention=contention)
-    predicted = step_time_us(contention.on(tasks), costs.processors)
-    error = max(SMALLEST_ERROR, abs(predicted - dense.step_us) / dense.step_us)
-    return replace(costs, error=min(error, LARGEST_ERROR)), dense
+    told, error = ranks.from_rank_0("fitting contention", fitted)
+    costs = replace(costs, contention={CollectiveKind(kind): Contention(**one) for kind, one in told.items()})
+    return replace(costs, error=min(max(SMALLEST_ERROR, error), LARGEST_ERROR)), others[0]
 
 
 MEASURED_STEPS = ((0.3e6, 8), (1e6, 5), (2e6, 3), (6e6, 2), (math.inf, 1))

@@ -88,10 +88,16 @@ class Ranks:
                 dist.broadcast(tensor.data, 0)
 
     def processors(self) -> Processors:
-        """What each rank's threads share: this machine's processors, evenly among the ranks on it."""
-        here = compat.machine_name()
-        sharing = self.gather("counting ranks on a machine", here).count(here)
-        count = min(self.gather("counting processors", compat.processors() / sharing))
+        """What each rank's threads share: the processors it may use, each evenly among the ranks that may use it.
+
+        A quota is taken to be shared by all ranks on the machine: they usually run in one container.
+        """
+        here, usable = compat.machine_name(), compat.usable_processors()
+        machines = self.gather("which machine each rank is on", here)
+        everyone = self.gather("which processors each rank may use", usable)
+        neighbours = [theirs for machine, theirs in zip(machines, everyone, strict=True) if machine == here]
+        mine = sum(1 / sum(number in theirs for theirs in neighbours) for number in usable)
+        count = min(self.gather("counting processors", min(mine, compat.processor_quota() / len(neighbours))))
         threads = max(self.gather("counting threads", torch.get_num_threads()))
         # What compute takes was measured with all ranks computing: more than there is it did not take.
         return Processors(count, min(threads, count))

@@ -19,6 +19,7 @@ FLOORS = [
     ["drift", "feedback", "guards", "report"],
     ["step"],
     ["calibrate"],
+    ["job_contention"],
     ["pipeline"],
     ["__init__", "backend", "survey", "whatif"],
     ["costs_command", "demo"],

@@ -73,6 +73,22 @@ def test_ranks_on_shaped_hosts_meet_and_everything_is_removed_afterwards(script)
     assert namespaces() == set()
 
 
+@pytest.mark.parametrize(
+    ("usable", "hosts", "theirs"),
+    [({4, 6}, 2, [[4], [6]]), ({0, 1, 2}, 2, [[0], [1, 2]]), ({0, 1}, 4, [[0], [1], [0], [1]])],
+)
+def test_hosts_have_processors_of_their_own(monkeypatch: pytest.MonkeyPatch, usable, hosts: int, theirs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
+    assert [ShapedHosts(hosts).processors(host) for host in range(hosts)] == theirs
+
+
+@pytest.mark.usefixtures("shaping")
+def test_a_rank_runs_on_its_hosts_processors(script):
+    with ShapedHosts(2) as hosts:
+        outputs = run_ranks([script("import os; print(sorted(os.sched_getaffinity(0)))")], hosts=hosts, timeout_s=60)
+        assert outputs == [f"{hosts.processors(host)}\n" for host in range(2)]
+
+
 def test_ranks_without_hosts_meet_on_loopback(script):
     assert run_ranks([script(MEET)], ranks_per_host=2, timeout_s=60) == ["0 3\n", "1 3\n"]
 
@@ -179,7 +195,7 @@ def test_a_network_without_hosts_is_refused():
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shutil.which", lambda _name: None)
-    assert why_not() == "shaped hosts need ip and tc (package iproute2)"
+    assert why_not() == "shaped hosts need ip and tc and taskset (packages iproute2 and util-linux)"
 
 
 def test_a_user_without_root_is_told(monkeypatch: pytest.MonkeyPatch):

@@ -136,21 +136,43 @@ def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
     assert all("needs as many ranks on every host; here the hosts have 2+1" in outcome.text for outcome in outcomes)
 
 
-def fitted_contention(_: object = None) -> tuple[int, Contention]:
+def fitted_contention(_: object = None) -> tuple[int, dict[CollectiveKind, Contention], float]:
     """How often this rank fitted contention, each rank with another answer, and what its step was planned with."""
     asked: list[int] = []
 
-    def fitted(*_: object) -> Contention:
+    def fitted(*_: object) -> tuple[dict[CollectiveKind, Contention], float]:
         asked.append(1)
-        return Contention(1.5 + dist.get_rank(), 0.5)
+        return {CollectiveKind.ALL_GATHER: Contention(1.5 + dist.get_rank(), 0.5)}, 0.1 + 0.1 * dist.get_rank()
 
-    pipeline.fit_contention = fitted
+    pipeline.contention_of = fitted
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
     step = fxcomp.compile_step(model, cross_entropy, optimizer, batch)
-    return len(asked), step.costs.contention
+    return len(asked), dict(step.costs.contention), step.costs.error
 
 
 def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
-    assert run_ranks(2, fitted_contention) == [(1, Contention(1.5, 0.5)), (0, Contention(1.5, 0.5))]
+    first = {CollectiveKind.ALL_GATHER: Contention(1.5, 0.5)}
+    assert run_ranks(2, fitted_contention) == [(1, first, 0.1), (0, first, 0.1)]
+
+
+def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str]) -> float:
+    rank = dist.get_rank()
+    compat.usable_processors, compat.machine_name = lambda: list(usable[rank]), lambda: machines[rank]
+    return Ranks.join(None, "the test").processors().count
+
+
+@pytest.mark.parametrize(
+    ("usable", "machines", "count"),
+    [
+        ([[0, 1], [0, 1]], "aa", 1.0),
+        ([[0], [1]], "aa", 1.0),
+        ([[0], [0]], "ab", 1.0),
+        ([[0, 1, 2, 3], [0, 1]], "aa", 1.0),
+        ([[0, 1, 2], [2, 3, 4]], "aa", 2.5),
+    ],
+    ids=["shared", "pinned", "other machines", "partly shared", "overlapping"],
+)
+def test_ranks_share_the_processors_that_several_may_use(usable, machines: str, count: float):
+    assert run_ranks(2, shared_processors, usable, machines) == [count, count]

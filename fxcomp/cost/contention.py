@@ -1,13 +1,14 @@
 """How compute and communication slow each other down, from one step that was run with a network and without.
 
 The transport's processor time and its speed beside compute are measured with work that stays in the caches. A real step
-does not, so its own regions and its own length correct both numbers: by as little as explains what was measured.
+does not, so its own regions and its own length correct both numbers, for each kind of collective by a step of its own:
+by as little as explains what was measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fxcomp.cost.timeline import WIRES, Processors, Stream, Task, simulate, step_time_us
@@ -20,11 +21,11 @@ class Contention:
     load: float = 1.0
     speed: float = 1.0
 
-    def on(self, tasks: Sequence[Task]) -> list[Task]:
-        """The same tasks, with what this changes."""
+    def on(self, tasks: Sequence[Task], names: Collection[str] | None = None) -> list[Task]:
+        """The same tasks, with what this changes: those of these names, or all on links."""
         return [
             replace(task, load=task.load * self.load, beside=min(1.0, task.beside * self.speed))
-            if task.stream in WIRES
+            if task.stream in WIRES and (names is None or task.name in names)
             else task
             for task in tasks
         ]
@@ -32,9 +33,9 @@ class Contention:
 
 UNCHANGED = Contention()
 
-LOADS = tuple(2 ** (k / 4) for k in range(-8, 9))
+LOADS = tuple(2 ** (k / 4) for k in range(-8, 13))
 SPEEDS = tuple(2 ** (-k / 6) for k in range(-3, 13))
-"""What is tried, a quarter to four times the load, and a quarter to 1.4 times the speed."""
+"""What is tried, a quarter to eight times the load, and a quarter to 1.4 times the speed."""
 
 NOISE = 0.02
 """Relative to the step: what is not explained more closely than this (assumed: steps repeat to 2 to 4 %)."""
@@ -43,8 +44,14 @@ USUAL_LOAD, USUAL_SPEED = 0.5, 0.3
 """How far the factors are from 1, in logarithms (assumed): a step that depends on neither leaves them at 1."""
 
 
-def fit_contention(tasks: Sequence[Task], processors: Processors, step_us: float, slowed_us: float) -> Contention:
-    """The factors with which these tasks take `step_us`, of which compute is slowed by `slowed_us`.
+def fit_contention(
+    tasks: Sequence[Task],
+    processors: Processors,
+    step_us: float,
+    slowed_us: float,
+    names: Collection[str] | None = None,
+) -> Contention:
+    """The factors, for tasks of these names, with which all take `step_us`, of which compute is slowed by `slowed_us`.
 
     Of all that explain both about as well, those nearest to 1: a maximum a posteriori estimate over a grid. Tried from
     1 outwards, so that most need no simulation: how far they are from 1 is already more than the best one's misfit, or
@@ -55,7 +62,7 @@ def fit_contention(tasks: Sequence[Task], processors: Processors, step_us: float
     grid = [Contention(load, speed) for load in LOADS for speed in SPEEDS]
     best, least = (math.inf, 0), math.inf
     for number in sorted(range(len(grid)), key=lambda number: _far(grid[number])):
-        far, changed = _far(grid[number]), grid[number].on(tasks)
+        far, changed = _far(grid[number]), grid[number].on(tasks, names)
         if far > least:
             break
         step = math.log(step_time_us(changed, processors) / step_us) / NOISE

@@ -153,7 +153,8 @@ _FIT = record(
 )
 
 _ROUNDING = 1e-6
-"""Relative: by so much a piece may start lower than the one before it ends (a float's rounding is far smaller)."""
+"""Relative: by so much a piece may start lower than the one before it ends (a float's rounding is far smaller); where a
+time is a small difference of large numbers, by its square of those."""
 
 
 def _check_rises(fit: Fit, place: str) -> None:
@@ -164,7 +165,8 @@ def _check_rises(fit: Fit, place: str) -> None:
     for k, (one, after) in enumerate(pairwise(fit.pieces), start=1):
         if after.start <= one.start:
             raise wrong(f"{place}.pieces[{k}].start", f"above the piece before it, {one.start:g}", after.start)
-        if after.at(after.start) < one.at(after.start) * (1 - _ROUNDING):
+        rounding = _ROUNDING * max(one.at(after.start), _ROUNDING * abs(after.at_zero_us))
+        if after.at(after.start) < one.at(after.start) - rounding:
             expected = f"{one.at(after.start):g} us or more at its start, where the one before it ends"
             raise wrong(f"{place}.pieces[{k}]", expected, after.at(after.start))
     if not last.start <= fit.largest or not fit.smallest <= fit.largest:

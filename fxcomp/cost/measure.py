@@ -127,46 +127,62 @@ def measure_compressors(
 ) -> dict[str, CompressorCost]:
     """Time proposing, encoding and decoding at growing sizes, keyed as a cost table wants it.
 
+    Each as a step finds it: the bucket has just been filled, and everything else has left the caches since the step
+    before. (bf16 of 65,536 values takes 0.02 ms again and again, and 0.14 ms like this; in a step it took 0.1 to 0.2;
+    measured, 2026-11.)
     `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
     threads are those that the caller allows, and part of the key). A compressor stops at a smaller size where more
     would take it longer than `each_s`. One that knows shapes is given a matrix, as square as its size allows.
     """
     on = on or torch.device("cpu")
     source = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).to(on)
+    other = torch.zeros(CACHES[on.type == "cpu"] // 4, device=on)
     threads = torch.get_num_threads() if on.type == "cpu" else None
     return {
-        compressor_key(str(c), device.value, threads): _measure_compressor(c, source, sorted(sizes), each_s)
+        compressor_key(str(c), device.value, threads): _measure_compressor(c, source, other, sorted(sizes), each_s)
         for c in compressors
     }
 
 
+CACHES = {True: 64 << 20, False: 256 << 20}
+"""More bytes than the caches of a CPU (True) or a GPU (False) hold for one rank."""
+
+
 def _measure_compressor(
-    compressor: Compressor, source: torch.Tensor, sizes: Sequence[int], budget_s: float
+    compressor: Compressor, source: torch.Tensor, other: torch.Tensor, sizes: Sequence[int], budget_s: float
 ) -> CompressorCost:
     points: list[CompressorPoint] = []
     begun = time.perf_counter()
     for size in sizes:
         if points and time.perf_counter() - begun + _cost_of_next_s(points[-1], size) > budget_s:
             break
-        points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), source[:size]))
+        points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), source[:size], other))
     return CompressorCost.fitted(points)
 
 
-def _measure_point(compressor: Compressor, bucket: torch.Tensor) -> CompressorPoint:
-    """Time one size, for one of `RANKS` ranks that bring the same."""
+def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Tensor) -> CompressorPoint:
+    """Time one size, for one of `RANKS` ranks that bring the same; `other` is what caches hold meanwhile."""
+    bucket = source.clone()
     facts, segments, on = compressor.facts, (bucket.numel(),), bucket.device
+
+    def median(run: Callable[[], object]) -> float:
+        return median_us(run, on=on, before=other.sum)
+
+    def median_behind_packing(run: Callable[[], object]) -> float:
+        return median_us(run, on=on, before=lambda: (other.sum(), bucket.copy_(source)))
+
     residual = torch.zeros_like(bucket) if compressor.needs_error_feedback else None
     state = compressor.fresh_state(bucket.numel(), 0, 0).to(on) if compressor.has_state else None
     proposal = torch.zeros(compressor.proposal_elements(segments), dtype=facts.proposal_dtype, device=on)
     propose_us, agreed = 0.0, None
     if facts.agreement is not None:
-        propose_us = median_us(lambda: compressor.propose(bucket, residual, segments, state, proposal), on=on)
+        propose_us = median_behind_packing(lambda: compressor.propose(bucket, residual, segments, state, proposal))
         agreed = proposal
     payload = torch.zeros(compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=on)
-    encode_us = median_us(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed), on=on)
+    encode_us = median_behind_packing(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed))
     copies, out = 1 if compressor.is_linear else RANKS, torch.zeros_like(bucket)
     payloads, known = payload.repeat(copies), state if facts.decode_needs_state else None
-    decode_us = median_us(lambda: compressor.decode(payloads, copies, segments, out, agreed, known), on=on)
+    decode_us = median(lambda: compressor.decode(payloads, copies, segments, out, agreed, known))
     return CompressorPoint(bucket.numel(), encode_us, decode_us / copies, propose_us)
 
 
@@ -212,11 +228,21 @@ def measure_copy(on: torch.device) -> float | None:
     return host.numel() * host.element_size() / slower_us / 1e3
 
 
-def median_us(run: Callable[[], object], *, on: torch.device, repeats: int = 2 * REPEATS - 1) -> float:
-    """The median time of a call, after one that does not count. On a GPU until the device is done."""
+def median_us(
+    run: Callable[[], object],
+    *,
+    on: torch.device,
+    repeats: int = 2 * REPEATS - 1,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """The median time of a call, after one that does not count; `before` each, and not counted, comes something else.
+
+    On a GPU until the device is done.
+    """
     run()
     times: list[float] = []
     for _ in range(repeats):
+        before()
         _synchronize(on)
         begun = time.perf_counter()
         run()

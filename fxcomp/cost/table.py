@@ -27,7 +27,7 @@ from fxcomp.errors import BadOption
 from fxcomp.strategy import CollectiveKind, Device
 
 ASSUMED = "assumed"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,11 @@ class Transport:
 
     def beside(self, alone_us: float) -> float:
         """The speed beside compute of a collective that takes so long alone."""
-        return alone_us / (alone_us / self.speed + self.more_us) if alone_us else 1.0
+        return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
+
+
+NO_TIME_US = 1e-9
+"""What takes less takes no time: nothing can be divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class CostTable:
     transport: Mapping[CollectiveKind, Transport] = field(default_factory=dict[CollectiveKind, Transport])
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
-    contention: Contention = UNCHANGED
+    contention: Mapping[CollectiveKind, Contention] = field(default_factory=dict[CollectiveKind, Contention])
+    """What the job's own steps made of `transport`."""
     error: float = 0.1  # assumed: the prediction's own relative error
     compute_error: float = 0.0
     """How much further off compute is where it was estimated: of the step only its part of it."""
@@ -130,17 +135,20 @@ class CostTable:
         """How many of compute's processors a collective takes while it runs."""
         taken = self._transport(kind)
         takes_us = self.collective_us(kind, level, size, cluster) if taken is not None else 0.0
-        if taken is None or not takes_us:
+        if taken is None or takes_us < NO_TIME_US:
             return 0.0
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
-        return self.contention.load * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
+        return self._contention(kind).load * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
 
     def beside(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """A collective's speed while compute runs and leaves no processor to it."""
         taken = self._transport(kind)
         if taken is None:
             return 1.0
-        return min(1.0, self.contention.speed * taken.beside(self.collective_us(kind, level, size, cluster)))
+        return min(1.0, self._contention(kind).speed * taken.beside(self.collective_us(kind, level, size, cluster)))
+
+    def _contention(self, kind: CollectiveKind) -> Contention:
+        return self.contention.get(kind) or self.contention.get(CollectiveKind.ALL_REDUCE, UNCHANGED)
 
     def _transport(self, kind: CollectiveKind) -> Transport | None:
         return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
@@ -261,7 +269,7 @@ class CostTable:
             "launch_us": self.launch_us,
             "transport": {kind.value: asdict(taken) for kind, taken in self.transport.items()},
             "copy_gb_per_s": self.copy_gb_per_s,
-            "contention": asdict(self.contention),
+            "contention": {kind.value: asdict(found) for kind, found in self.contention.items()},
             "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
             "error": self.error,
             "compute_error": self.compute_error,
@@ -362,8 +370,10 @@ class CostTable:
         if not math.isinf(self.processors.count):
             shared = self.processors
             lines.append(f"  processors   {shared.count:.3g} for each rank, compute takes {shared.compute:.3g}")
-            beside = self.contention
-            lines.append(f"  contention   {beside.load:.3g} times that load, {beside.speed:.3g} times that speed")
+        for kind, beside in self.contention.items():
+            lines.append(
+                f"  contention   {kind.value}: {beside.load:.3g} times that load, {beside.speed:.3g} times that speed"
+            )
         lines.append(f"  error        {100 * self.error:.0f} % of a predicted step")
         return "\n".join(lines)
 
@@ -492,7 +502,7 @@ _TABLE = record(
         key=_kind,
     ),
     copy_gb_per_s=null_or(positive()),
-    contention=record(Contention, load=positive(), speed=positive()),
+    contention=keyed(record(Contention, load=positive(), speed=positive()), key=_kind),
     processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
     error=number(),
     compute_error=number(),

@@ -148,7 +148,8 @@ def test_compressors_that_a_cached_table_lacks_are_measured_and_only_those(
     here = torch.device("cpu")
     calibrate.machine_costs([int8], here)
     table = calibrate.machine_costs([int8, sidco, sidco], here)
-    assert asked == [["int8"], ["int8"], ["sidco(0.01)"], ["sidco(0.01)"]]
+    assert asked == [["int8"], ["sidco(0.01)"]], "once for both places: the pool is the device"
+    assert {"int8@gpu", "int8@cpu", "sidco(0.01)@gpu", "sidco(0.01)@cpu"} == set(table.compressors)
     assert table.compressor_source(sidco) == table.compressor_source(int8) == "measured"
     assert calibrate.machine_costs([sidco], here) == table
     assert len(asked) == 4

@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch
 def test_data_that_is_no_table_is_refused():
     with pytest.raises(BadOption, match="this is not a cost table: roofline is missing"):
         CostTable.from_json({k: v for k, v in TABLE.to_json().items() if k != "roofline"})
-    with pytest.raises(BadOption, match="its version is 1; this fxcomp reads version 2"):
+    with pytest.raises(BadOption, match="its version is 1; this fxcomp reads version 3"):
         CostTable.from_json({**TABLE.to_json(), "version": 1})
     for part, key in (("collectives", "all_reduce"), ("compressors", "int8")):
         one = next(iter(TABLE.to_json()[part].values()))

@@ -45,7 +45,7 @@ FULL = CostTable(
     },
     copy_gb_per_s=12.0,
     processors=Processors(1.5, 1.0),
-    contention=Contention(1.5, 0.7),
+    contention={CollectiveKind.ALL_REDUCE: Contention(1.5, 0.7)},
     threads=1,
 )
 
@@ -116,7 +116,7 @@ TABLES = st.builds(
     ),
     copy_gb_per_s=st.none() | RATES,
     processors=st.builds(Processors, RATES, RATES) | st.just(Processors()),
-    contention=st.builds(Contention, RATES, RATES),
+    contention=st.dictionaries(st.sampled_from(list(CollectiveKind)), st.builds(Contention, RATES, RATES), max_size=2),
     error=st.floats(0, 1),
     compute_error=st.floats(0, 1),
     estimate=TEXTS,
@@ -186,7 +186,7 @@ def test_no_value_may_be_an_object_of_another_kind_and_no_entry_missing(place: t
         assert not loads_sensibly_or_not(data)
     data, inner, last = corrupted(place)
     del inner[last]
-    if place[0] in ("compute", "collectives", "compressors", "transport") and len(place) == 2:
+    if place[0] in ("compute", "collectives", "compressors", "transport", "contention") and len(place) == 2:
         assert loads_sensibly_or_not(data)  # one that was not measured
     elif "points" not in place[2:3] and place[-1] not in (0, 1, "encode", "decode", "bf16"):
         assert not loads_sensibly_or_not(data)
@@ -242,7 +242,7 @@ def test_an_error_says_where_what_may_stand_there_and_what_does(path: tuple[Any,
     assert text in str(told.value)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '{"version": 2, "launch_us": NaN}', "\udc80"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '{"version": 3, "launch_us": NaN}', "\udc80"])
 def test_a_file_of_nonsense_is_told_with_its_name(tmp_path: Path, text: str):
     path = tmp_path / "costs.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
