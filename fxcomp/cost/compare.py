@@ -118,7 +118,11 @@ def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
         for kind, taken in first.transport.items()
         if kind in second.transport
     ]
-    pairs.append(("contention", first.contention, second.contention, {"load": "", "speed": ""}))
+    pairs += [
+        (f"contention {kind.value}", found, second.contention[kind], {"load": "", "speed": ""})
+        for kind, found in first.contention.items()
+        if kind in second.contention
+    ]
     if UNSHARED not in (first.processors, second.processors):
         pairs.append(("processors", first.processors, second.processors, {"count": "", "compute": ""}))
     for what, mine, theirs, names in pairs:

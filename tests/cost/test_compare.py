@@ -60,7 +60,7 @@ SHARED = replace(
     OLD,
     transport={KIND: Transport(10.0, 900.0, 0.8, 40.0)},
     processors=Processors(2.0, 1.0),
-    contention=Contention(1.5, 0.7),
+    contention={CollectiveKind.ALL_REDUCE: Contention(1.5, 0.7)},
     roofline=Roofline(50.0, 10.0, others={"bf16": 100.0, "f64": 1.0}),
     copy_gb_per_s=12.0,
     estimate="a data sheet",
@@ -70,7 +70,7 @@ OTHER = replace(
     date="2026-11-20",
     transport={KIND: Transport(20.0, 1800.0, 0.4, 80.0), CollectiveKind.ALL_GATHER: Transport(1.0, 1.0)},
     processors=Processors(4.0, 2.0),
-    contention=Contention(3.0, 0.35),
+    contention={CollectiveKind.ALL_REDUCE: Contention(3.0, 0.35)},
     roofline=Roofline(50.0, 10.0, others={"bf16": 200.0}),
     copy_gb_per_s=24.0,
     estimate="",
@@ -87,8 +87,8 @@ def test_how_processors_are_shared_and_other_types_and_copies_are_told_apart():
         "transport all_reduce us_per_mb: 900 us/MB and 1800 us/MB (+100 %)",
         "transport all_reduce speed: 0.8 and 0.4 (-50 %)",
         "transport all_reduce more_us: 40 us and 80 us (+100 %)",
-        "contention load: 1.5 and 3 (+100 %)",
-        "contention speed: 0.7 and 0.35 (-50 %)",
+        "contention all_reduce load: 1.5 and 3 (+100 %)",
+        "contention all_reduce speed: 0.7 and 0.35 (-50 %)",
         "processors count: 2 and 4 (+100 %)",
         "processors compute: 1 and 2 (+100 %)",
         "only the first has a roofline for f64",
@@ -112,10 +112,10 @@ def test_what_was_measured_together_about_processors_comes_from_one_table():
         assert "copy_gb_per_s" in told
         assert "roofline bf16" in told
         assert not any(word in told for word in ("transport", "contention", "processors"))
-    lone = replace(OTHER, transport={}, processors=Processors(), contention=Contention())
+    lone = replace(OTHER, transport={}, processors=Processors(), contention={})
     assert sharing(merge(SHARED, lone).table) == sharing(SHARED)
     partly = replace(lone, processors=Processors(8.0, 1.0))
-    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), Contention())
+    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), {})
 
 
 @pytest.mark.parametrize("turned", [False, True])
