@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The same examples in every run: a failure on one machine is a failure on all.
+# The same examples in every run of the same tests: a failure on one machine is a failure on all.
 hypothesis.settings.register_profile("fxcomp", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("fxcomp")
 

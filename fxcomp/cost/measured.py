@@ -17,8 +17,8 @@ from fxcomp.cost.fit import Fit, Sample, fit, interpolate, left_out_errors
 from fxcomp.cost.reading import TEXT, listed, number, record, whole, wrong
 from fxcomp.strategy import CollectiveKind
 
-FASTEST_GB_PER_S = 1e3
-"""Nothing measured here is faster; a time that does not grow with size says no more than that."""
+FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
+"""Nothing measured here is faster, where a time that does not grow with size says no more, or slower: a byte in 12 days."""
 
 
 # Collectives
@@ -56,7 +56,7 @@ class MeasuredCollective:
 
     def _gb_per_s(self, kind: CollectiveKind, us_per_byte: float) -> float:
         sent = 1e-3 * formulas.wire_bytes(kind, self.ranks, 1.0)
-        return min(FASTEST_GB_PER_S, sent / us_per_byte) if us_per_byte else FASTEST_GB_PER_S
+        return min(FASTEST_GB_PER_S, max(SLOWEST_GB_PER_S, sent / us_per_byte)) if us_per_byte else FASTEST_GB_PER_S
 
     @property
     def spread(self) -> float:
