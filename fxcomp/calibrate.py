@@ -277,8 +277,8 @@ def measure_step(
 
     Every rank calls it with the same `repeats`; one that is alone may stop when the next one would pass `budget_us`.
     Random numbers, parameters and optimizer state are as before afterwards. In turns, because machines drift: what
-    differs between two transports is then theirs. The first step over each, which allocates, and the last one time
-    every operator by itself; the shorter time counts, because a hiccup makes one long.
+    differs between two transports is then theirs; ranks begin each together. The first step over each, which
+    allocates, and the last one time every operator by itself; the shorter time counts, because a hiccup makes one long.
     """
     device = step.training.device
     scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
@@ -286,18 +286,22 @@ def measure_step(
     nodes = _NodeTimes(variant.graph, device)
     one_by_one = rebound(variant.module, nodes.timed)
     current: list[_Run] = [runs[0]]
+    meeting = transports[min(1, len(transports) - 1)]  # the first is Nowhere
     whole = rebound(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
     try:
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
             for run in runs:
                 one_by_one(run.runtime, *scratch)
+            if cuda:  # Inductor's regions have not run yet
+                whole(runs[0].runtime, *scratch)
+                runs[0].regions.clear()
             for done in range(repeats):
                 if done and sum(runs[0].totals) + runs[0].totals[-1] > budget_us:
                     break
                 for run in runs:
                     current[0] = run
-                    compat.synchronize(device)
+                    _barrier(meeting, device)  # who ends a turn early would wait for the others in the next
                     start = time.perf_counter()
                     whole(run.runtime, *scratch)
                     compat.synchronize(device)
@@ -418,7 +422,8 @@ class _LinesTimed(Runtime):
 
     @property
     def launch_us(self) -> float | None:
-        return statistics.median([us for found in self._launches.values() for us in found]) if self._launches else None
+        later = [us for found in self._launches.values() for us in found[1:] or found]
+        return statistics.median(later) if later else None
 
     def pack_gb_per_s(self) -> float | None:
         return 1e-3 * sum(self._sizes.values()) / self.pack_us if self._packs else None

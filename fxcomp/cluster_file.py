@@ -35,7 +35,7 @@ def load_cluster(path: str | Path, *, intra: Link | None = None, inter: Link | N
         data = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise BadCluster(f"cannot read the cluster {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no text, or no TOML
         raise BadCluster(f"cannot read the cluster {path}: it is not TOML: {error}") from None
     return _File(str(path)).cluster(data, intra, inter)
 

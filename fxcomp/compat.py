@@ -414,10 +414,16 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any]) -> Callable[..
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; another process may write the same one."""
+    """Write a whole file or nothing; another process may write the same one. What a link leads to is written."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
+    os.umask(mask := os.umask(0))
+    os.chmod(file.name, 0o666 & ~mask)  # as any file that is written; a temporary one is its owner's alone
     os.replace(file.name, path)
 
 

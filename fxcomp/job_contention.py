@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from fxcomp.calibrate import StepMeasurement
 from fxcomp.cluster import Cluster, Level
 from fxcomp.cost.contention import Contention, fit_contention
+from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Processors, Task, step_time_us
 from fxcomp.graph.ops import ALL_REDUCE
@@ -32,15 +33,16 @@ class SentAsGathers:
 
     def __init__(self, transport: Transport, ranks: int) -> None:
         self._transport, self._ranks = transport, ranks
-        self._outputs: dict[int, Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         if level != Level.WORLD.value or how != "sum":
             return self._transport.all_reduce(value, level, lane, how)
         sent = value.flatten()[: max(1, value.numel() // GATHERED)]
-        out = self._outputs.get(value.data_ptr())  # several may be under way
+        key = value.data_ptr(), sent.numel()
+        out = self._outputs.get(key)  # several may be under way
         if out is None:
-            out = self._outputs[value.data_ptr()] = sent.new_empty(self._ranks * sent.numel())
+            out = self._outputs[key] = sent.new_empty(self._ranks * sent.numel())
         return self._transport.all_gather(sent, out, level, lane)
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
@@ -54,10 +56,30 @@ class SentAsGathers:
 
 
 def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster: Cluster) -> list[Transport]:
-    """What a dense step is measured on: nowhere, the real network, and as gathers where that tells anything."""
+    """What a dense step is measured on: nowhere, the real network, and as gathers where that tells anything.
+
+    And where it needs no memory that training would miss, nor much more time than the real network.
+    """
     first: list[Transport] = [Nowhere(), transport]
-    is_worth_it = not costs.processors.has_spare and summed_bytes(graph)
+    received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
+    is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
     return [*first, SentAsGathers(transport, cluster.world_size)] if is_worth_it else first
+
+
+def as_slowest(here: Sequence[StepMeasurement], everyone: Sequence[Sequence[Sequence[float]]]) -> list[StepMeasurement]:
+    """This rank's measurements on each network, as long as the rank's that computes the longest.
+
+    `everyone` holds each rank's (step, compute) on each network, in us. The others wait for the slowest rank: its
+    compute is the step's, and how it is shared out to operators is alike.
+    """
+    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank][0][1])
+    found: list[StepMeasurement] = []
+    for k, mine in enumerate(here):
+        times = everyone[slowest][k][1] / mine.compute_us if mine.compute_us else 1.0
+        regions = {name: us * times for name, us in mine.region_us.items()}
+        step_us = max(ranks[k][0] for ranks in everyone)
+        found.append(replace(mine, step_us=step_us, region_us=regions, pack_us=mine.pack_us * times))
+    return found
 
 
 def summed_bytes(graph: GraphModule) -> dict[str, int]:

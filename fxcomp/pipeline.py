@@ -54,7 +54,7 @@ from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
 from fxcomp.graph.work import unknowns
 from fxcomp.guards import StepGuard, settled
-from fxcomp.job_contention import contention_of, networks
+from fxcomp.job_contention import as_slowest, contention_of, networks
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
@@ -250,18 +250,18 @@ def compile_step(
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
     ranks = Ranks.join(cluster, "compile_step")
-    why_not = _why_no_replanning(planned=plan is not None, feedback=error_feedback, verify_every=verify_every)
 
-    def checked() -> Mode:
+    def checked() -> tuple[Mode, str]:
         check_is_feedback(error_feedback)
         _check_is_plan(plan)
         _check_is_costs(costs)
         check_experiment(error_feedback, planned=plan is not None)
         check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
+        why_not = _why_no_replanning(planned=plan is not None, feedback=error_feedback, verify_every=verify_every)
         _check_replan(replan, why_not)
-        return _checked_mode(mode, max_grad_norm, verify_every)
+        return _checked_mode(mode, max_grad_norm, verify_every), why_not
 
-    chosen_mode = ranks.attempt("checking options", checked)
+    chosen_mode, why_not = ranks.attempt("checking options", checked)
     training, captured = ranks.attempt(
         "capturing the step", lambda: _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
     )
@@ -695,8 +695,8 @@ def _measured_on_job(
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
     here = measure_step(step, variant, networks(variant.graph, transport, costs, cluster), leaves, repeats)
     # All ranks judge by the same numbers: one that switched back to dense alone would wait for the others for ever.
-    everyone = ranks.gather("timing the dense step", [on.step_us for on in here])
-    alone, *others = (replace(on, step_us=max(us)) for on, us in zip(here, zip(*everyone, strict=True), strict=True))
+    everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
+    alone, *others = as_slowest(here, everyone)
     compute = apportion(variant, alone, "measured in the emitted step, all ranks running")
     starts = [on.launch_us for on in others if on.launch_us is not None]
     costs = replace(

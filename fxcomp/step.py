@@ -209,7 +209,7 @@ class CompiledStep:
         self._shapes: dict[Any, list[BatchType]] = {}
         self._symbolic: dict[Any, Variant] = {}
         self._verify_every = verify_every
-        self._judged_at = (self._stages[-1].first_step if self._stages else 0) + SWITCH_STEPS + WARM_STEPS
+        self._judge_from_here()
         self._following = following
         self.timed: tuple[Row, ...] = ()
         """What each cost took when it was last compared with its prediction, as all ranks see it."""
@@ -523,6 +523,18 @@ class CompiledStep:
         if following is not None and self._is_warm and following.watch.is_due(self.steps):
             self._look_for_drift(following)
 
+    def _judge_from_here(self) -> None:
+        """Judge the plan that stays against dense after so many steps from now, or from its first one."""
+        first = self._stages[-1].first_step if self._stages else 0
+        self._judged_at = max(self.steps, first) + SWITCH_STEPS + WARM_STEPS
+
+    def _go_on_from_here(self) -> None:
+        """Forget what earlier steps took: this is another step of the job."""
+        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self._patient_until = self.steps
+        self._judge_from_here()
+        self._watch_anew()
+
     def _reconsider(self) -> None:
         """Switch back to dense if the compressed plan turned out slower; all ranks decide by the same numbers.
 
@@ -744,7 +756,7 @@ class CompiledStep:
         self.runtime.transport = self._ranks.extend(self.runtime.transport, new.plan, cluster)
         self._leave_plan(owed)
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
-        self._judged_at = self.steps + SWITCH_STEPS + WARM_STEPS
+        self._judge_from_here()
         self._adopt(new.variant, 0)
         self.agree_on_watching(f"watching, plan {self._replans}")
 
@@ -842,7 +854,7 @@ class CompiledStep:
         self._rates = dict(state.get("learning_rates", {}))
         self.runtime.owed = {name: value.clone() for name, value in state.get("owed", {}).items()}
         self._enter_stage()
-        self._watch_anew()
+        self._go_on_from_here()
         if self.velocities is not None:
             self.velocities.load_state_dict(state)
         elif state.get("velocities"):
@@ -872,7 +884,7 @@ class CompiledStep:
             if given:
                 value.copy_(torch.tensor(given[0], dtype=value.dtype))
         self._enter_stage()
-        self._watch_anew()
+        self._go_on_from_here()
 
 
 def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:

@@ -391,7 +391,7 @@ class Plan:
                     for b in data["buckets"]
                 )
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -404,7 +404,7 @@ class Plan:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:
             raise BadPlan(f"cannot read the plan {path}: {error.strerror}") from None
-        except (json.JSONDecodeError, FxcompError) as error:
+        except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no plan
             raise BadPlan(f"cannot read the plan {path}: {error}") from None
 
     def __str__(self) -> str:

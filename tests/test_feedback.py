@@ -154,14 +154,13 @@ def test_experiments_need_a_plan(name: str):
         check_experiment(ErrorFeedback(**{name: True}), planned=False)
 
 
+@pytest.mark.parametrize("plan", ["int8", None])
 @pytest.mark.parametrize("options", [{"off": True}, None, ErrorFeedback])
-def test_only_an_error_feedback_is_one(options: Any):
+def test_only_an_error_feedback_is_one(options: Any, plan: str | None):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadOption, match=r"error_feedback is an ErrorFeedback, not a (dict|NoneType|type)\.\n.*leave"):
-        fxcomp.compile_step(
-            model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan="int8", error_feedback=options
-        )
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan=plan, error_feedback=options)
 
 
 @pytest.mark.parametrize("given", [3, ["int8"], TopK(0.1)])

@@ -20,7 +20,7 @@ from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable, Transport
 from fxcomp.cost.timeline import Processors, Stream, Task, simulate
 from fxcomp.graph.tasks import graph_tasks
-from fxcomp.job_contention import GATHERED, SentAsGathers, contention_of, networks, summed_bytes
+from fxcomp.job_contention import GATHERED, SentAsGathers, as_slowest, contention_of, networks, summed_bytes
 from fxcomp.runtime.transport import Nowhere
 from fxcomp.strategy import Bucket, CollectiveKind, Plan, Strategy
 
@@ -140,3 +140,20 @@ def test_only_sums_over_all_ranks_are_sent_as_gathers():
         ("sum or max, intra", 8, 0),
     ]
     assert bucket.tolist() == list(range(10)), "the step's own values stay"
+
+
+def test_a_network_that_would_need_memory_of_its_own_is_left_out(captured: Any):
+    many = Cluster(1 << 16, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
+    assert len(networks(dense_step(captured, SHARED), Nowhere(), SHARED, many)) == 2
+
+
+def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():
+    def one(step_us: float, compute_us: float) -> StepMeasurement:
+        return StepMeasurement(step_us, 0.0, {"a": 0.6 * compute_us, "b": 0.2 * compute_us}, 0.2 * compute_us, 5, 1, {})
+
+    everyone = [[[110.0, 100.0], [420.0, 120.0]], [[310.0, 300.0], [400.0, 330.0]]]
+    for here in ([one(110.0, 100.0), one(420.0, 120.0)], [one(310.0, 300.0), one(400.0, 330.0)]):
+        alone, dense = as_slowest(here, everyone)
+        assert (alone.compute_us, dense.compute_us) == (pytest.approx(300.0), pytest.approx(330.0))
+        assert (alone.step_us, dense.step_us) == (310.0, 420.0)
+        assert alone.region_us == pytest.approx({"a": 180.0, "b": 60.0})

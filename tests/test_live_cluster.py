@@ -1,5 +1,6 @@
 """The cluster of live process groups: told by host names, uneven hosts too, and what a group in it reaches."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -157,9 +158,10 @@ def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
     assert run_ranks(2, fitted_contention) == [(1, first, 0.1), (0, first, 0.1)]
 
 
-def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str]) -> float:
+def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str], quota: float) -> float:
     rank = dist.get_rank()
     compat.usable_processors, compat.machine_name = lambda: list(usable[rank]), lambda: machines[rank]
+    compat.processor_quota = lambda: quota
     return Ranks.join(None, "the test").processors().count
 
 
@@ -175,4 +177,8 @@ def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str]) 
     ids=["shared", "pinned", "other machines", "partly shared", "overlapping"],
 )
 def test_ranks_share_the_processors_that_several_may_use(usable, machines: str, count: float):
-    assert run_ranks(2, shared_processors, usable, machines) == [count, count]
+    assert run_ranks(2, shared_processors, usable, machines, math.inf) == [count, count]
+
+
+def test_ranks_share_a_quota():
+    assert run_ranks(2, shared_processors, [[0, 1, 2, 3]] * 2, "aa", 3.0) == [1.5, 1.5]

@@ -138,3 +138,27 @@ def test_after_switching_back_drift_is_told_where_nobody_plans_anew(options: dic
     found = same(run_ranks(2, returned, FIRST + 3 * JUDGED, 100.0, "once", options))
     assert [note.partition(" ")[0] for note in found["notes"]] == ["switched", "since"]
     assert ("step.replan(), called by every rank" in found["notes"][1]) is (not options)
+
+
+def resumed(steps_before: int, dense_ms: float) -> dict[str, Any]:
+    """A step that goes on where another one was saved, beside a dense step that is said to have taken `dense_ms`."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(8, 64),)
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return model(batch[0]).square().mean()
+
+    step = fxcomp.compile_step(model, loss, optimizer, batch, plan="int8", verify_every=7)
+    step._dense_plan, step._dense_ms = fxcomp.compile_step(model, loss, optimizer, batch, plan="dense").plan, dense_ms
+    step.load_state_dict({**step.state_dict(), "steps": steps_before})
+    for _ in range(SWITCH_STEPS + WARM_STEPS + 1):
+        step(batch)
+    return {"dense": step.plan.is_dense, "notes": step.notes}
+
+
+def test_a_plan_is_judged_after_resuming_too():
+    for rank in run_ranks(2, resumed, 1000, 1e-6):
+        assert rank["dense"]
+        assert rank["notes"][0].startswith(f"switched back to dense at step {1000 + SWITCH_STEPS + WARM_STEPS}")

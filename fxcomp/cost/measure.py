@@ -136,7 +136,7 @@ def measure_compressors(
     """
     on = on or torch.device("cpu")
     source = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).to(on)
-    other = torch.zeros(CACHES[on.type == "cpu"] // 4, device=on)
+    other = torch.zeros((CPU_CACHES if on.type == "cpu" else GPU_CACHES) // 4, device=on)
     threads = torch.get_num_threads() if on.type == "cpu" else None
     return {
         compressor_key(str(c), device.value, threads): _measure_compressor(c, source, other, sorted(sizes), each_s)
@@ -144,19 +144,20 @@ def measure_compressors(
     }
 
 
-CACHES = {True: 64 << 20, False: 256 << 20}
-"""More bytes than the caches of a CPU (True) or a GPU (False) hold for one rank."""
+CPU_CACHES, GPU_CACHES = 64 << 20, 256 << 20
+"""More bytes than caches hold for one rank (assumed)."""
 
 
 def _measure_compressor(
     compressor: Compressor, source: torch.Tensor, other: torch.Tensor, sizes: Sequence[int], budget_s: float
 ) -> CompressorCost:
     points: list[CompressorPoint] = []
-    begun = time.perf_counter()
+    spent_s = 0.0
     for size in sizes:
-        if points and time.perf_counter() - begun + _cost_of_next_s(points[-1], size) > budget_s:
+        if points and spent_s + _cost_of_s(points[-1], size) > budget_s:
             break
         points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), source[:size], other))
+        spent_s += _cost_of_s(points[-1], size)
     return CompressorCost.fitted(points)
 
 
@@ -186,7 +187,8 @@ def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Te
     return CompressorPoint(bucket.numel(), encode_us, decode_us / copies, propose_us)
 
 
-def _cost_of_next_s(last: CompressorPoint, size: int) -> float:
+def _cost_of_s(last: CompressorPoint, size: int) -> float:
+    """What timing a size takes, by that of the last one; what empties the caches in between is not counted."""
     once_us = last.propose_us + last.encode_us + RANKS * last.decode_us
     return 1e-6 * size / last.elements * 2 * REPEATS * once_us
 

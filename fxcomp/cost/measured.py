@@ -18,7 +18,7 @@ from fxcomp.cost.reading import TEXT, listed, number, record, whole, wrong
 from fxcomp.strategy import CollectiveKind
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
-"""Nothing measured here is faster, where a time that does not grow with size says no more, or slower: a byte in 12 days."""
+"""Nothing measured here is faster (a time that does not grow with size says no more), or slower: a byte in 12 days."""
 
 
 # Collectives
