@@ -420,11 +420,22 @@ def write_atomically(path: Path, text: str) -> None:
         path.write_text(text)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.umask(mask := os.umask(0))
-    os.chmod(file.name, 0o666 & ~mask)  # as any file that is written; a temporary one is its owner's alone
-    os.replace(file.name, path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is its owner's alone
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    """What new files are not allowed; it can only be asked for by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def cache_directory() -> Path:

@@ -171,3 +171,11 @@ def test_the_command_line_says_all_that_a_cluster_can_be():
 def test_options_that_contradict_each_other_are_refused(words: tuple[str, ...], says: str):
     with pytest.raises(BadOption, match=says):
         asked(*words)
+
+
+@pytest.mark.parametrize("content", ["cluster = " + "[" * 100_000, "placement = [" + "9" * 5000 + "]"])
+def test_a_file_that_no_reader_can_stand_is_refused(content: str, tmp_path: Path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(content)
+    with pytest.raises(BadCluster, match=r"cannot read the cluster .*it is not TOML"):
+        load_cluster(path)

@@ -196,3 +196,15 @@ def test_a_plan_by_level_needs_as_many_ranks_on_every_host():
     plan.check_fits(Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1)))
     with pytest.raises(BadPlan, match=r"(?s)bucket 0 of the plan .* needs as many ranks on every host; .* have 3\+2\."):
         plan.check_fits(uneven)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"version": 1, "buckets": [{"names": ["a"], "sizes": [Infinity]}]}'],
+    ids=["binary", "nested", "digits", "infinite"],
+)
+def test_a_file_that_is_no_plan_is_refused(content: bytes, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(BadPlan, match=r"cannot read the plan .*plan\.json"):
+        Plan.load(path)

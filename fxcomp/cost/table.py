@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from fxcomp import compat
 from fxcomp.cluster import REACH, Cluster, Level, Link
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
@@ -299,16 +299,7 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Write the table whole or not at all: other ranks may read or write the same file."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(self.to_json(), indent=1) + "\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:

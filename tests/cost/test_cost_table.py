@@ -228,3 +228,13 @@ def test_no_collective_is_faster_than_anything_that_was_measured():
     kind = CollectiveKind.ALL_REDUCE
     for us_per_byte in (0.0, 1e-15):
         assert MeasuredCollective(2, Fit.line(30.0, us_per_byte)).gb_per_s(kind) == FASTEST_GB_PER_S
+
+
+def test_a_table_is_written_to_what_a_link_leads_to_and_others_may_read_it(tmp_path: Path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "table.json")
+    CostTable().save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert CostTable.read(tmp_path / "table.json") == CostTable()
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    assert (tmp_path / "table.json").stat().st_mode == plain.stat().st_mode
