@@ -12,8 +12,8 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxcomp import pipeline
-from fxcomp.calibrate import StepMeasurement
+from fxcomp import calibrate, pipeline
+from fxcomp.calibrate import StepMeasurement, _LinesTimed  # pyright: ignore[reportPrivateUsage]
 from fxcomp.capture import capture, materialize_state, owned_parameters
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.cost.contention import Contention
@@ -157,3 +157,18 @@ def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():
         assert (alone.compute_us, dense.compute_us) == (pytest.approx(300.0), pytest.approx(330.0))
         assert (alone.step_us, dense.step_us) == (310.0, 420.0)
         assert alone.region_us == pytest.approx({"a": 180.0, "b": 60.0})
+
+
+def test_packing_and_starts_are_timed_but_not_the_first_ones_nor_broadcasts(monkeypatch: pytest.MonkeyPatch):
+    now = iter([0.0, 9.0, 10.0, 10.5, 20.0, 28.0, 30.0, 30.25, 40.0, 41.0, 50.0, 57.0])  # seconds; starts and ends
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(now))
+    runtime = _LinesTimed(Nowhere(), torch.device("cpu"))
+    for _ in range(2):  # 9 s, then 0.5 s
+        runtime.pack("pack", ["w"], [torch.ones(4)], 1.0)
+    for _ in range(2):  # 8 s, then 0.25 s
+        runtime.launch("sum", "all_reduce", torch.ones(4), 2, "world")
+    runtime.launch("buffers", "broadcast", torch.ones(4), 2, "world")
+    assert (runtime.pack_us, runtime.launch_us) == (0.5e6, 0.25e6)
+    alone = StepMeasurement(1.0, 0.0, {"a": 2.0, "b": 3.0}, 4.0, None, None, {})
+    assert alone.compute_us == 9.0
+    assert _LinesTimed(Nowhere(), torch.device("cpu")).launch_us is None

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -156,6 +158,24 @@ def fitted_contention(_: object = None) -> tuple[int, dict[CollectiveKind, Conte
 def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
     first = {CollectiveKind.ALL_GATHER: Contention(1.5, 0.5)}
     assert run_ranks(2, fitted_contention) == [(1, first, 0.1), (0, first, 0.1)]
+
+
+def priced_starts(_: object = None) -> float:
+    """What a start costs in the plan's table where one on this rank took 700 us, or 900."""
+    measure = pipeline.measure_step
+
+    def measured(*arguments: Any) -> list[Any]:
+        return [replace(on, launch_us=700.0 + 200 * dist.get_rank()) for on in measure(*arguments)]
+
+    pipeline.measure_step = measured
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    return fxcomp.compile_step(model, cross_entropy, optimizer, batch).costs.launch_us
+
+
+def test_a_start_costs_what_it_took_in_the_step():
+    assert run_ranks(2, priced_starts) == [700.0, 700.0]
 
 
 def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str], quota: float) -> float:
