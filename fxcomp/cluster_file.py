@@ -69,12 +69,21 @@ class _File:
             )
         if "cluster" in data:
             text = self._text("cluster", data["cluster"])
+            if "," in text:
+                raise BadCluster(
+                    f"{self.path}: cluster says more than how many ranks sit where, {text!r}: write links as intra and"
+                    " inter, which --intra and --inter win over"
+                )
             made = self._read("cluster", lambda: Cluster.parse(text, intra=inside, inter=between))
         else:
             hosts = self._numbers("placement", data["placement"])
             made = self._read("placement", lambda: Cluster.placed(hosts, intra=inside, inter=between))
         if "rack" in data and "tier" in data:
             raise BadCluster(f"{self.path}: [rack] and [[tier]] say the same in two ways: keep one")
+        if made.above and ("rack" in data or "tier" in data):
+            raise BadCluster(
+                f"{self.path}: cluster says which hosts are in a rack already: leave [rack] or [[tier]] out"
+            )
         if "rack" in data:
             return self._in_racks(made, self._table("rack", data["rack"]))
         tiers = self._list("tier", data.get("tier", []))

@@ -155,6 +155,8 @@ def _cost_sections(costs: CostTable, notes: Sequence[str]) -> list[RenderableTyp
     if costs.copy_gb_per_s is not None:
         rest.add_row("host to device", f"{costs.copy_gb_per_s:.4g} GB/s")
     rest.add_row("starting", f"{costs.launch_us:.3g} us for a collective")
+    for what, says in costs.sharing():
+        rest.add_row(what, says)
     sections += [_title("Machine"), Padding(rest, (0, 0, 0, 2))]
     if notes:
         sections += [_title("Notes"), *(_indented(note) for note in notes)]

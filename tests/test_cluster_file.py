@@ -179,3 +179,17 @@ def test_a_file_that_no_reader_can_stand_is_refused(content: str, tmp_path: Path
     path.write_text(content)
     with pytest.raises(BadCluster, match=r"cannot read the cluster .*it is not TOML"):
         load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('cluster = "2x1, inter 1gbit"\nintra = "10gbit"\ninter = "25gbit"', "write links as intra and inter"),
+        ('cluster = "2x4x2"\nintra = "10gbit"\ninter = "25gbit"\n[rack]\nhosts = 2', r"leave \[rack\]"),
+    ],
+)
+def test_what_a_file_says_twice_is_refused(text: str, says: str, tmp_path: Path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(BadCluster, match=says):
+        load_cluster(path)

@@ -353,20 +353,28 @@ class CostTable:
             largest = known.points[-1].elements
             encode, decode = (1e3 * us / largest for us in (known.encode_us(largest), known.decode_us(largest)))
             lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
-        for kind, taken in self.transport.items():
-            lines.append(
-                f"  transport    {kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB;"
-                f" beside compute {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us"
-            )
-        if not math.isinf(self.processors.count):
-            shared = self.processors
-            lines.append(f"  processors   {shared.count:.3g} for each rank, compute takes {shared.compute:.3g}")
-        for kind, beside in self.contention.items():
-            lines.append(
-                f"  contention   {kind.value}: {beside.load:.3g} times that load, {beside.speed:.3g} times that speed"
-            )
+        lines += [f"  {what:<12} {says}" for what, says in self.sharing()]
         lines.append(f"  error        {100 * self.error:.0f} % of a predicted step")
         return "\n".join(lines)
+
+    def sharing(self) -> list[tuple[str, str]]:
+        """How compute and communication slow each other, in words: what is told, and what of it."""
+        told = [
+            (
+                "transport",
+                f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB; beside compute"
+                f" {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us",
+            )
+            for kind, taken in self.transport.items()
+        ]
+        if not math.isinf(self.processors.count):
+            shared = self.processors
+            told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
+        told += [
+            ("contention", f"{kind.value}: {found.load:.3g} times that load, {found.speed:.3g} times that speed")
+            for kind, found in self.contention.items()
+        ]
+        return told
 
     # Lookup
 
@@ -420,7 +428,7 @@ class CostTable:
 def cache_path(hardware: str, versions: str) -> Path:
     """Where the user's cache keeps the table of this hardware and software."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    key = hashlib.sha256(f"{hardware}\n{versions}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{hardware}\n{versions}\ntable {VERSION}".encode()).hexdigest()[:16]
     return Path(home) / "fxcomp" / f"costs-{key}.json"
 
 
