@@ -79,8 +79,9 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.step import CompiledStep, Following, GivenUp, Replanned, Training, Variant
+from fxcomp.step import CompiledStep, Following, GivenUp, Replanned, Variant
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
+from fxcomp.training import Training
 
 P = ParamSpec("P")
 

@@ -7,9 +7,9 @@ import statistics
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture import Captured, LossFn, Owned, has_state, live_numbers, materialize_state
+from fxcomp.capture import Captured, Owned, has_state, live_numbers, materialize_state
 from fxcomp.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
@@ -29,7 +29,7 @@ from fxcomp.drift.correct import corrected, describe
 from fxcomp.drift.judge import Finding, Row, agreed_rows, judge, step_with
 from fxcomp.drift.sheet import sheet_of
 from fxcomp.drift.watch import Replan, Watch
-from fxcomp.errors import BadState, CannotReplan, FxcompError, StepChanged, VerificationFailed
+from fxcomp.errors import BadState, CannotReplan, FxcompError, StepChanged
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source, info
 from fxcomp.guards import BatchType, StepGuard, batch_type, settled
@@ -37,6 +37,8 @@ from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
 from fxcomp.strategy import Plan
+from fxcomp.training import Training
+from fxcomp.verify import Verifier
 
 CAPTURES = 8
 """How many captured variants are kept: the oldest unused one goes."""
@@ -52,27 +54,6 @@ WARM_STEPS = 2
 
 SWITCH_MARGIN = 0.03
 """How much slower than dense a plan must be to be given up: less is noise (assumed)."""
-
-GRADIENT_TOLERANCE = 1e-4
-"""Relative to the largest element. Eager regions repeat eager's own operators; 1e-4 is fp32 noise of reordered sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """What is trained: the user's own objects."""
-
-    model: nn.Module
-    loss_fn: LossFn
-    optimizer: torch.optim.Optimizer
-    owned: tuple[Owned, ...]
-    max_grad_norm: float | None
-    fresh_state: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The optimizer's state of each parameter that was made for the capture: its first step is still to come."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model lies, all of it."""
-        return self.owned[0].parameter.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +189,7 @@ class CompiledStep:
         self._variants: OrderedDict[tuple[Any, ...], Variant] = OrderedDict()
         self._shapes: dict[Any, list[BatchType]] = {}
         self._symbolic: dict[Any, Variant] = {}
-        self._verify_every = verify_every
+        self._verifier = Verifier(training, verify_every)
         self._judge_from_here()
         self._following = following
         self.timed: tuple[Row, ...] = ()
@@ -242,12 +223,13 @@ class CompiledStep:
         self._enter_stage()
         kind, leaves = batch_type(batch)
         variant = self._variant_for(batch, kind, leaves)
-        verify = self._verify_every > 0 and self.steps % self._verify_every == 0
+        verify = self._verifier.wants(self.steps)
         watch = self._watch_of(kind) if not verify else None
         start = time.perf_counter()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
+        checked = self._verifier.checked(batch, variant.captured, self.runtime, self.steps) if verify else nullcontext()
         plain = torch.inference_mode(False), torch.no_grad(), compat.without_autocast()
-        with plain[0], self._verified(batch, variant) if verify else _nothing(), plain[1], plain[2]:
+        with plain[0], checked, plain[1], plain[2]:
             result = self._run(variant, leaves, watch)
         self._count(time.perf_counter() - start, kind, verify)
         return result
@@ -439,73 +421,6 @@ class CompiledStep:
             self.variant = variant
         if stage == max(0, len(self._stages) - 1):
             self._adopted = variant
-
-    # Verifying
-
-    @contextmanager
-    def _verified(self, batch: Any, variant: Variant) -> Generator[None]:
-        """Compare loss and gradients with eager PyTorch before anything is updated."""
-        loss, expected = self._eager(batch, variant)
-        wrong: list[str] = []
-
-        def on_gradient(name: str, gradient: Tensor) -> None:
-            if not wrong and not _close(gradient, expected[name]):
-                difference = (gradient - expected[name]).abs().max().item()
-                largest = expected[name].abs().max().item()
-                wrong.append(
-                    f"the gradient of {name!r} differs from eager by up to {difference:.3g}, where it reaches"
-                    f" {largest:.3g}"
-                )
-
-        def on_update(value: Tensor) -> None:
-            if not _close(value, loss):
-                wrong.insert(0, f"the loss is {value.item():.9g}, eager's is {loss.item():.9g}")
-            self._agree_verified(wrong)
-
-        self.runtime.on_gradient, self.runtime.on_update = on_gradient, on_update
-        try:
-            yield
-        finally:
-            self.runtime.on_gradient = self.runtime.on_update = None
-
-    def _eager(self, batch: Any, variant: Variant) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and local gradients as eager PyTorch computes them; buffers and random numbers as if it had not."""
-        model = self.training.model
-        saved = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
-        values = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-        names = variant.captured.gradient_names
-        devices: set[int | None] = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-        cuda = sorted(d for d in devices if d is not None)
-        with torch.random.fork_rng(cuda), torch.enable_grad():  # pyright: ignore[reportUnknownMemberType]  # untyped
-            result = self.training.loss_fn(model, batch)
-            loss = result[0] if variant.captured.has_aux else result
-            with compat.without_autocast():
-                wanted = [self._parameters[name] for name in names]
-                gradients: Any = torch.autograd.grad(loss, wanted, allow_unused=True)
-        with torch.no_grad():
-            for table, original in saved:
-                table.update(original)  # the forward pass may have put new ones in their places
-            for buffer in model.buffers():
-                buffer.copy_(values[id(buffer)])
-        zero = {
-            name: torch.zeros_like(self._parameters[name])
-            for name, g in zip(names, gradients, strict=True)
-            if g is None
-        }
-        return loss.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None} | zero
-
-    def _agree_verified(self, wrong: Sequence[str]) -> None:
-        """Raise on every rank if any found a difference: one that went on alone would wait for the others for ever."""
-        flag = torch.tensor([float(bool(wrong))], device=self.training.device)
-        self.runtime.transport.all_reduce(flag, "world", "main").wait()
-        bad = bool(flag.item())
-        if bad:
-            what = wrong[0] if wrong else "another rank found a difference"
-            raise VerificationFailed(
-                f"step {self.steps}: {what}.\n"
-                "  No parameter has been updated; buffers and residuals may have. The capture is wrong for this model:"
-                " please report it with the model's code, and train with eager PyTorch meanwhile."
-            )
 
     # Watching
 
@@ -902,30 +817,12 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
                 )
 
 
-@contextmanager
-def _nothing() -> Generator[None]:
-    yield
-
-
 def _fingerprint(value: Tensor) -> str:
     return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _close(value: Tensor, expected: Tensor) -> bool:
-    """Equal up to fp32 noise; what is not finite must be so in both."""
-    if value.shape != expected.shape:
-        return False
-    both = torch.isfinite(value) & torch.isfinite(expected)
-    if not bool((torch.isfinite(value) == torch.isfinite(expected)).all()):
-        return False
-    scale = expected[both].abs().max().item() if bool(both.any()) else 0.0
-    if not bool(both.any()):
-        return True
-    return bool(((value - expected)[both].abs().max() <= GRADIENT_TOLERANCE * scale + 1e-12).item())
 
 
 def _varying_dims(types: Sequence[BatchType]) -> dict[int, frozenset[int]]:
