@@ -590,7 +590,7 @@ def _decide(
 def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[Any]], Sequence[Any]]:
     """Rewrite a graph for the model's plan and make it a function. Local: no communication."""
     costs, feedback = compiled.decided.costs, compiled.feedback
-    *_, final = follow(compiled.plan, labelled, costs, compiled.cluster, compiled.rank, feedback).values()
+    final = follow(compiled.plan, labelled, costs, compiled.cluster, compiled.rank, feedback)
     compiled.source = emit(final, title="One backward pass, gradients averaged")
     log.debug("%s", compiled.source)
     module = load(compiled.source, final, compat.cache_directory() / "steps")

@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
 from fxcomp.graph.edit import call, clone
+from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.work import is_sequence
 
@@ -248,9 +249,9 @@ def _trace_forward_backward(
             traced = compat.trace(forward_backward, inputs)
         flat = [value for part in inputs for value in part]
         with compat.without_autocast():  # what autocast does is in the trace by now
-            functional = compat.trace_functional(traced, flat)
-    _restore_random_order(functional)
-    return functional, layout[0]
+            body = functional(traced, flat)
+    _restore_random_order(body)
+    return body, layout[0]
 
 
 _FRESH = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)

@@ -113,12 +113,7 @@ def without_onednn() -> Generator[None]:
 
 
 def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """The same without in-place operators and views of written tensors, traced again where that is not easy to see."""
-    writes = [node for node in traced.graph.nodes if is_operator(node.target) and is_in_place(node.target)]
-    if not writes:
-        return traced
-    if all(map(_writes_an_input_alone, writes)):
-        return _writing_last(traced, writes)
+    """Trace again without in-place operators and views of written tensors."""
 
     def run(*flat: Any) -> Any:
         return Interpreter(traced).run(*flat)
@@ -126,34 +121,7 @@ def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*inputs)
 
 
-def _writes_an_input_alone(node: Node) -> bool:
-    """Whether a node changes an input that nothing else reads, as batch norm counts its batches."""
-    target: Any = node.target
-    place = node.args[0] if node.args else None
-    if not isinstance(place, Node) or place.op != "placeholder" or list(place.users) != [node]:
-        return False
-    return written_arguments(target) == (target._schema.arguments[0].name,) and _functional(target) is not None
-
-
-def _writing_last(traced: GraphModule, writes: Sequence[Node]) -> GraphModule:
-    """What functionalizing makes of such nodes: a new value each, which is copied into the input at the end."""
-    graph = traced.graph
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in writes:
-        target: Any = _functional(node.target)
-        node.target = target
-        args, kwargs = map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-        node.meta["val"] = target(*args, **kwargs)
-    for node in sorted(writes, key=lambda node: order[cast("Node", node.args[0])]):
-        written = cast("Node", node.args[0])
-        with graph.inserting_before(graph.output_node()):
-            copy = graph.call_function(torch.ops.aten.copy_.default, (written, node))
-        copy.meta["val"] = written.meta["val"]
-    traced.recompile()
-    return traced
-
-
-def _functional(target: Any) -> OpOverload[..., Any] | None:
+def functional_operator(target: Any) -> OpOverload[..., Any] | None:
     """The operator that makes a new value of what this one changes in place: add for add_."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None

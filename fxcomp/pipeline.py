@@ -79,7 +79,7 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.step import CompiledStep, Following, GivenUp, Replanned, Variant
+from fxcomp.step import CompiledStep, Following, GivenUp, Replanned, Replay, Variant
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 from fxcomp.training import Training
 
@@ -91,8 +91,9 @@ P = ParamSpec("P")
 
 def analyze(graph: GraphModule, costs: CostTable, cluster: Cluster, *, skip_nonfinite: bool = False) -> Workload:
     """What there is to decide about."""
-    run = PassRunner()
-    gm = run(annotate_costs, labelled(run, graph, cluster), costs, cluster)
+    run = PassRunner(remembers=False)
+    gm = run(annotate_costs, labelled(run, clone(graph), cluster), costs, cluster)
+    assert_whole(gm, "analyze")
     workload = read_workload(gm)
     if not skip_nonfinite:
         return workload
@@ -111,8 +112,9 @@ def rewrite(
     skip_nonfinite: bool = False,
 ) -> Variant:
     """Turn a captured step into the source of one that follows the plan."""
-    history = follow(plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
-    return finish(captured, list(history.values())[-1], history, costs.processors)
+    gm = follow(plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
+    replay = partial(history_of, plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
+    return finish(captured, gm, replay, costs.processors)
 
 
 def follow(
@@ -124,8 +126,26 @@ def follow(
     feedback: ErrorFeedback = CLASSIC,
     *,
     skip_nonfinite: bool = False,
-) -> dict[str, GraphModule]:
-    """Rewrite a graph of gradients until it follows the plan; the graph after each pass, the final one last."""
+) -> GraphModule:
+    """Rewrite a copy of a graph of gradients until it follows the plan."""
+    run = PassRunner(remembers=False)
+    gm = labelled(run, clone(graph), cluster)
+    gm = carry_out(run, plan, gm, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
+    assert_whole(gm, "one of the passes")
+    return gm
+
+
+def history_of(
+    plan: Plan,
+    graph: GraphModule,
+    costs: CostTable,
+    cluster: Cluster,
+    rank: int,
+    feedback: ErrorFeedback = CLASSIC,
+    *,
+    skip_nonfinite: bool = False,
+) -> Mapping[str, GraphModule]:
+    """The graph after each pass of `follow`, by the pass's name; each is checked."""
     run = PassRunner()
     carry_out(run, plan, labelled(run, graph, cluster), costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
     return run.history
@@ -164,15 +184,13 @@ def carry_out(
     return run(order_for_overlap, gm, plan)
 
 
-def finish(
-    captured: Captured, gm: GraphModule, history: Mapping[str, GraphModule], processors: Processors = UNSHARED
-) -> Variant:
+def finish(captured: Captured, gm: GraphModule, replay: Replay, processors: Processors = UNSHARED) -> Variant:
     """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
     source = emit(gm)
     module = load(source, gm, compat.cache_directory() / "steps")
     if captured.device.type in INDUCTOR_DEVICES:
         compile_regions(module, gm)
-    return Variant.of(captured, gm, history, module, source, simulate(graph_tasks(gm), processors))
+    return Variant.of(captured, gm, replay, module, source, simulate(graph_tasks(gm), processors))
 
 
 INDUCTOR_DEVICES = ("cuda",)

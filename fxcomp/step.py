@@ -56,14 +56,18 @@ SWITCH_MARGIN = 0.03
 """How much slower than dense a plan must be to be given up: less is noise (assumed)."""
 
 
+Replay = Callable[[], Mapping[str, GraphModule]]
+"""The graph after each pass, by the pass's name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One capture, rewritten and emitted for one plan."""
 
     captured: Captured
     graph: GraphModule
-    history: Mapping[str, GraphModule]
-    """The graph after each pass, by the pass's name."""
+    replay: Replay
+    """Runs the passes again for whoever asks; keeping every graph would take ten times the memory."""
     module: ModuleType
     source: str
     timeline: Timeline
@@ -74,13 +78,13 @@ class Variant:
         cls,
         captured: Captured,
         graph: GraphModule,
-        history: Mapping[str, GraphModule],
+        replay: Replay,
         module: ModuleType,
         source: str,
         timeline: Timeline,
     ) -> Variant:
         sources = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
-        return cls(captured, graph, history, module, source, timeline, sources)
+        return cls(captured, graph, replay, module, source, timeline, sources)
 
 
 Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Variant]
@@ -712,7 +716,7 @@ class CompiledStep:
         """The final graph, or the graph after a pass. Raises FxcompError naming the passes if there is no such one."""
         if after is None:
             return self._current.graph
-        history = self._current.history
+        history = self._current.replay()
         if after not in history:
             raise FxcompError(f"there is no pass {after!r}; the passes are {', '.join(history)}")
         return history[after]

@@ -223,9 +223,10 @@ def graph_after(variant: Variant, after: str | None) -> GraphModule:
     """The graph after a pass, by default the last. Raises BadOption naming the passes."""
     if after is None:
         return variant.graph
-    if after not in variant.history:
-        raise BadOption(f"there is no pass {after!r}; the passes are {', '.join(variant.history)}")
-    return variant.history[after]
+    history = variant.replay()
+    if after not in history:
+        raise BadOption(f"there is no pass {after!r}; the passes are {', '.join(history)}")
+    return history[after]
 
 
 def capture_job(job: Job) -> tuple[Training, Captured]:
@@ -250,7 +251,7 @@ def measured_here(
         plan = uniform("dense", workload, costs, cluster)
     final = carry_out(run, plan, clone(graph), costs, cluster, 0)
     assert_whole(final, "one of the passes")
-    variant = finish(captured, final, {})
+    variant = finish(captured, final, dict)
     device = training.device
     nothing = Residuals((), device), CompressorStates({}, device)
     step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)

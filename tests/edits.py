@@ -21,7 +21,7 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     gm = clone(step.graph())
     edit(gm)
     gm.graph.lint()
-    changed = pipeline.finish(variant.captured, gm, variant.history)
+    changed = pipeline.finish(variant.captured, gm, variant.replay)
     for key, known in list(step._variants.items()):
         if known is variant:
             step._variants[key] = changed

@@ -16,6 +16,7 @@ import fxcomp
 from fxcomp import capture as capturing
 from fxcomp import compat
 from fxcomp.capture import Captured, capture, materialize_state, owned_parameters
+from fxcomp.graph import functional as functionalizing
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import ALL_REDUCE
@@ -311,12 +312,38 @@ def text(step: Captured) -> list[tuple[str, str, str]]:
     ]
 
 
-def test_counters_are_functionalized_without_a_second_trace_as_with_one(monkeypatch: pytest.MonkeyPatch):
-    model, batch = JOBS["conv"].build(), JOBS["conv"].batch(0)
+@pytest.mark.parametrize("job", ["conv", "dropout"])
+def test_writes_are_functionalized_without_a_second_trace_as_with_one(job: str, monkeypatch: pytest.MonkeyPatch):
+    model, batch = JOBS[job].build(), JOBS[job].batch(0)
     quick = text(captured(model, batch))
-    monkeypatch.setattr(compat, "_writes_an_input_alone", lambda _: False)  # trace again
+    monkeypatch.setattr(functionalizing, "_plain_writes", lambda _: None)  # trace again
     assert text(captured(model, batch)) == quick
-    assert sum("copy_" in target for target, _, _ in quick) == 1
+    written = ("copy_", "bernoulli_")
+    assert sum(any(name in target for name in written) for target, _, _ in quick) == {"conv": 1, "dropout": 4}[job]
+
+
+def test_writes_that_others_see_are_functionalized_by_tracing_again(monkeypatch: pytest.MonkeyPatch):
+    again: list[object] = []
+    trace = compat.trace_functional
+    monkeypatch.setattr(compat, "trace_functional", lambda *a: again.append(a) or trace(*a))
+
+    class Seen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.fc(x) * 2.0
+            first = out[:, 0]
+            out.add_(1.0)  # through the view, too
+            return out.sum() + 3.0 * first.sum()
+
+    torch.manual_seed(0)
+    model, batch = Seen(), torch.randn(2, 3)
+    expected = model(batch).detach()
+    step = fxcomp.compile_step(model, lambda m, x: m(x), OPTIMIZERS["sgd"](model.parameters()), batch, verify_every=1)
+    assert len(again) == 1
+    assert torch.equal(step(batch), expected)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

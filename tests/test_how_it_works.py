@@ -57,8 +57,9 @@ def listings() -> dict[str, str]:
     plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)
     assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int8")]
     variant = rewrite(captured, plan, COSTS, CLUSTER, 0)
-    labelled = variant.history["label_gradients"]
-    dumps = {name: dump(graph, costs=False) for name, graph in variant.history.items()}
+    history = variant.replay()
+    labelled = history["label_gradients"]
+    dumps = {name: dump(graph, costs=False) for name, graph in history.items()}
     return {
         "capture": dump(captured.graph, costs=False),
         "label_gradients": changed(dump(captured.graph, costs=False), dumps["label_gradients"]),

@@ -1,0 +1,109 @@
+"""Take in-place operators out of a traced forward and backward pass.
+
+    %empty      f32[4,8]  empty_like(%x)
+    %mask       f32[4,8]  bernoulli_(%empty, 0.9)          stays: it fills fresh memory in eager's order
+    %add_       f32[4,8]  add_(%mm, %bias)
+    %counted    i64[]     add_(%num_batches, 1)
+ -->
+    %empty      f32[4,8]  empty_like(%x)
+    %mask       f32[4,8]  bernoulli_(%empty, 0.9)
+    %add        f32[4,8]  add(%mm, %bias)
+    %counted    i64[]     add(%num_batches, 1)
+    %copy_      i64[]     copy_(%num_batches, %counted)    at the end
+
+Where a written value is read by nobody else, this is a matter of names. Where views of it are about, the whole pass is
+traced again under torch.func.functionalize, which takes as long as the first trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxcomp import compat
+
+
+def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """The same graph without operators that write, but for random fills of fresh memory and copies into inputs."""
+    writes = [
+        node for node in traced.graph.nodes if compat.is_operator(node.target) and compat.is_in_place(node.target)
+    ]
+    plain = _plain_writes(writes)
+    if plain is None:
+        return compat.trace_functional(traced, inputs)
+    for node, (target, value) in plain.items():
+        node.target = target
+        node.meta["val"] = value
+    last = {root: node for node in writes if (root := _root(node, plain)).op == "placeholder"}
+    order = {node: place for place, node in enumerate(traced.graph.nodes)}
+    for written in sorted(last, key=order.__getitem__):
+        with traced.graph.inserting_before(traced.graph.output_node()):
+            copy = traced.graph.call_function(torch.ops.aten.copy_.default, (written, last[written]))
+        copy.meta["val"] = written.meta["val"]
+    return traced
+
+
+_Plain = dict[Node, tuple[Any, Any]]
+"""The operator that makes a new value instead of each write, and the value."""
+
+
+def _plain_writes(writes: Sequence[Node]) -> _Plain | None:
+    """What the writes become where nobody else can see them; None if that is not plain for one of them."""
+    plain: _Plain = {}
+    for node in writes:
+        target, place = cast("Any", node.target), node.args[0] if node.args else None
+        if not isinstance(place, Node) or list(place.users) != [node]:
+            return None
+        if compat.written_arguments(target) != (target._schema.arguments[0].name,):
+            return None
+        if compat.is_random(target) and _is_fresh(place):
+            plain[node] = target, node.meta["val"]
+            continue
+        new = compat.functional_operator(target)
+        if new is None or not (place in plain or place.op == "placeholder" or _is_fresh(place)):
+            return None
+        value = _value(new, node, plain)
+        if not _alike(value, node.meta["val"]):
+            return None
+        plain[node] = new, value
+    return plain
+
+
+def _root(node: Node, plain: _Plain) -> Node:
+    """What a chain of writes began with."""
+    while node in plain:
+        node = cast("Node", node.args[0])
+    return node
+
+
+def _is_fresh(place: Node) -> bool:
+    """Whether an operator made memory of its own that nothing else refers to."""
+    target = place.target
+    if place.op != "call_function" or not compat.is_operator(target):
+        return False
+    is_single = isinstance(place.meta.get("val"), Tensor)
+    return is_single and not compat.is_in_place(target) and not compat.is_view(target) and target not in _SHARES
+
+
+_SHARES = (torch.ops.aten._unsafe_view.default,)  # pyright: ignore[reportPrivateUsage]  # an operator's name
+"""Operators whose result lies in their argument's memory, though their schemas do not say so."""
+
+
+def _value(target: Any, node: Node, plain: _Plain) -> Any:
+    def now(used: Node) -> Any:
+        return plain[used][1] if used in plain else used.meta["val"]
+
+    args, kwargs = map_arg((node.args, node.kwargs), now)
+    return target(*args, **kwargs)
+
+
+def _alike(value: Any, before: Any) -> bool:
+    """Whether a new value lies in memory as the written one does: later operators were traced for that."""
+    if not isinstance(value, Tensor) or not isinstance(before, Tensor):
+        return False
+    return value.dtype is before.dtype and value.shape == before.shape and value.stride() == before.stride()
