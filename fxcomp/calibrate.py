@@ -30,8 +30,9 @@ from fxcomp.cost.table import Transport as TransportCost
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
 from fxcomp.runtime.transport import Transport, Work
-from fxcomp.step import CompiledStep, Variant
+from fxcomp.step import CompiledStep
 from fxcomp.strategy import CollectiveKind, Device
+from fxcomp.variants import Variant
 
 SLOW_STEP_S = 2.0
 """A step slower than this is measured fewer times."""

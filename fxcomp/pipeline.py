@@ -79,9 +79,10 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.step import CompiledStep, Following, GivenUp, Replanned, Replay, Variant
+from fxcomp.step import CompiledStep, Following, GivenUp, Replanned
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 from fxcomp.training import Training
+from fxcomp.variants import Replay, Variant
 
 P = ParamSpec("P")
 

@@ -6,12 +6,11 @@ import hashlib
 import statistics
 import time
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture import Captured, Owned, has_state, live_numbers, materialize_state
+from fxcomp.capture import Owned, has_state, live_numbers, materialize_state
 from fxcomp.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
@@ -31,20 +30,15 @@ from fxcomp.drift.sheet import sheet_of
 from fxcomp.drift.watch import Replan, Watch
 from fxcomp.errors import BadState, CannotReplan, FxcompError, StepChanged
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
-from fxcomp.graph.info import InputKind, Source, info
-from fxcomp.guards import BatchType, StepGuard, batch_type, settled
+from fxcomp.graph.info import InputKind, Source
+from fxcomp.guards import BatchType, StepGuard, batch_type
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
 from fxcomp.strategy import Plan
 from fxcomp.training import Training
+from fxcomp.variants import Variant, Variants
 from fxcomp.verify import Verifier
-
-CAPTURES = 8
-"""How many captured variants are kept: the oldest unused one goes."""
-
-STATIC_SHAPES = 2
-"""So many shapes are captured as they are; from the next on, sizes that varied become symbols."""
 
 SWITCH_STEPS = 20
 """So many measured steps decide whether a compressed plan is kept."""
@@ -54,37 +48,6 @@ WARM_STEPS = 2
 
 SWITCH_MARGIN = 0.03
 """How much slower than dense a plan must be to be given up: less is noise (assumed)."""
-
-
-Replay = Callable[[], Mapping[str, GraphModule]]
-"""The graph after each pass, by the pass's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One capture, rewritten and emitted for one plan."""
-
-    captured: Captured
-    graph: GraphModule
-    replay: Replay
-    """Runs the passes again for whoever asks; keeping every graph would take ten times the memory."""
-    module: ModuleType
-    source: str
-    timeline: Timeline
-    inputs: tuple[Source, ...]
-
-    @classmethod
-    def of(
-        cls,
-        captured: Captured,
-        graph: GraphModule,
-        replay: Replay,
-        module: ModuleType,
-        source: str,
-        timeline: Timeline,
-    ) -> Variant:
-        sources = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
-        return cls(captured, graph, replay, module, source, timeline, sources)
 
 
 Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Variant]
@@ -190,9 +153,7 @@ class CompiledStep:
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self._build = build
         self._guard = StepGuard(training.model, training.optimizer, training.owned)
-        self._variants: OrderedDict[tuple[Any, ...], Variant] = OrderedDict()
-        self._shapes: dict[Any, list[BatchType]] = {}
-        self._symbolic: dict[Any, Variant] = {}
+        self.variants = Variants(self._guard, self._build_variant)
         self._verifier = Verifier(training, verify_every)
         self._judge_from_here()
         self._following = following
@@ -204,7 +165,7 @@ class CompiledStep:
         self._given_up: GivenUp | None = None
         self._returns = 0
         self._adopted: Variant | None = None
-        self._first_around: tuple[Any, ...] = ()
+        self._first_around: Hashable = ()
         self._dense_ms, self._dense_plan = dense_ms, dense_plan
         self._report = report
         self.predicted_free_ms = predicted_free_ms
@@ -226,7 +187,7 @@ class CompiledStep:
         self._guard.check_identity()
         self._enter_stage()
         kind, leaves = batch_type(batch)
-        variant = self._variant_for(batch, kind, leaves)
+        variant = self.variant = self.variants.find(batch, kind, leaves, self._stage)
         verify = self._verifier.wants(self.steps)
         watch = self._watch_of(kind) if not verify else None
         start = time.perf_counter()
@@ -372,43 +333,11 @@ class CompiledStep:
 
     # Variants
 
-    def _variant_for(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Variant:
-        around = (self._stage, *self._guard.key())
-        key = (str(kind.structure), kind.leaves, around)
-        found = self._variants.get(key)
-        if found is None:
-            found = self._capture(batch, kind, leaves, around, key)
-        self._variants.move_to_end(key)
-        self.variant = found
-        return found
-
-    def _capture(
-        self, batch: Any, kind: BatchType, leaves: Sequence[Any], around: Any, key: tuple[Any, ...]
-    ) -> Variant:
-        """Capture for what was not seen yet, here alone: other ranks may have other shapes."""
-        family = (kind.like(), around)
-        symbolic = self._symbolic.get(family)
-        if symbolic is not None and symbolic.captured.guard(leaves):
-            return self._remember(key, symbolic)
-        seen = self._shapes.setdefault(family, [])
-        seen.append(kind)
-        varying = _varying_dims(seen) if len(seen) > STATIC_SHAPES else {}
-        variant = settled(self._guard, lambda: self._build_variant(batch, varying))
-        if varying:
-            self._symbolic[family] = variant
-        return self._remember(key, variant)
-
     def _build_variant(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Variant:
         self._stateful = True  # an option that changed may ask for state that was not needed before
         self._ensure_state()
         with torch.inference_mode(False):
             return self._build(batch, self.plan, varying)
-
-    def _remember(self, key: tuple[Any, ...], variant: Variant) -> Variant:
-        self._variants[key] = variant
-        while len(self._variants) > CAPTURES:
-            self._variants.popitem(last=False)
-        return variant
 
     def adopt(self, batch: Any, variant: Variant, stage: int = 0) -> None:
         """Take over a variant that was built for this batch while compiling."""
@@ -417,10 +346,8 @@ class CompiledStep:
         self._adopt(variant, stage)
 
     def _adopt(self, variant: Variant, stage: int) -> None:
-        kind, around = self._first_type, (stage, *self._first_around)
-        assert kind is not None, "adopt knows the batch"
-        self._shapes.setdefault((kind.like(), around), []).append(kind)
-        self._remember((str(kind.structure), kind.leaves, around), variant)
+        assert self._first_type is not None, "adopt knows the batch"
+        self.variants.adopt(self._first_type, stage, self._first_around, variant)
         if stage == self._stage:
             self.variant = variant
         if stage == max(0, len(self._stages) - 1):
@@ -510,8 +437,7 @@ class CompiledStep:
         self.runtime = Runtime(transport, self.training.device)
         self.runtime.owed = {name: unsent.get(name, 0.0) + value for name, value in owed.items()}
         self.runtime.owed |= {name: value for name, value in unsent.items() if name not in owed}
-        for known in (self._variants, self._symbolic, self._shapes):
-            known.clear()
+        self.variants.clear()
         self._adopted = None
         self._watch_anew()
 
@@ -827,15 +753,3 @@ def _fingerprint(value: Tensor) -> str:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _varying_dims(types: Sequence[BatchType]) -> dict[int, frozenset[int]]:
-    """The dimensions of batch tensors in which the types seen differ."""
-    varying: dict[int, frozenset[int]] = {}
-    for leaf in range(len(types[0].leaves)):
-        shapes = [kind.shapes[leaf] for kind in types]
-        if shapes[0] is not None:
-            dims = {d for d in range(len(shapes[0])) if len({shape[d] for shape in shapes if shape}) > 1}
-            if dims:
-                varying[leaf] = frozenset(dims)
-    return varying

@@ -51,8 +51,9 @@ from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.tasks import plan_tasks
 from fxcomp.search.workload import Workload
-from fxcomp.step import CompiledStep, Training, Variant
+from fxcomp.step import CompiledStep, Training
 from fxcomp.strategy import Plan
+from fxcomp.variants import Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,7 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     edit(gm)
     gm.graph.lint()
     changed = pipeline.finish(variant.captured, gm, variant.replay)
-    for key, known in list(step._variants.items()):
-        if known is variant:
-            step._variants[key] = changed
+    step.variants.exchange(variant, changed)
     step.variant = changed
     step.runtime = Runtime(step.runtime.transport)  # buffers are kept by name, and may have another size now
 

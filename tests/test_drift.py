@@ -20,8 +20,9 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.cost.timeline import Processors
 from fxcomp.drift.sheet import Kind, sheet_of
-from fxcomp.step import SWITCH_STEPS, WARM_STEPS, Variant
+from fxcomp.step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.strategy import CollectiveKind
+from fxcomp.variants import Variant
 
 JOB = JOBS["mlp"]
 EVERY, WINDOW = 2, 4

@@ -16,7 +16,8 @@ from virtual_time import VirtualTime, slower, virtual_time
 import fxcomp
 from fxcomp.drift.sheet import Kind
 from fxcomp.feedback import ErrorFeedback
-from fxcomp.step import SWITCH_STEPS, WARM_STEPS, Variant
+from fxcomp.step import SWITCH_STEPS, WARM_STEPS
+from fxcomp.variants import Variant
 
 
 def train(dense_ms: float) -> dict[str, Any]:

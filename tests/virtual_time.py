@@ -18,7 +18,8 @@ from fxcomp.cost.timeline import Processors, simulate
 from fxcomp.drift import watch as watching
 from fxcomp.drift.sheet import Cost, Kind, Sheet, sheet_of
 from fxcomp.runtime.stopwatch import Call, Stopwatch
-from fxcomp.step import CompiledStep, Variant
+from fxcomp.step import CompiledStep
+from fxcomp.variants import Variant
 
 Factor = Callable[[Cost], float]
 

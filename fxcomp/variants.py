@@ -1,0 +1,173 @@
+"""Captures of one step for different batches and surroundings: find what fits, make what is missing, drop what is old.
+
+    batch, stage, guard's key ── seen before ────────────► that variant
+                              └─ other lengths, same family ► the family's symbolic variant, if its guard holds
+                              └─ otherwise ───────────────► capture; from the third length on sizes become symbols
+
+Everything here is bounded: graphs, the keys that lead to them, and what is remembered of shapes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxcomp.capture import Captured
+from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.info import Source, info
+from fxcomp.guards import BatchType, StepGuard, settled
+
+CAPTURES = 8
+"""How many captured variants are kept: the one that was not used for longest goes."""
+
+KEYS = 512
+"""How many batch types and surroundings are remembered with the variant that serves them; they are small."""
+
+FAMILIES = 64
+"""For how many kinds of batches, sizes aside, it is remembered which sizes varied."""
+
+STATIC_SHAPES = 2
+"""So many shapes are captured as they are; from the next on, sizes that varied become symbols."""
+
+
+Replay = Callable[[], Mapping[str, GraphModule]]
+"""The graph after each pass, by the pass's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One capture, rewritten and emitted for one plan."""
+
+    captured: Captured
+    graph: GraphModule
+    replay: Replay
+    """Runs the passes again for whoever asks; keeping every graph would take ten times the memory."""
+    module: ModuleType
+    source: str
+    timeline: Timeline
+    inputs: tuple[Source, ...]
+
+    @classmethod
+    def of(
+        cls,
+        captured: Captured,
+        graph: GraphModule,
+        replay: Replay,
+        module: ModuleType,
+        source: str,
+        timeline: Timeline,
+    ) -> Variant:
+        sources = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
+        return cls(captured, graph, replay, module, source, timeline, sources)
+
+
+Make = Callable[[Any, Mapping[int, frozenset[int]]], Variant]
+"""Captures and compiles for a batch, with the dimensions of batch tensors that may vary.
+
+Local: ranks do not communicate in it.
+"""
+
+
+@dataclass(slots=True)
+class _Family:
+    """Batches that differ in sizes alone, in the same surroundings."""
+
+    first: BatchType
+    captures: int = 0
+    varying: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    """The dimensions of batch tensors, by leaf, that were not always the same."""
+    symbolic: Variant | None = None
+
+    def add(self, kind: BatchType) -> None:
+        """Count a batch type that is about to be captured."""
+        self.captures += 1
+        for leaf, (was, now) in enumerate(zip(self.first.shapes, kind.shapes, strict=True)):
+            differing = frozenset(d for d, (a, b) in enumerate(zip(was or (), now or (), strict=True)) if a != b)
+            if differing:
+                self.varying[leaf] = self.varying.get(leaf, frozenset()) | differing
+
+
+class Variants:
+    """The captures of one step, the least recently used of which go."""
+
+    def __init__(self, guard: StepGuard, make: Make):
+        self._guard, self._make = guard, make
+        self._of_key: OrderedDict[Hashable, Variant] = OrderedDict()
+        self._families: OrderedDict[Hashable, _Family] = OrderedDict()
+        self._kept: OrderedDict[int, Variant] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], stage: int) -> Variant:
+        """The variant for a batch as everything else is now; captured here alone if there is none."""
+        around = (stage, self._guard.key())
+        key = (str(kind.structure), kind.leaves, around)
+        found = self._of_key.get(key) or self._find_symbolic(kind, leaves, around)
+        if found is None:
+            found = self._capture(batch, kind, around)
+            around = (stage, self._guard.key())  # a model that sets itself up has changed it
+            key = (str(kind.structure), kind.leaves, around)
+        self._remember(key, found)
+        return found
+
+    def adopt(self, kind: BatchType, stage: int, around: Hashable, variant: Variant) -> None:
+        """Take over a variant that was built for such a batch, with the guard's key of that time."""
+        self._family(kind, (stage, around)).add(kind)
+        self._remember((str(kind.structure), kind.leaves, (stage, around)), variant)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for known in (self._of_key, self._families, self._kept):
+            known.clear()
+
+    def exchange(self, known: Variant, other: Variant) -> None:
+        """Let another variant serve what a known one does."""
+        for key in [key for key, variant in self._of_key.items() if variant is known]:
+            self._remember(key, other)
+        self._drop(known)
+
+    def _find_symbolic(self, kind: BatchType, leaves: Sequence[Any], around: Hashable) -> Variant | None:
+        family = self._families.get((kind.like(), around))
+        if family is None or family.symbolic is None or not family.symbolic.captured.guard(leaves):
+            return None
+        return family.symbolic
+
+    def _capture(self, batch: Any, kind: BatchType, around: Hashable) -> Variant:
+        family = self._family(kind, around)
+        family.add(kind)
+        varying = family.varying if family.captures > STATIC_SHAPES else {}
+        variant = settled(self._guard, lambda: self._make(batch, varying))
+        if varying:
+            family.symbolic = variant
+        return variant
+
+    def _family(self, kind: BatchType, around: Hashable) -> _Family:
+        key = (kind.like(), around)
+        family = self._families.setdefault(key, _Family(kind))
+        self._families.move_to_end(key)
+        if len(self._families) > FAMILIES:
+            self._families.popitem(last=False)
+        return family
+
+    def _remember(self, key: Hashable, variant: Variant) -> None:
+        self._of_key[key] = self._kept[id(variant)] = variant
+        self._of_key.move_to_end(key)
+        self._kept.move_to_end(id(variant))
+        if len(self._of_key) > KEYS:
+            self._of_key.popitem(last=False)
+        if len(self._kept) > CAPTURES:
+            self._drop(next(iter(self._kept.values())))
+
+    def _drop(self, variant: Variant) -> None:
+        self._kept.pop(id(variant), None)
+        for key in [key for key, known in self._of_key.items() if known is variant]:
+            del self._of_key[key]
+        for family in self._families.values():
+            if family.symbolic is variant:
+                family.symbolic = None
