@@ -45,6 +45,18 @@ class BadPayload(FxcompError):
 # Capture
 
 
+class UnsupportedBatch(FxcompError):
+    """A batch that holds something other than tensors and plain values."""
+
+
+class UnsupportedModel(FxcompError):
+    """A model that is wrapped for data-parallel training by something else."""
+
+
+class UnsupportedResult(FxcompError):
+    """The loss function returns, beside the loss, something that a compiled step could not return again."""
+
+
 class LossNotScalar(FxcompError):
     """The loss function returned something other than one number."""
 

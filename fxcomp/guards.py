@@ -15,8 +15,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxcomp.capture import Owned, live_numbers
-from fxcomp.errors import StepChanged
+from fxcomp.errors import StepChanged, UnsupportedBatch
 from fxcomp.graph.work import is_sequence
+from fxcomp.values import is_plain, key_of, what_is
 
 Key = tuple[Hashable, ...]
 
@@ -34,11 +35,14 @@ class BatchType:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(leaf[0] if is_sequence(leaf) else None for leaf in self.leaves)
+        return tuple(map(_shape_of, self.leaves))
 
     def like(self) -> Key:
         """The type without sizes: what two batches of different lengths share."""
-        ranks = tuple((len(leaf[0]), *leaf[1:]) if is_sequence(leaf) else leaf for leaf in self.leaves)
+        ranks = tuple(
+            (len(shape), *leaf[1:]) if shape is not None and is_sequence(leaf) else leaf
+            for leaf, shape in zip(self.leaves, self.shapes, strict=True)
+        )
         return (str(self.structure), ranks)
 
 
@@ -48,15 +52,21 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
     return BatchType(structure, tuple(map(_leaf_type, leaves))), leaves
 
 
+def _shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """What a leaf's type says of a tensor's shape; None for a plain value."""
+    return leaf[0] if isinstance(leaf[0], tuple) else None
+
+
 def _leaf_type(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
         return (tuple(leaf.shape), leaf.dtype, str(leaf.device), strides)
-    if isinstance(leaf, _PLAIN):
-        return leaf
-    raise StepChanged(
-        f"a batch holds a {type(leaf).__name__}; it may hold tensors, numbers, strings and None in tuples, lists and"
-        " dicts.\n  Convert it before the call."
+    if is_plain(leaf):
+        return key_of(leaf)
+    remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"
+    raise UnsupportedBatch(
+        f"a batch holds a {what_is(leaf)}; it may hold tensors, numbers, strings and None in tuples, lists and"
+        f" dicts.\n  Make it one of these: {remedy}."
     )
 
 

@@ -53,7 +53,7 @@ from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.tasks import graph_tasks
 from fxcomp.graph.work import unknowns
-from fxcomp.guards import StepGuard, settled
+from fxcomp.guards import StepGuard, batch_type, settled
 from fxcomp.job_contention import as_slowest, contention_of, networks
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
@@ -413,6 +413,7 @@ EVERY_STEP_VERIFIED = (
 def _capture_first(
     model: nn.Module, loss_fn: LossFn, optimizer: torch.optim.Optimizer, batch: Any, max_grad_norm: float | None
 ) -> tuple[Training, Captured]:
+    batch_type(batch)  # refuses what no batch may hold
     owned = owned_parameters(model, optimizer)
     fresh = materialize_state(optimizer, owned)
     training = Training(model, loss_fn, optimizer, owned, max_grad_norm, fresh)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import enum
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ import fxcomp
 from fxcomp import errors
 from fxcomp.cluster import Cluster, Link
 from fxcomp.errors import FxcompError
+from fxcomp.guards import batch_type
 from fxcomp.step import CompiledStep
 from fxcomp.strategy import DENSE, Bucket, Plan
 
@@ -364,7 +367,7 @@ def test_a_change_that_cannot_be_followed_is_refused_by_name(change: Any, text: 
 
 def test_a_batch_that_holds_something_else_is_refused():
     step = compile_alone(mlp())
-    with pytest.raises(errors.StepChanged, match="a batch holds a object; it may hold tensors, numbers, strings"):
+    with pytest.raises(errors.UnsupportedBatch, match="a batch holds a object; it may hold tensors, numbers, strings"):
         step((BATCH[0], object()))
 
 
@@ -384,6 +387,63 @@ class SetsUp(Counting):
     def forward(self, x: Tensor) -> Tensor:
         self.calls = 2
         return self.fc(x) * self.calls
+
+
+def wrapped(kind: str) -> nn.Module:
+    """A class of torch's name: the real one needs a process group, or a device."""
+    wrapper = type(kind, (nn.Sequential,), {"__module__": "torch.nn.parallel.somewhere"})
+    return wrapper(nn.Linear(20, 10))
+
+
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_that_communicates_by_itself_is_refused_by_name(kind: str, inside: bool):
+    model = nn.Sequential(wrapped(kind)) if inside else wrapped(kind)
+    where = "the module '0'" if inside else "the model"
+    with pytest.raises(errors.UnsupportedModel, match=f"(?s){where} is wrapped by torch.nn.*{kind}.*the plain model"):
+        compile_alone(model)
+
+
+def test_data_parallel_is_refused_by_name():
+    with pytest.raises(errors.UnsupportedModel, match=r"the model is wrapped by torch.nn.parallel.*DataParallel"):
+        compile_alone(nn.DataParallel(mlp()))
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+VALUES = [1j, complex("nan"), b"text", "text", None, True, 3, 0.5, float("nan"), Colour.RED, torch.float64]
+
+
+def test_plain_values_of_every_kind_may_stand_in_a_batch():
+    def loss(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
+        x, target, value = batch
+        scale = value if isinstance(value, int | float | complex) and value == value else 1.0
+        return cross_entropy(model, ((x * scale).abs(), target))
+
+    model = mlp()
+    step = compile_alone(model, loss, batch=(*BATCH, VALUES[0]))
+    for value in VALUES:
+        step((*BATCH, value))
+    before = step.variant
+    step((*BATCH, torch.float64))
+    assert step.variant is before  # seen before
+    step((*BATCH, 3.0))
+    assert step.variant is not before
+
+
+def test_equal_values_of_other_classes_are_told_apart():
+    keys = [batch_type((value,))[0] for value in (True, 1, 1.0, 1 + 0j, 0.0, -0.0, Colour.RED, 3, "1", b"1")]
+    assert len(set(keys)) == len(keys)
+    assert batch_type((float("nan"),))[0] == batch_type((float("nan"),))[0]
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.int64(3), np.str_("text"), np.zeros(3), object()])
+def test_what_no_batch_may_hold_is_refused_when_the_step_is_compiled(value: Any):
+    kind = type(value).__name__
+    with pytest.raises(errors.UnsupportedBatch, match=rf"a batch holds a (numpy\.)?{kind}; .*\n.*Make it one of these"):
+        compile_alone(mlp(), batch=(*BATCH, value))
 
 
 def test_a_model_that_counts_its_calls_is_refused():

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["errors", "compat", "presets", "collector"],
+    ["errors", "compat", "presets", "collector", "values"],
     ["cluster", "compressors", "text"],
     ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt"],
