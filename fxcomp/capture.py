@@ -30,6 +30,7 @@ from fxcomp import compat, errors
 from fxcomp.graph.edit import call, clone
 from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
+from fxcomp.graph.names import free_name
 from fxcomp.graph.work import is_sequence
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -82,6 +83,7 @@ class Captured:
 def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Owned, ...]:
     """Match the optimizer's parameters with the model's. Raises for everything that cannot be captured rightly."""
     _check_optimizer(optimizer)
+    _check_is_bare(model)
     _check_devices(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     group_of: dict[int, int] = {}
@@ -130,6 +132,23 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise errors.UnsupportedOptimizer(f"{option}=True is not captured: build the optimizer without it")
 
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of torch whose forward pass, or backward pass, communicates by itself."""
+
+
+def _check_is_bare(model: nn.Module) -> None:
+    """Refuse a model that reduces or shards by itself: its gradients would be reduced twice, or not known whole."""
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                where = f"the module {name!r}" if name else "the model"
+                raise errors.UnsupportedModel(
+                    f"{where} is wrapped by {kind.__module__}.{kind.__name__}, which communicates by itself.\n"
+                    "  Give compile_step the plain model (of a DistributedDataParallel, its .module): it averages"
+                    " gradients itself. Sharded parameters are not handled."
+                )
+
+
 def _check_devices(model: nn.Module) -> None:
     devices: dict[str, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -142,6 +161,11 @@ def _check_devices(model: nn.Module) -> None:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if compat.is_subclass(parameter):
+        raise errors.UnsupportedParameter(
+            f"the parameter {name!r} is a {type(parameter.data).__name__}, which wraps other tensors; sharded and"
+            " otherwise wrapped parameters are not handled.\n  Build the model from plain parameters."
+        )
     if parameter.dtype is not torch.float32:
         raise errors.UnsupportedParameter(
             f"the parameter {name!r} is {parameter.dtype}; only float32 parameters can be trained.\n"
@@ -172,6 +196,7 @@ def capture(
     `dynamic_dims` names the dimensions of batch tensors (by leaf index) whose size may vary. Outputs of the graph: the
     loss, then the auxiliary tensors; buffers and parameters change in place.
     """
+    _check_optimizer(optimizer)  # its options may have changed since the first capture
     fakes = _Fakes(model, owned, batch, dynamic_dims or {})
     body, layout = _trace_forward_backward(model, loss_fn, owned, fakes)
     _check_body(body, model)
@@ -423,6 +448,8 @@ def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a parameter group that are inputs of the graph; betas count as two. Zeros are baked in."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
+        if key == "dampening" and not group.get("momentum"):
+            continue  # it dampens momentum
         value = group.get(key)
         values = value if is_sequence(value) else (value,)
         for i, number in enumerate(values):
@@ -504,16 +531,24 @@ def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool
 
 
 def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], fakes: _Fakes) -> GraphModule:
-    """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers."""
+    """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers.
+
+    Never the fused operator, which takes numbers as constants. Its state fits the plain operators: a counter of steps
+    on the device needs those that do not ask the device for its value.
+    """
     group = optimizer.param_groups[owner.group]
     numbers = live_numbers(group)
     state = optimizer.state[owner.parameter]
+
+    counts_on_device = any(state[key].dim() == 0 and state[key].device.type != "cpu" for key in keys)
+    plain: dict[str, Any] = {"foreach": False, "fused": False}
+    plain |= {"capturable": True} if "capturable" in group and counts_on_device else {}
 
     shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
 
     def update(parameter: Tensor, gradient: Tensor, tensors: list[Tensor], live: list[Any]) -> tuple[()]:
         options = _with_live(group, dict(zip(numbers, live, strict=True)))
-        shadow.param_groups[0].update(options, foreach=False, params=[parameter])
+        shadow.param_groups[0].update(options | plain, params=[parameter])
         shadow.state.clear()
         shadow.state[parameter] = {**state, **dict(zip(keys, tensors, strict=True))}
         parameter.grad = gradient
@@ -527,7 +562,21 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
         symbols = [
             compat.live_number(fakes.update_shapes, value, f"{owner.group}.{key}") for key, value in numbers.items()
         ]
-        return compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
+        traced = compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
+    _check_live(traced, list(numbers), owner)
+    return traced
+
+
+def _check_live(traced: GraphModule, numbers: Sequence[str], owner: Owned) -> None:
+    """Refuse an update that ignores one of the live numbers, its last inputs: it would keep today's value for ever."""
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for key, node in zip(reversed(numbers), reversed(inputs), strict=False):
+        if not node.users:
+            raise errors.UnsupportedOptimizer(
+                f"the update of {owner.name!r} was traced with {key} of parameter group {owner.group} as a constant, so"
+                " that a schedule would be ignored.\n  Build the optimizer with its default implementation: without"
+                " fused, foreach and capturable."
+            )
 
 
 def _resized(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
@@ -667,7 +716,7 @@ class _Builder:
         self.graph = Graph()
 
     def input(self, name: str, value: Any, source: Source) -> Node:
-        clean = re.sub(r"\W", "_", name)
+        clean = free_name(re.sub(r"\W", "_", name))
         node = self.graph.placeholder(f"_{clean}" if clean[0].isdigit() else clean)
         node.meta["val"] = value
         return set_info(node, NodeInfo(Role.INPUT, parameter=source.name or None, source=source))
@@ -686,7 +735,7 @@ class _Builder:
             elif node.target in _ALIASES:
                 copies[node] = copies[node.args[0]]
             elif not compat.is_profiler(node.target):
-                copy = compat.append_copy(self.graph, node, copies)
+                copy = compat.append_copy(self.graph, node, copies, free_name(node.name))
                 if node.op == "get_attr":
                     copy.target = self._adopt(getattr(piece, str(node.target)))
                 copies[node] = set_info(copy, NodeInfo(role, parameter=parameter))

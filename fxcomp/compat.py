@@ -136,13 +136,13 @@ def copied(nodes: Iterable[Node]) -> Graph:
     return graph
 
 
-def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
-    """Copy a node to a graph's end; its arguments are replaced by their copies.
+def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node], called: str | None = None) -> Node:
+    """Copy a node to a graph's end, under another name if one is given; its arguments are replaced by their copies.
 
     `Graph.node_copy` does that too, and looks for raw symbols in the arguments, which takes longer than all the rest;
     these nodes have been in a graph before.
     """
-    name = graph._graph_namespace.create_name(node.name, None)
+    name = graph._graph_namespace.create_name(called or node.name, None)
     args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
     made = Node(graph, name, node.op, node.target, args, kwargs, node.type)
     made.meta = dict(node.meta)
@@ -195,6 +195,14 @@ def has_effect(node: Node) -> bool:
         return True
     target = node.target
     return isinstance(target, OpOverload) and (target._schema.is_mutable or is_random(target))
+
+
+# Optimizers
+
+
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let learning-rate schedulers know that this optimizer's step was taken: else they warn of a wrong order."""
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what schedulers' own wrapper sets
 
 
 # torch.compile

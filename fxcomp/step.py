@@ -357,6 +357,7 @@ class CompiledStep:
 
     def _count(self, seconds: float, kind: BatchType, verified: bool) -> None:
         counters = self.runtime.take_counters()
+        compat.count_as_stepped(self.training.optimizer)
         self.steps += 1
         self.skipped_steps += counters.skipped
         self.payload_bytes = counters.payload_bytes

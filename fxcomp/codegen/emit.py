@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any, cast
@@ -30,6 +31,7 @@ from fxcomp import compat
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import BadCompressor, Compressor, compressor_of
 from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.graph.names import ARGUMENTS, free_name
 from fxcomp.graph.ops import (
     ACCUMULATE,
     ALL_GATHER,
@@ -52,17 +54,6 @@ _KINDS = {ALL_REDUCE: "all_reduce", ALL_GATHER: "all_gather", REDUCE_SCATTER: "r
 
 _NOT_COMPRESSORS = (ROLL_BACK, torch.ops.aten.copy_.default)
 """What else a roll back does."""
-
-_ARGUMENTS = {
-    InputKind.PARAMETER: "parameters",
-    InputKind.BUFFER: "buffers",
-    InputKind.STATE: "states",
-    InputKind.HYPER: "numbers",
-    InputKind.VELOCITY: "velocities",
-    InputKind.RESIDUAL: "residuals",
-    InputKind.COMPRESSOR_STATE: "compressor_states",
-    InputKind.BATCH: "batch",
-}
 
 
 def emit(gm: GraphModule, *, title: str = "One training step") -> str:
@@ -106,7 +97,7 @@ def _compressors(gm: GraphModule) -> dict[str, Compressor]:
     for node in gm.graph.nodes:
         compressor = _compressor(node)
         if compressor is not None and compressor not in found.values():
-            stem = compressor.name.replace("-", "_")
+            stem = free_name(re.sub(r"\W", "_", compressor.name))
             numbered = itertools.chain([stem], (f"{stem}_{k}" for k in itertools.count(2)))
             found[next(name for name in numbered if name not in taken and name not in found)] = compressor
     return found
@@ -139,7 +130,7 @@ class _Rules:
         names = {node: _role_name(node) for node in inputs}
         taken = set(names.values())
         for node in group:
-            stem = str(node.name).rstrip("0123456789").rstrip("_") or node.name
+            stem = free_name(str(node.name).rstrip("0123456789").rstrip("_") or node.name)
             numbered = (stem, *(f"{stem}_{k}" for k in range(len(group))))
             names[node] = next(name for name in numbered if name not in taken)
             taken.add(names[node])
@@ -257,7 +248,12 @@ def _text(value: Any, names: Mapping[Node, str] | None = None) -> str:
     if isinstance(value, slice):
         bounds = cast("slice[Any, Any, Any]", value)
         return f"slice({', '.join(_text(part, names) for part in (bounds.start, bounds.stop, bounds.step))})"
-    plain = bool | int | float | torch.dtype | torch.layout | torch.memory_format
+    for kind in (bool, int, float):  # or a class of their values, whose own text may be no source
+        if isinstance(value, kind):
+            return repr(kind(value))
+    if isinstance(value, complex):
+        return f"complex({_text(value.real)}, {_text(value.imag)})"
+    plain = torch.dtype | torch.layout | torch.memory_format
     assert value is None or isinstance(value, plain), f"cannot write {value!r} as source"
     return repr(value)
 
@@ -293,13 +289,13 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
             many = len(dead) > 8
             lines.append(_wrapped("    del (", dead, ")", indent="    ") if many else f"    del {', '.join(dead)}")
     lines.append(f"    return {_returned(gm)}")
-    arguments = ", ".join(["rt", *_ARGUMENTS.values()])
+    arguments = ", ".join(["rt", *ARGUMENTS.values()])
     return f"def step({arguments}):\n" + "\n".join(lines)
 
 
 def _unpacked_inputs(gm: GraphModule) -> list[str]:
     """A line for each kind of input: `(fc_weight, fc_bias) = parameters`."""
-    by_kind: dict[InputKind, list[str]] = {kind: [] for kind in _ARGUMENTS}
+    by_kind: dict[InputKind, list[str]] = {kind: [] for kind in ARGUMENTS}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             source = info(node).source
@@ -308,7 +304,7 @@ def _unpacked_inputs(gm: GraphModule) -> list[str]:
     lines: list[str] = []
     for kind, names in by_kind.items():
         if names:
-            lines.append(_wrapped("    (", names, f",) = {_ARGUMENTS[kind]}", indent="    "))
+            lines.append(_wrapped("    (", names, f",) = {ARGUMENTS[kind]}", indent="    "))
     return lines
 
 

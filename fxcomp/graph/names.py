@@ -1,0 +1,29 @@
+"""Which names emitted source keeps for itself, so that a model's names for its tensors do not hide them."""
+
+from __future__ import annotations
+
+import re
+
+from fxcomp.graph.info import InputKind
+
+ARGUMENTS = {
+    InputKind.PARAMETER: "parameters",
+    InputKind.BUFFER: "buffers",
+    InputKind.STATE: "states",
+    InputKind.HYPER: "numbers",
+    InputKind.VELOCITY: "velocities",
+    InputKind.RESIDUAL: "residuals",
+    InputKind.COMPRESSOR_STATE: "compressor_states",
+    InputKind.BATCH: "batch",
+}
+"""What a step function takes behind its runtime, by what is in it."""
+
+_OWN = {"step", "rt", "aten", "math", "operator", "torch", "float", "slice", "complex", *ARGUMENTS.values()}
+
+_FUNCTION = re.compile(r"(region|update|optimizer_step)(_\d+)?")
+"""The functions of an emitted module."""
+
+
+def free_name(name: str) -> str:
+    """A name that may stand for a value in emitted source: the same, with an underscore behind it if it is taken."""
+    return f"{name}_" if name in _OWN or _FUNCTION.fullmatch(name) else name
