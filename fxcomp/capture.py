@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
-from fxcomp.graph.edit import call, clone
+from fxcomp.capture_collectives import keeping_collectives
+from fxcomp.graph.edit import call, clone, must_stay
 from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
@@ -243,7 +244,7 @@ def _trace_forward_backward(
     layout: list[_Layout] = []
 
     def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
-        with _swapped(model, fakes, parameters, buffers):
+        with _swapped(model, fakes, parameters, buffers), keeping_collectives(model):
             loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
             value = loss.detach().clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
@@ -738,7 +739,8 @@ class _Builder:
                 copy = compat.append_copy(self.graph, node, copies, free_name(node.name))
                 if node.op == "get_attr":
                     copy.target = self._adopt(getattr(piece, str(node.target)))
-                copies[node] = set_info(copy, NodeInfo(role, parameter=parameter))
+                label = Role.EXCHANGE if compat.communicates(node.target) else role
+                copies[node] = set_info(copy, NodeInfo(label, parameter=parameter))
         raise AssertionError("a traced piece has no output")
 
     def _adopt(self, constant: Tensor) -> str:
@@ -765,7 +767,7 @@ class _Builder:
         set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))
 
     def finish(self) -> GraphModule:
-        self.graph.eliminate_dead_code(lambda node: compat.has_effect(node))
+        self.graph.eliminate_dead_code(must_stay)
         module = compat.graph_module(self.root, self.graph, "TrainingStep")
         module.graph.lint()
         return module

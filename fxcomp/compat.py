@@ -10,12 +10,15 @@ import math
 import os
 import platform
 import socket
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -27,6 +30,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -42,7 +46,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.node import map_arg
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -375,6 +379,119 @@ def _text(path: Path) -> str:
 def host_name() -> str:
     """What tells this host from others. Namespaces of one machine share a name, but not their network."""
     return f"{machine_name()} {os.readlink('/proc/self/ns/net') if os.path.exists('/proc/self/ns/net') else ''}".strip()
+
+
+# Collectives of the user's own
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor was made while tracing, or comes in as an argument; others are constants of the trace."""
+    return isinstance(tensor, FakeTensor)
+
+
+DispatchMode = TorchDispatchMode
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+@cache
+def communicates(target: Any) -> bool:
+    """Whether an operator sends or receives, or waits for what does."""
+    return isinstance(target, OpOverload) and (
+        target.namespace in _COLLECTIVE_NAMESPACES or target._schema.name == "fxcomp::exchange"
+    )
+
+
+def is_functional_collective(target: OpOverload[..., Any]) -> bool:
+    """Whether a collective's result is new, and to be waited for."""
+    return target.namespace != "c10d"
+
+
+def bare_name(target: OpOverload[..., Any]) -> str:
+    """An operator's name without its namespace."""
+    return target._schema.name.partition("::")[2]
+
+
+def named_arguments(target: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """An operator's arguments by name; those that were left out are missing."""
+    names = [argument.name for argument in target._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def finished_work(target: OpOverload[..., Any], args: Sequence[Any]) -> Any:
+    """What an in-place collective returns when it is done: its outputs, and something to wait for that is not busy."""
+    from torch._C._distributed_c10d import FakeWork
+
+    returns = len(target._schema.returns)
+    if returns == 0:
+        return None
+    work = FakeWork().boxed()
+    return work if returns == 1 else (args[0], work)
+
+
+def reduction(boxed: Any) -> str | None:
+    """The name of a boxed reduction operation; None for one with a factor."""
+    name: str = dist.ReduceOp.RedOpType(boxed.op()).name.lower()
+    return None if name == "premul_sum" else name
+
+
+def group_name(boxed: Any) -> str:
+    """The name of a boxed process group, which any rank finds it by as long as it lives."""
+    return dist.ProcessGroup.unbox(boxed).group_name
+
+
+def process_group(name: str) -> Any:
+    """The living process group of a name."""
+    return dist.distributed_c10d._resolve_process_group(cast("Any", name))
+
+
+OBJECTS = "a collective of Python objects"
+
+
+def carries_objects() -> bool:
+    """Whether a collective of Python objects is being called, which sends their sizes first."""
+    here, codes = dist.distributed_c10d.__file__, (frame.f_code for frame in _frames(sys._getframe(1)))
+    return any(code.co_filename == here and "_object" in code.co_name for code in codes)
+
+
+@contextmanager
+def without_hidden_communication(refuse: Callable[[str], Any]) -> Generator[None]:
+    """Call `refuse` with what was tried where torch.distributed would communicate by other ways than operators."""
+    c10d: Any = dist.distributed_c10d
+    hidden = {
+        "_object_to_tensor": OBJECTS,
+        "_tensor_to_object": OBJECTS,
+        "_new_group_with_tag": "a new process group",
+    }
+    before = {name: getattr(c10d, name) for name in hidden}
+    try:
+        for name, what in hidden.items():
+            setattr(c10d, name, partial(_refused, refuse, what))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(c10d, name, function)
+
+
+def _refused(refuse: Callable[[str], Any], what: str, *_: Any, **__: Any) -> Any:
+    return refuse(what)
+
+
+def users_line(error: BaseException | None = None) -> str | None:
+    """Where the code that is neither torch's nor ours stands now, or stood when an error came up: `train.py:41`."""
+    if error is None:
+        stack = [(frame, frame.f_lineno) for frame in _frames(sys._getframe(1))]
+    else:
+        stack = list(traceback.walk_tb(error.__traceback__))[::-1]
+    own = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(os.__file__), "<")
+    lines = ((frame.f_code.co_filename, line) for frame, line in stack)
+    return next((f"{os.path.basename(name)}:{line}" for name, line in lines if not name.startswith(own)), None)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # Compiling and files

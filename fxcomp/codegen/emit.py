@@ -30,6 +30,7 @@ import fxcomp.compressors
 from fxcomp import compat
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import BadCompressor, Compressor, compressor_of
+from fxcomp.graph.edit import is_exchange
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.names import ARGUMENTS, free_name
 from fxcomp.graph.ops import (
@@ -353,6 +354,9 @@ def _line(node: Node, compressors: dict[Compressor, str]) -> list[str]:
         return [f"    rt.restore({arguments[0]}, {arguments[1]})"]
     if node.target is PAD:
         return [f"    {node.name} = rt.pad({quoted}, {arguments[0]}, {arguments[1]})"]
+    if role is Role.EXCHANGE:
+        head = f"    {node.name} = " if node.users else "    "
+        return [_wrapped(f"{head}rt.exchange(", [_function(node.target), *arguments], ")", indent="    ")]
     if role is Role.COLLECTIVE:
         target: Any = node.target
         kind, ranks = _KINDS[target], _ranks(node)
@@ -421,7 +425,7 @@ def _last_uses(pieces: Sequence[Region | Node]) -> dict[Node, Region | Node]:
         for node in used:
             if node in made:
                 last[node] = piece
-        made.update(piece.outputs if isinstance(piece, Region) else ())
+        made.update(piece.outputs if isinstance(piece, Region) else [piece] if is_exchange(piece) else ())
     return last
 
 

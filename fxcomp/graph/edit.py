@@ -63,7 +63,18 @@ def gradients(gm: GraphModule) -> dict[str, Node]:
 
 
 def is_collective(node: Node) -> bool:
-    return node.op == "call_function" and node.target in COLLECTIVES
+    """Whether a node moves gradients or buffers; what the loss function exchanges is none of ours."""
+    return node.op == "call_function" and node.target in COLLECTIVES and not is_exchange(node)
+
+
+def is_exchange(node: Node) -> bool:
+    """Whether a node communicates because the loss function says so."""
+    return has_info(node) and info(node).role is Role.EXCHANGE
+
+
+def must_stay(node: Node) -> bool:
+    """Whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
+    return compat.has_effect(node) or is_exchange(node)
 
 
 def wait_of(collective: Node) -> Node:

@@ -27,6 +27,7 @@ class Role(Enum):
     COMPRESS = "compress"
     COLLECTIVE = "collective"
     WAIT = "wait"
+    EXCHANGE = "exchange"  # a collective, or a wait for one, that the loss function or its backward pass asks for
     DECOMPRESS = "decompress"
     KEEP = "keep"  # a compressor's state for the next step
     COPY = "copy"  # between the device and the host

@@ -10,6 +10,8 @@
     fxcomp::keep(Tensor state, Tensor value) -> Tensor           the next state: the value where it is finite
     fxcomp::accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor    momentum · velocity + bucket
     fxcomp::mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor        the next one: 0 where it was sent
+    fxcomp::exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, int[] numbers) -> Tensor[]
+                                                                 a collective that the loss function asks for
 
 They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
 """
@@ -22,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp.runtime.exchange import exchange, filled
+
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 
 
-def _define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -104,6 +108,10 @@ def _mask_velocity_fake(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:  
     return torch.empty_like(old)
 
 
+def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in filled(kind, sent, received)]
+
+
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
 _define("pad(Tensor bucket, int ranks) -> Tensor", _shard, _shard_fake)
 _define("d2h(Tensor value) -> Tensor", _same, _same_fake)
@@ -114,6 +122,11 @@ _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll
 _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _keep_fake)
 _define("accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor", _accumulate, _accumulate_fake)
 _define("mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor", _mask_velocity, _mask_velocity_fake)
+_define(
+    "exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, SymInt[] numbers) -> Tensor[]",
+    exchange,
+    _exchange_fake,
+)
 
 PACK = torch.ops.fxcomp.pack.default
 PAD = torch.ops.fxcomp.pad.default
@@ -125,6 +138,7 @@ ROLL_BACK = torch.ops.fxcomp.roll_back.default
 KEEP = torch.ops.fxcomp.keep.default
 ACCUMULATE = torch.ops.fxcomp.accumulate.default
 MASK_VELOCITY = torch.ops.fxcomp.mask_velocity.default
+EXCHANGE = torch.ops.fxcomp.exchange.default
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

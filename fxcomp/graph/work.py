@@ -126,7 +126,7 @@ def unknowns(gm: GraphModule) -> Unknowns:
     """List them, in the order in which they first run."""
     counts: dict[Basis, dict[str, int]] = {Basis.NONE: {}, Basis.BYTES: {}}
     for node in gm.graph.nodes:
-        if node.op != "call_function" or _is_ours(node.target):
+        if node.op != "call_function" or _is_ours(node.target) or compat.communicates(node.target):
             continue
         found = counts.get(basis(node))
         if found is not None:

@@ -8,7 +8,8 @@
 
 Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
 bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. The rest is priced by bytes
-and links.
+and links. A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
+all ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.cluster import Cluster, Level
 from fxcomp.compressors import compressor_of
 from fxcomp.cost.table import CostTable
+from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role, info, update_info
 from fxcomp.graph.ops import (
     ACCUMULATE,
@@ -28,6 +32,7 @@ from fxcomp.graph.ops import (
     ALL_REDUCE,
     BROADCAST,
     D2H,
+    EXCHANGE,
     H2D,
     MASK_VELOCITY,
     PACK,
@@ -55,7 +60,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
         is_there = node in on_host
         cost_us = _cost_us(node, costs, cluster, Device.CPU if is_there else Device.GPU)
         pool_load = costs.pool_load if is_there else 0.0
-        if node.target in _KIND:
+        if node.target in _KIND and is_collective(node):
             what = _KIND[node.target], Level(str(node.args[-1])), _bytes(node.args[0]), cluster
             # The broadcast of buffers is started by the thread that has just made them, and not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
@@ -72,6 +77,9 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     arguments: Any = node.args
     if node.op != "call_function" or node.target is operator.getitem or role is Role.WAIT:
         return 0.0
+    if role is Role.EXCHANGE:
+        kind = _exchange_kind(node)
+        return costs.collective_us(kind, Level.WORLD, _sent_bytes(node), cluster) if kind is not None else 0.0
     if node.target in _KIND:
         level = Level(str(node.args[-1]))
         return costs.collective_us(_KIND[target], level, _bytes(node.args[0]), cluster)
@@ -109,6 +117,32 @@ def _velocity_us(node: Node, costs: CostTable) -> float:
     if node.target is ACCUMULATE:
         return costs.accumulate_us(_bytes(node))
     return costs.mask_us(_bytes(node)) if node.target is MASK_VELOCITY else 0.0
+
+
+_EXCHANGES = {
+    **{kind.value: kind for kind in CollectiveKind},
+    "all_gather_single": CollectiveKind.ALL_GATHER,
+    "all_gather_into_tensor": CollectiveKind.ALL_GATHER,
+    "reduce_scatter_single": CollectiveKind.REDUCE_SCATTER,
+    "reduce_scatter_tensor": CollectiveKind.REDUCE_SCATTER,
+    "all_to_all_single": CollectiveKind.ALL_TO_ALL,
+    "scatter": CollectiveKind.GATHER,
+    "barrier": CollectiveKind.ALL_REDUCE,
+}
+
+
+def _exchange_kind(node: Node) -> CollectiveKind | None:
+    """What a collective of the loss function's own costs as much as; None for a wait."""
+    target: Any = node.target
+    name = str(node.args[0]) if target is EXCHANGE else compat.bare_name(target).removesuffix("_coalesced")
+    return _EXCHANGES.get(name)
+
+
+def _sent_bytes(node: Node) -> int:
+    """What goes out, or where this rank only receives, what comes in."""
+    arguments: Any = node.args
+    values = arguments[:1] if node.target is not EXCHANGE else arguments[1] or arguments[2]
+    return sum(_bytes(value) for value in pytree.tree_leaves(values))
 
 
 def _bytes(node: object) -> int:

@@ -27,7 +27,7 @@ _SYNC = (
     *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
-_BODY = (Role.COMPUTE, Role.GRADIENT)
+_BODY = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT)
 
 
 def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:

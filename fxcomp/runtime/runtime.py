@@ -260,6 +260,13 @@ class Runtime:
         """Put a state back."""
         state.copy_(_now(saved))
 
+    def exchange(self, operator: Callable[..., T], *arguments: Any) -> T:
+        """Run a collective of the loss function's own; time spent here is exposed communication."""
+        start = time.perf_counter()
+        result = operator(*arguments)
+        self.counters.waited_s += time.perf_counter() - start
+        return result
+
     def see(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Show local gradients to whoever checks them."""
         if self.on_gradient is not None and parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import gradients
+from fxcomp.graph.edit import gradients, is_collective
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import BROADCAST
 from fxcomp.search.workload import Gradient, Workload
@@ -15,10 +15,10 @@ def read_workload(gm: GraphModule) -> Workload:
     ready: dict[Node, float] = {}
     clock = 0.0
     for node in gm.graph.nodes:
-        if info(node).role in (Role.COMPUTE, Role.GRADIENT):
+        if info(node).role in (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT):  # compute stands still for an exchange
             clock += info(node).cost_us or 0.0
         ready[node] = clock
-    broadcasts = [node for node in gm.graph.nodes if node.target is BROADCAST]
+    broadcasts = [node for node in gm.graph.nodes if node.target is BROADCAST and is_collective(node)]
     updates: dict[str | None, float] = {}
     for node in gm.graph.nodes:
         if info(node).role is Role.UPDATE:
