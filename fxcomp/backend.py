@@ -17,13 +17,14 @@ parameters must start equal, and the first backward passes are compared between 
 - Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
   mean of sums; error feedback carries over from one micro-batch to the next.
 - Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
-- What compression left out is saved with `compiled_model(model).residuals.state_dict()`, on every rank, and what else
-  compressors remember with `.compressor_states.state_dict()`.
+- What compression left out, and what else compressors remember, is saved with `compiled_model(model).state_dict()` on
+  every rank, and taken back with `.load_state_dict(state)`, as of a compiled step.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import warnings
 import weakref
@@ -58,11 +59,13 @@ from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan
 from fxcomp.graph.edit import call, clone, gradients, is_collective
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
+from fxcomp.handover import Exchange
 from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout, state_layout
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.runtime.transport import Transport
+from fxcomp.saved_state import Carried, Given, Here, read_together, restore
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.strategy import Plan
@@ -413,6 +416,31 @@ class CompiledModel:
         parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
         self.hook = parameter.register_hook(self._on_gradient)  # pyright: ignore[reportUnknownMemberType]  # untyped
 
+    def state_dict(self) -> dict[str, Any]:
+        """What error feedback and compressors carry on this rank."""
+        return self._carried.state_dict(self.rank, self.cluster.world_size)
+
+    def load_state_dict(self, state: Given) -> None:
+        """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
+        ranks = Ranks.join(self.cluster, "load_state_dict")
+
+        def sum_over_ranks(value: Tensor) -> None:
+            self.transport.all_reduce(value, "world", "main").wait()
+
+        exchange = Exchange(ranks, sum_over_ranks, "load_state_dict", self.residuals.device)
+        pairs = [zip(bucket.names, bucket.sizes, strict=True) for bucket in self.plan.buckets]
+        trained = dict(itertools.chain(*pairs))
+        here = Here(trained, sorted(trained), {self.plan.digest}, self.residuals.slices)
+        agreed = read_together(state, here, exchange)
+        if agreed is not None:
+            self.runtime.owed = restore(agreed, self._carried, here, exchange)
+
+    @property
+    def _carried(self) -> Carried:
+        return Carried(
+            self.plan.digest, self.passes, {}, self.residuals, self.compressor_states, None, self.runtime.owed
+        )
+
     def close(self) -> None:
         self.runtime.close()
         if self.hook is not None:
@@ -538,7 +566,7 @@ def _start(
         ranks.rank,
         transport,
         Runtime(transport),
-        Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
+        Residuals(residual_layout(decided.plan, cluster, ranks.rank, chosen.error_feedback), device),
         CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
         {name: weakref.ref(parameter) for name, parameter in covered.items()},
         found.break_,
@@ -612,6 +640,7 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
         values.clear()
         with torch.no_grad():
             _, results = module.step(compiled.runtime, (), (), (), (), (), residuals, states, given)
+            compiled.runtime.owed.clear()
             compiled.passes += 1
             if compiled.model is None and compiled.passes <= COMPARED_PASSES:
                 _compare(compiled, {name: results[place] for name, place in places.items()})

@@ -311,7 +311,7 @@ def compile_step(
         return emitted(again, plan, decided.costs)
 
     def fresh_velocities(plan: Plan) -> Velocities:
-        return Velocities(residual_layout(plan, cluster, ranks.rank), device)
+        return Velocities(velocity_layout(plan, cluster, ranks.rank), device)
 
     velocities_of = fresh_velocities if error_feedback.momentum else None
     decided = _decide(
@@ -351,7 +351,7 @@ def compile_step(
         def made() -> Replanned:
             return Replanned(
                 chosen, again.costs, choice.dense, choice.dense_us, emitted(captured, chosen, again.costs),
-                Residuals(residual_layout(chosen, cluster, ranks.rank), device),
+                Residuals(residual_layout(chosen, cluster, ranks.rank, error_feedback), device),
                 CompressorStates(state_layout(chosen, shapes, cluster, ranks.rank), device, seed),
                 None if trusted else choice.step_us,
             )  # fmt: skip
@@ -377,7 +377,7 @@ def compile_step(
         decided.plan,
         build,
         Runtime(groups, device),
-        Residuals(residual_layout(decided.plan, cluster, ranks.rank), device),
+        Residuals(residual_layout(decided.plan, cluster, ranks.rank, error_feedback), device),
         CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
         velocities_of=velocities_of,
         feedback=error_feedback,
@@ -708,7 +708,7 @@ def _measured_on_job(
         raise AssertionError("a step that is only measured is captured once")
 
     device = training.device
-    nothing = Residuals((), device), CompressorStates({}, device)
+    nothing = Residuals({}, device), CompressorStates({}, device)
     step = CompiledStep(training, plan, no_rebuild, Runtime(transport, device), *nothing, velocities_of=velocities_of)
     leaves = pytree.tree_leaves(batch)
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
@@ -747,24 +747,36 @@ SMALLEST_ERROR = 0.05
 LARGEST_ERROR = 0.5
 
 
-def residual_layout(plan: Plan, cluster: Cluster, rank: int) -> list[BucketLayout]:
-    """Where residuals lie: the whole bucket, or this rank's shard where a host's ranks share the work."""
-    layout: list[BucketLayout] = []
-    for bucket in plan.buckets:
-        shards, shard = shard_of(bucket, cluster, rank)
-        compressor = bucket.strategy.compressor
-        is_summed = compressor is None or compressor.is_linear
-        layout.append(
-            BucketLayout(
-                bucket.names,
-                bucket.sizes,
-                shards,
-                shard,
-                on_host=bucket.strategy.device is Device.CPU,
-                divisor=cluster.ranks_at(bucket.strategy.level) if is_summed else 1,
-            )
-        )
-    return layout
+def residual_layout(
+    plan: Plan, cluster: Cluster, rank: int, feedback: ErrorFeedback = CLASSIC
+) -> dict[int, BucketLayout]:
+    """Where residuals lie, for each bucket that is fed back: the rest of them needs none."""
+    found: dict[int, BucketLayout] = {}
+    for number, bucket in enumerate(plan.buckets):
+        bound = bucket.strategy.bound([(size,) for size in bucket.sizes], cluster)
+        if bound is not None and feedback.surrounds(bound):
+            found[number] = bucket_layout(bucket, cluster, rank)
+    return found
+
+
+def velocity_layout(plan: Plan, cluster: Cluster, rank: int) -> dict[int, BucketLayout]:
+    """Where velocities lie: every bucket has some."""
+    return {number: bucket_layout(bucket, cluster, rank) for number, bucket in enumerate(plan.buckets)}
+
+
+def bucket_layout(bucket: Bucket, cluster: Cluster, rank: int) -> BucketLayout:
+    """What a rank keeps of a bucket: all of it, or its shard where a host's ranks share the work."""
+    shards, shard = shard_of(bucket, cluster, rank)
+    compressor = bucket.strategy.compressor
+    is_summed = compressor is None or compressor.is_linear
+    return BucketLayout(
+        bucket.names,
+        bucket.sizes,
+        shards,
+        shard,
+        on_host=bucket.strategy.device is Device.CPU,
+        divisor=cluster.ranks_at(bucket.strategy.level) if is_summed else 1,
+    )
 
 
 def state_layout(

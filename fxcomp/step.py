@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,13 +26,15 @@ from fxcomp.drift.correct import corrected, describe
 from fxcomp.drift.judge import Finding, Row, agreed_rows, judge, step_with
 from fxcomp.drift.sheet import sheet_of
 from fxcomp.drift.watch import Replan, Watch
-from fxcomp.errors import BadState, CannotReplan, FxcompError, StepChanged
+from fxcomp.errors import CannotReplan, FxcompError, StepChanged
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source
 from fxcomp.guards import BatchType, StepGuard, batch_type
+from fxcomp.handover import Exchange, Holding, hand_over
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
+from fxcomp.saved_state import Carried, Given, Here, read_together, restore
 from fxcomp.strategy import Plan
 from fxcomp.training import Training
 from fxcomp.variants import Variant, Variants
@@ -134,6 +134,7 @@ class CompiledStep:
     ):
         self._ranks = ranks
         self._loads = 0
+        self._handovers = 0
         self._feedback = feedback
         self._stages: tuple[Stage, ...] = feedback.stages(plan)
         self._stage: int = 0
@@ -201,7 +202,7 @@ class CompiledStep:
 
     def _run(self, variant: Variant, leaves: Sequence[Any], watch: Watch | None) -> Any:
         if self._feedback.scale_with_lr:
-            self._scale_residuals(variant)
+            self._scale_residuals()
         arguments = self.feed(variant, leaves)
         if watch is None:
             loss, aux = variant.module.step(self.runtime, *arguments)
@@ -209,7 +210,7 @@ class CompiledStep:
             loss, aux = watch.run(self.steps, variant, self.runtime, arguments)
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
-            self.runtime.owed.clear()
+            self._settle_waiting()
         captured = variant.captured
         if captured.has_aux:
             assert captured.aux_spec is not None, "a step with aux knows its structure"
@@ -314,10 +315,9 @@ class CompiledStep:
         assert self._velocities_of is not None, "asked only where there are some"
         return self._velocities_of(self.plan)
 
-    def _scale_residuals(self, variant: Variant) -> None:
+    def _scale_residuals(self) -> None:
         """Multiply residuals by what the learning rate was over what it is, so that they weigh what they weighed."""
-        fed_back = [source.index for source in variant.inputs if source.kind is InputKind.RESIDUAL]
-        names = {name for number in fed_back for name in self.plan.buckets[number].names}
+        kept = {name: piece.values for name, piece in self.residuals.slices.items()}
         for index, numbers in enumerate(self._live_numbers()):
             rate = numbers["lr"]
             if rate <= 0:
@@ -326,10 +326,16 @@ class CompiledStep:
             self._rates[index] = rate
             if before != rate:
                 for owner in self.training.owned:
-                    if owner.group == index and owner.name in names:
-                        self.residuals.of_parameter(owner.name).mul_(before / rate)
-                    if owner.group == index and owner.name in self.runtime.owed:
-                        self.runtime.owed[owner.name].mul_(before / rate)
+                    for values in (kept, self.runtime.owed):
+                        if owner.group == index and owner.name in values:
+                            values[owner.name].mul_(before / rate)
+
+    def _settle_waiting(self) -> None:
+        """What waited for this step's gradients has arrived. It was no gradient of this step: no velocity keeps it."""
+        if self.velocities is not None:
+            for name, value in self.runtime.owed.items():
+                self.velocities.forget(name, value)
+        self.runtime.owed.clear()
 
     # Variants
 
@@ -398,20 +404,14 @@ class CompiledStep:
         if measured <= dense * (1 + SWITCH_MARGIN):
             self._given_up, self._least_patience = None, 1
             return
-        left = "goes out with the next step" if self.velocities is None else "is dropped"
         self.notes.append(
             f"switched back to dense at step {self.steps}: {measured:.1f} ms a step measured with compression,"
-            f" {dense:.1f} ms without. What compression had left out so far {left}."
+            f" {dense:.1f} ms without. What compression had left out so far goes out with the next step."
         )
-        owed: dict[str, Tensor] = {}
-        if self.velocities is None:
-            owed = self.residuals.take_out(self._fed_back(self.plan), self._sum_over_ranks, dist.get_world_size())
         self._given_up = GivenUp(self.plan, 1e3 * measured)
-        before, self.plan = self.velocities, self._dense_plan
-        if before is not None:
-            self.velocities = self._fresh_velocities()
-            self.velocities.take_over_mean(before, self._sum_over_ranks, dist.get_world_size())
-        self._leave_plan(owed)
+        self.plan = self._dense_plan
+        self._hand_over(Residuals({}, self.training.device))
+        self._leave_plan()
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self._watch_dense()
 
@@ -429,23 +429,30 @@ class CompiledStep:
         self._adopt(dense, 0)
         self.agree_on_watching(f"watching the dense step, {self._returns}")
 
-    def _leave_plan(self, owed: Mapping[str, Tensor]) -> None:
+    def _hand_over(self, residuals: Residuals) -> None:
+        """Go on with other residuals and velocities, for the plan that is followed from now on; nothing is lost."""
+        self._handovers += 1
+        exchange = self._exchange(f"changing plans, {self._handovers}")
+        sizes, ranks = self._here.trained_sizes, self._ranks.world_size
+        before = Holding.of(ranks, self.residuals.slices, self.runtime.owed)
+        self.runtime.owed = hand_over(before, residuals.slices, sizes, exchange)
+        self.residuals = residuals
+        if self.velocities is not None:
+            velocities = self._fresh_velocities()
+            hand_over(Holding.of(ranks, self.velocities.slices), velocities.slices, sizes, exchange, "velocities")
+            self.velocities = velocities
+
+    def _leave_plan(self) -> None:
         """Forget what was made for another plan than the one that is followed now, but not what that still owes."""
         self._stages = tuple[Stage, ...]()
         self._stage = 0
-        unsent, transport = self.runtime.owed, self.runtime.transport
+        waiting, transport = self.runtime.owed, self.runtime.transport
         self.runtime.close()
         self.runtime = Runtime(transport, self.training.device)
-        self.runtime.owed = {name: unsent.get(name, 0.0) + value for name, value in owed.items()}
-        self.runtime.owed |= {name: value for name, value in unsent.items() if name not in owed}
+        self.runtime.owed = waiting
         self.variants.clear()
         self._adopted = None
         self._watch_anew()
-
-    def _fed_back(self, plan: Plan) -> list[str]:
-        """The parameters of which a plan leaves something out, and feeds it back."""
-        compressed = [b for b in plan.buckets if (c := b.strategy.compressor) and self._feedback.surrounds(c)]
-        return [name for bucket in compressed for name in bucket.names]
 
     def _gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, as many on each, in rank order."""
@@ -592,15 +599,11 @@ class CompiledStep:
 
     def _follow(self, new: Replanned, cluster: Cluster) -> None:
         """Follow another plan from the next step on. Nothing that was left out is lost."""
-        ranks = dist.get_world_size()
-        kept = set(self._fed_back(new.plan))
-        leaving = [name for name in self._fed_back(self.plan) if name not in kept]
-        owed = self.residuals.take_out(leaving, self._sum_over_ranks, ranks)
-        new.residuals.take_over(self.residuals, self._sum_over_ranks, ranks)
+        self._hand_over(new.residuals)
         new.compressor_states.take_over(self.compressor_states)
-        self.plan, self.residuals, self.compressor_states = new.plan, new.residuals, new.compressor_states
+        self.plan, self.compressor_states = new.plan, new.compressor_states
         self.runtime.transport = self._ranks.extend(self.runtime.transport, new.plan, cluster)
-        self._leave_plan(owed)
+        self._leave_plan()
         self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
         self._judge_from_here()
         self._adopt(new.variant, 0)
@@ -662,95 +665,40 @@ class CompiledStep:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
-        own = {"plan": self.plan.digest, "rank": _rank(), "steps": self.steps, "learning_rates": dict(self._rates)}
-        if self.runtime.owed:
-            own["owed"] = {name: value.clone() for name, value in self.runtime.owed.items()}
-        velocities = self.velocities.state_dict() if self.velocities is not None else {}
-        return {**own, **self.residuals.state_dict(), **velocities, **self.compressor_states.state_dict()}
+        return self._carried.state_dict(self._ranks.rank, self._ranks.world_size)
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Given) -> None:
         """Take back a saved state. Every rank calls this, each with what it saved, or with None where there is nothing.
 
-        A rank without a state, as one that has joined, keeps its residuals, and takes from the others what all must
-        share: the number of steps, and what compressors of summed payloads remember. Raises BadState, or PeerFailed
-        where another rank's state does not fit; nothing may be trained after that.
+        The states may be of another plan or of another number of ranks. Each is loaded by one rank, whichever it is;
+        those of ranks that have gone by any, in a list with its own: `load_state_dict([state, another])`. What all
+        ranks owe the mean gradient stays what it was (see `fxcomp.handover`), and a rank without a state takes from
+        the others what all must share: the number of steps, and what compressors of summed payloads remember.
+
+        Raises BadState, or PeerFailed where another rank's state does not fit; nothing may be trained after that.
         """
         self._loads += 1
-        topic = f"load_state_dict, call {self._loads}"
-        if state is not None:
-            self._ranks.attempt(topic, partial(self._load, state))
-        else:
-            self._ranks.attempt(topic, lambda: None)
-        mine: dict[str, Any] = {} if state is None else self._shared_facts()
-        everyone = self._ranks.gather(f"{topic}: comparing", mine)
-        known = {rank: facts for rank, facts in enumerate(everyone) if facts}
-        check_shared_facts(known)
-        if known and len(known) < len(everyone):
-            self._join_others(topic, known, state is None)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        if state.get("rank", _rank()) != _rank():
-            raise BadState(
-                f"this is the state of rank {state['rank']}, this is rank {_rank()}: residuals belong to a rank's own"
-                " gradients.\n  Save a state on every rank, and load each where it came from, None where there is none."
-            )
-        self.residuals.load_state_dict(state)
-        self.compressor_states.load_state_dict(state)
-        self.steps = int(state.get("steps", 0))
-        self._rates = dict(state.get("learning_rates", {}))
-        self.runtime.owed = {name: value.clone() for name, value in state.get("owed", {}).items()}
-        self._enter_stage()
-        self._go_on_from_here()
-        if self.velocities is not None:
-            self.velocities.load_state_dict(state)
-        elif state.get("velocities"):
-            warnings.warn(
-                "fxcomp: the state holds velocities of momentum correction, which this step does not use.", stacklevel=4
-            )
-
-    def _shared_facts(self) -> dict[str, Any]:
-        """What ranks that go on together must agree on; plain data."""
-        states = {label: _fingerprint(value) for label, value in self.compressor_states.shared().items()}
-        return {"number of steps": self.steps, **states}
-
-    def _join_others(self, topic: str, known: Mapping[int, Mapping[str, Any]], is_new: bool) -> None:
-        """Ranks without a state take over what those with one share; all ranks call it."""
-        shared = self.compressor_states.shared()
-        states: dict[str, Any] = {}
-        for label, value in shared.items():
-            states[label] = value.tolist()  # pyright: ignore[reportUnknownMemberType]
-        mine: dict[str, Any] = {} if is_new else {"rates": list(self._rates.items()), "states": states}
-        givers = [given for given in self._ranks.gather(f"{topic}: joining", mine) if given]
-        if not is_new:
+        exchange = self._exchange(f"load_state_dict, call {self._loads}")
+        agreed = read_together(state, self._here, exchange)
+        if agreed is None:
             return
-        self.steps = next(iter(known.values()))["number of steps"]
-        self._rates = dict(givers[0]["rates"])
-        for label, value in shared.items():
-            given = [giver["states"][label] for giver in givers if label in giver["states"]]
-            if given:
-                value.copy_(torch.tensor(given[0], dtype=value.dtype))
+        self.steps, self._rates = agreed.steps, dict(agreed.rates)
         self._enter_stage()
         self._go_on_from_here()
+        self.runtime.owed = restore(agreed, self._carried, self._here, exchange)
 
+    @property
+    def _carried(self) -> Carried:
+        return Carried(
+            self.plan.digest, self.steps, self._rates, self.residuals, self.compressor_states, self.velocities,
+            self.runtime.owed,
+        )  # fmt: skip
 
-def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise BadState with the first difference between ranks; the same error on all of them."""
-    seen: dict[str, tuple[int, Any]] = {}
-    for rank, facts in known.items():
-        for what, value in facts.items():
-            first, other = seen.setdefault(what, (rank, value))
-            if value != other:
-                values = f" ({value} and {other})" if what == "number of steps" else ""
-                raise BadState(
-                    f"the states of rank {rank} and rank {first} do not belong together: they differ in"
-                    f" {what}{values}.\n"
-                    "  Load on every rank what it saved at the same step, and None on a rank that has nothing."
-                )
+    @property
+    def _here(self) -> Here:
+        sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
+        plans = {self.plan.digest, *(stage.plan.digest for stage in self._stages)}
+        return Here(sizes, sorted(self._current.captured.gradient_names), plans, self.residuals.slices)
 
-
-def _fingerprint(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    def _exchange(self, topic: str) -> Exchange:
+        return Exchange(self._ranks, self._sum_over_ranks, topic, self.training.device)

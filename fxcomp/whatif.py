@@ -254,7 +254,7 @@ def measured_here(
     assert_whole(final, "one of the passes")
     variant = finish(captured, final, dict)
     device = training.device
-    nothing = Residuals((), device), CompressorStates({}, device)
+    nothing = Residuals({}, device), CompressorStates({}, device)
     step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
     leaves = pytree.tree_leaves(batch)
     measured = measure_step(step, variant, [Nowhere()], leaves, MOST_REPEATS, MEASURING_US)[0]

@@ -242,14 +242,16 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
             step(gradients)
     changes = list(dict.fromkeys(map(str, plans)))
     assert len(changes) == 2, [len(changes), step.notes, changes]
-    exact = [set(step._fed_back(p)) | {n for b in p.buckets if b.strategy.is_dense for n in b.names} for p in plans]
+    is_exact = [[b.strategy.is_dense or b.strategy.compressor.needs_error_feedback for b in p.buckets] for p in plans]
+    exact = [{n for b, keeps in zip(p.buckets, kept, strict=True) if keeps for n in b.names}
+             for p, kept in zip(plans, is_exact, strict=True)]  # fmt: skip
     worst = 0.0
-    places = {name: bucket for bucket in step.residuals.layout for name in bucket.names}
     for name in sorted(set.intersection(*exact)):  # what is rounded without feedback is lost, whatever plan follows
         parameter = dict(model.named_parameters())[name]
-        bucket = places[name]
-        left = step.residuals.of_parameter(name).double() * (bucket.shards * bucket.divisor)
-        both = torch.stack([due[name].flatten(), left])
+        left = torch.zeros(parameter.numel())
+        if name in step.residuals.slices:
+            step.residuals.slices[name].add_to(left, 1)
+        both = torch.stack([due[name].flatten(), left.double()])
         dist.all_reduce(both)
         applied = (start[name] - parameter.detach().double()).flatten()
         off = applied + (0.1 * both[1] - both[0]) / ranks

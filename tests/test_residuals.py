@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 
 import fxcomp
 from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.errors import BadState
-from fxcomp.runtime.state import BucketLayout, Residuals
 from fxcomp.step import CompiledStep
 from fxcomp.strategy import Device, Strategy
 
@@ -154,128 +150,3 @@ def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_sum_instead_of_the_mean_would_be_seen(planted: bool):
     assert run_ranks(2, moves_by_the_mean, planted) == [not planted] * 2
-
-
-# Saved and loaded under other buckets
-
-A = [BucketLayout(("a", "b"), (3, 4)), BucketLayout(("c",), (5,))]
-B = [BucketLayout(("c", "a"), (5, 3)), BucketLayout(("b",), (4,))]
-SHARDED = [BucketLayout(("c", "a", "b"), (5, 3, 4), shards=5, shard=2)]
-
-
-def filled(layout: list[BucketLayout]) -> Residuals:
-    residuals = Residuals(layout, torch.device("cpu"))
-    for number, name in enumerate("abc"):
-        piece = residuals.of_parameter(name)
-        piece.copy_(100 * number + torch.arange(piece.numel()))
-    return residuals
-
-
-def same_by_parameter(one: Residuals, other: Residuals) -> bool:
-    return all(torch.equal(one.of_parameter(name), other.of_parameter(name)) for name in "abc")
-
-
-@pytest.mark.filterwarnings("ignore:fxcomp. what compression left out")
-@pytest.mark.parametrize("layout", [A, B, SHARDED])
-def test_other_buckets_load_each_parameters_own_residual(layout: list[BucketLayout]):
-    loaded = Residuals(layout, torch.device("cpu"))
-    loaded.load_state_dict(filled(A).state_dict())
-    assert same_by_parameter(filled(A), loaded)
-
-
-def test_a_residual_that_is_summed_on_the_wire_is_loaded_in_the_others_unit():
-    shared = [replace(bucket, divisor=4) for bucket in A]
-    loaded = Residuals(shared, torch.device("cpu"))
-    loaded.load_state_dict(filled(A).state_dict())
-    assert torch.equal(loaded.arena, filled(A).arena / 4)
-    back = Residuals(B, torch.device("cpu"))
-    back.load_state_dict(loaded.state_dict())
-    assert same_by_parameter(filled(A), back)
-
-
-def test_residuals_of_a_plan_that_shares_otherwise_are_cut_with_a_warning() -> None:
-    sharded = Residuals(SHARDED, torch.device("cpu"))
-    with pytest.warns(UserWarning, match="3 of 3 parameters, 'c' first"):
-        sharded.load_state_dict(filled(A).state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sharded.load_state_dict(Residuals(A, torch.device("cpu")).state_dict())  # nothing was left out: nothing is lost
-
-
-def test_under_the_same_plan_residuals_come_back_bit_for_bit():
-    thirds = [replace(bucket, divisor=3) for bucket in A]
-    residuals, loaded = (Residuals(thirds, torch.device("cpu")) for _ in range(2))
-    residuals.arena.normal_(generator=torch.Generator().manual_seed(0))
-    loaded.load_state_dict(residuals.state_dict())
-    assert torch.equal(residuals.arena, loaded.arena)
-
-
-def test_a_permuted_load_would_be_seen():
-    saved = filled(A)
-    loaded = Residuals(B, torch.device("cpu"))
-    loaded.arena.copy_(saved.arena)  # what a load that ignores names would do
-    assert not same_by_parameter(saved, loaded)
-
-
-def test_a_saved_state_is_a_copy():
-    residuals = filled(A)
-    state = residuals.state_dict()
-    residuals.arena.zero_()
-    assert state["residuals"]["b"].tolist() == [100, 101, 102, 103]
-
-
-def rebucketed() -> dict[str, bool]:
-    """Train under one plan, save, go on under another."""
-    job, rank = JOBS["mlp"], dist.get_rank()
-    model = job.build()
-    optimizer = OPTIMIZERS["plain"](model.parameters())
-    int8 = Strategy.flat(parse_compressor("int8"))
-    steps = [
-        fxcomp.compile_step(
-            model,
-            cross_entropy,
-            optimizer,
-            job.batch(0, rank),
-            plan=plan_in_turns(model, [int8], count),
-            verify_every=1,
-        )
-        for count in (1, 3)
-    ]
-    for i in range(3):
-        steps[0](job.batch(i, rank))
-    steps[1].load_state_dict(steps[0].state_dict())
-    equal = {
-        name: torch.equal(steps[0].residuals.of_parameter(name), steps[1].residuals.of_parameter(name))
-        for name, _ in model.named_parameters()
-    }
-    steps[1](job.batch(3, rank))
-    return equal
-
-
-def test_a_step_with_other_buckets_takes_over_the_state():
-    for rank in run_ranks(2, rebucketed):
-        assert len(rank) == 4
-        assert all(rank.values())
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda s: {}, "it has no residuals"),  # noqa: ARG005
-        (
-            lambda s: {**s, "residuals": {k: v for k, v in s["residuals"].items() if k != "b"}},
-            "have nothing for 'b', which has 4",
-        ),
-        (lambda s: {**s, "residuals": {**s["residuals"], "b": torch.zeros(9)}}, "have 9 elements for 'b', which has 4"),
-        (
-            lambda s: {**s, "residuals": {**s["residuals"], "d": torch.zeros(9)}},
-            r"of another model: they also hold \['d'\]",
-        ),
-    ],
-)
-def test_a_state_of_something_else_is_refused(change: Any, what: str):
-    residuals = filled(A)
-    before = residuals.arena.clone()
-    with pytest.raises(BadState, match=what):
-        residuals.load_state_dict(change(filled(B).state_dict()))
-    assert torch.equal(residuals.arena, before)

@@ -1,14 +1,14 @@
-"""Keep what compression left out, ranks' own momentum, and what else compressors remember; all saved by parameter name.
+"""Keep what compression left out, ranks' own momentum, and what else compressors remember.
 
-Residuals and velocities are one flat arena each, with a slice for each bucket. Compressors' states are a tensor for
-each bucket, in which the states of its parameters, or of their parts in this rank's shard, lie in order.
+Residuals and velocities are one flat arena each, with a part for each bucket that needs one. Compressors' states are a
+tensor for each bucket, in which the states of its parameters, or of their parts in this rank's shard, lie in order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from fxcomp.errors import BadState
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where a bucket's residual lies: parameter names and sizes, and this rank's shard of the padded bucket.
+    """What a rank keeps of a bucket: all of its parameters, or this rank's shard of the padded bucket.
 
-    `on_host` for a compressor that runs there: its residual never crosses the bus. `divisor` is what the gradient is
+    `on_host` for a compressor that runs there: what it keeps never crosses the bus. `divisor` is what the gradient is
     divided by before: the number of ranks where buckets or payloads are summed on the wire.
     """
 
@@ -39,156 +39,97 @@ class BucketLayout:
     def padded(self) -> int:
         return sum(self.sizes) + -sum(self.sizes) % self.shards
 
+    @property
+    def elements(self) -> int:
+        """How many values this rank keeps."""
+        return self.padded // self.shards
 
-class Arena:
-    """An fp32 value for each element of all buckets, zero at first.
+    def slices(self, kept: Tensor) -> dict[str, Slice]:
+        """Each parameter's part of what this rank keeps; an empty one of what lies in other shards."""
+        found: dict[str, Slice] = {}
+        first, offset = self.shard * self.elements, 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            start = max(first, offset)
+            stop = max(start, min(first + self.elements, offset + size))
+            here = start - offset if stop > start else 0
+            found[name] = Slice(kept[start - first : stop - first], here, size, self.shards, self.divisor)
+            offset += size
+        return found
 
-    Parameters lie in plan order. A sharded bucket uses only this rank's part of its slice; the rest stays zero.
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank keeps for some elements of a parameter, from `start` on, and what that is of the mean gradient.
+
+    The sum of `shards · divisor · values` over all ranks, divided by their number, is in the mean gradient's unit: a
+    host's ranks share the work by `shards`, and `divisor` is what the gradient was divided by before.
     """
 
-    def __init__(self, layout: Sequence[BucketLayout], device: torch.device):
-        self.layout = tuple(layout)
-        self.arena = torch.zeros(sum(bucket.padded for bucket in layout), device=device)
-        self._wholes: list[Tensor] = []
-        self._slices: list[Tensor] = []
-        self._by_name: dict[str, Tensor] = {}
-        self._bucket_of: dict[str, BucketLayout] = {}
+    values: Tensor
+    start: int
+    size: int
+    """How many elements the whole parameter has."""
+    shards: int = 1
+    divisor: int = 1
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which elements of the parameter these are."""
+        return self.start, self.values.numel()
+
+    def add_to(self, mean: Tensor, ranks: int) -> None:
+        """Add to a whole parameter's mean over so many ranks what this slice stands for."""
+        part = mean[self.start : self.start + self.values.numel()]
+        part.add_(self.values.to(mean.device), alpha=self.shards * self.divisor / ranks)
+
+    def stand_for(self, mean: Tensor) -> None:
+        """Hold what stands for a whole parameter's mean if every rank holds the same."""
+        self.values.copy_(mean[self.start : self.start + self.values.numel()])
+        if self.divisor != 1:
+            self.values.div_(self.divisor)
+
+    def go_on_from(self, other: Slice) -> None:
+        """Hold what another slice of the same elements holds, in this one's unit."""
+        self.values.copy_(other.values)
+        if self.divisor != other.divisor:
+            self.values.mul_(other.divisor / self.divisor)
+
+
+class Arena:
+    """An fp32 value, zero at first, for each element that this rank keeps of the buckets in `layout`, by their number.
+
+    Buckets that need nothing are not in the layout and take no memory.
+    """
+
+    def __init__(self, layout: Mapping[int, BucketLayout], device: torch.device):
+        self.layout = dict(layout)
+        self.device = device
+        self.slices: dict[str, Slice] = {}
+        """Of each parameter, what lies in the arena now."""
+        self._buckets: dict[int, Tensor] = {}
+        apart = {number for number, bucket in layout.items() if bucket.on_host and device.type != "cpu"}
+        self.arena = torch.zeros(sum(b.elements for n, b in layout.items() if n not in apart), device=device)
         offset = 0
-        for bucket in layout:
-            whole = self.arena[offset : offset + bucket.padded]
-            if bucket.on_host and device.type != "cpu":
-                whole = torch.zeros(bucket.padded, pin_memory=True)
-            self._wholes.append(whole)
-            part = bucket.padded // bucket.shards
-            self._slices.append(whole[bucket.shard * part : (bucket.shard + 1) * part])
-            pieces = torch.split(whole[: sum(bucket.sizes)], list(bucket.sizes))
-            for name, piece in zip(bucket.names, pieces, strict=True):
-                self._by_name[name] = piece
-                self._bucket_of[name] = bucket
-            offset += bucket.padded
+        for number, bucket in layout.items():
+            if number in apart:
+                kept = torch.zeros(bucket.elements, pin_memory=True)
+            else:
+                kept = self.arena[offset : offset + bucket.elements]
+                offset += bucket.elements
+            self._buckets[number] = kept
+            self.slices |= bucket.slices(kept)
 
     def of_bucket(self, number: int) -> Tensor:
         """The slice that a bucket reads and replaces."""
-        return self._slices[number]
+        return self._buckets[number]
 
     def of_parameter(self, name: str) -> Tensor:
-        """A parameter's part, flat."""
-        return self._by_name[name]
-
-    @property
-    def layout_hash(self) -> str:
-        """A fingerprint of names and sizes, in no particular order of buckets."""
-        sizes = sorted((name, piece.numel()) for name, piece in self._by_name.items())
-        return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
-
-    def mean_of(self, names: Sequence[str], all_reduce: Callable[[Tensor], None], ranks: int) -> dict[str, Tensor]:
-        """What parameters' parts stand for together: the mean over all ranks, in the gradient's unit; all call it."""
-        if not names:
-            return {}
-        parts: list[Tensor] = []
-        for name in names:
-            bucket = self._bucket_of[name]
-            parts.append(self.of_parameter(name).to(self.arena.device) * (bucket.shards * bucket.divisor / ranks))
-        mean = torch.cat(parts)
-        all_reduce(mean)
-        return dict(zip(names, torch.split(mean, [part.numel() for part in parts]), strict=True))
-
-    def _place(self, name: str) -> list[int]:
-        """Which part of a parameter this rank has."""
-        bucket = self._bucket_of[name]
-        offset = sum(bucket.sizes[: bucket.names.index(name)])
-        return [bucket.shards, bucket.shard, offset, bucket.padded] if bucket.shards > 1 else [1, 0, 0, 0]
-
-    def _set_mean(self, means: Mapping[str, Tensor]) -> None:
-        """Make parameters' parts what stands for a mean over all ranks on each of them."""
-        for name, part in means.items():
-            self.of_parameter(name).copy_(part).div_(self._bucket_of[name].divisor)
-
-    def _clear_other_shards(self) -> None:
-        for bucket, whole, own in zip(self.layout, self._wholes, self._slices, strict=True):
-            part = len(own)
-            whole[: bucket.shard * part].zero_()
-            whole[(bucket.shard + 1) * part :].zero_()
+        """What this rank keeps of a parameter, flat."""
+        return self.slices[name].values
 
 
 class Residuals(Arena):
-    """The error-feedback state of one rank.
-
-    Saved residuals come with their divisors: under the same plan they load bit for bit, and any other finds their unit.
-    """
-
-    def take_out(self, names: Sequence[str], all_reduce: Callable[[Tensor], None], ranks: int) -> dict[str, Tensor]:
-        """What was left out of parameters, flat and in the gradient's unit; nothing is left here. All ranks call it.
-
-        Added to the ranks' next gradients, it arrives: a whole bucket's as it is, a shard's as the mean over the ranks.
-        """
-        whole = [name for name in names if self._bucket_of[name].shards == 1]
-        cut = [name for name in names if self._bucket_of[name].shards > 1]
-        taken = {name: self.of_parameter(name) * self._bucket_of[name].divisor for name in whole}
-        taken |= self.mean_of(cut, all_reduce, ranks)
-        for name in names:
-            self.of_parameter(name).zero_()
-        return {name: taken[name].to(self.arena.device) for name in names}
-
-    def take_over(self, other: Residuals, all_reduce: Callable[[Tensor], None], ranks: int) -> None:
-        """Go on from what another plan has left out; all ranks call it.
-
-        A parameter that lies as it did keeps this rank's own. Of one that is shared otherwise among the host's ranks,
-        every rank gets the mean over all, so that the sum over the ranks stays what it was.
-        """
-        moved: list[str] = []
-        for name, piece in self._by_name.items():
-            if other._place(name) != self._place(name):
-                moved.append(name)
-                continue
-            before, now = other._bucket_of[name].divisor, self._bucket_of[name].divisor
-            piece.copy_(other.of_parameter(name))
-            if before != now:
-                piece.mul_(before / now)
-        self._set_mean(other.mean_of(moved, all_reduce, ranks))
-        self._clear_other_shards()
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy keyed by parameter name, so that another bucketing can load it."""
-        return {
-            "layout": self.layout_hash,
-            "residuals": {name: piece.detach().clone() for name, piece in self._by_name.items()},
-            "divisors": {name: bucket.divisor for name, bucket in self._bucket_of.items()},
-            "shards": {name: bucket.shards for name, bucket in self._bucket_of.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a saved state in. Raises BadState if it belongs to other parameters.
-
-        Where a plan shares a parameter otherwise among the host's ranks, a part is lost, with a warning.
-        """
-        saved: Any = state.get("residuals")
-        if not isinstance(state.get("residuals"), Mapping):
-            raise BadState("this is not a state of a compiled step: it has no residuals")
-        for name, piece in self._by_name.items():
-            if name not in saved or saved[name].numel() != piece.numel():
-                found = f"{saved[name].numel():,} elements" if name in saved else "nothing"
-                raise BadState(
-                    f"the saved residuals have {found} for {name!r}, which has {piece.numel():,} elements.\n"
-                    "  Load the state of the same model, saved by the same rank."
-                )
-        extra = [name for name in saved if name not in self._by_name]
-        if extra or state.get("layout") != self.layout_hash:
-            raise BadState(f"the saved residuals are of another model: they also hold {extra[:1]}")
-        divisors: Any = state.get("divisors", {})
-        for name, piece in self._by_name.items():
-            piece.copy_(saved[name])
-            before, now = divisors.get(name, 1), self._bucket_of[name].divisor
-            if before != now:
-                piece.mul_(before / now)
-        shards: Any = state.get("shards", {})
-        cut = [n for n, b in self._bucket_of.items() if shards.get(n, b.shards) != b.shards and saved[n].any()]
-        if cut:
-            warnings.warn(
-                f"fxcomp: what compression left out of {len(cut)} of {len(self._by_name)} parameters, {cut[0]!r} first,"
-                " was saved by a plan that shares them otherwise among the host's ranks: a part of it is dropped.",
-                stacklevel=2,
-            )
+    """What compression has left out on this rank, in the buckets that are fed back."""
 
 
 class Velocities(Arena):
@@ -199,65 +140,15 @@ class Velocities(Arena):
 
     def take_over(self, other: Velocities) -> None:
         """Go on from where another plan, with the same shards, has come on this rank."""
-        for name, piece in self._by_name.items():
-            old, new = other._bucket_of[name], self._bucket_of[name]
-            assert (old.shards, old.shard) == (new.shards, new.shard), f"{name!r} would change hands between ranks"
-            piece.copy_(other.of_parameter(name)).mul_(old.divisor / new.divisor)
+        for name, piece in self.slices.items():
+            assert piece.place == other.slices[name].place, f"{name!r} would change hands between ranks"
+            piece.go_on_from(other.slices[name])
 
-    def take_over_mean(self, other: Velocities, all_reduce: Callable[[Tensor], None], ranks: int) -> None:
-        """Go on from the mean over all ranks of another plan's velocities; all ranks call it."""
-        self._set_mean(other.mean_of(list(self._by_name), all_reduce, ranks))
-        self._clear_other_shards()
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy keyed by parameter name, with its divisor and the shard that it is of."""
-        return {"velocities": {name: self._described(name) for name in self._by_name}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a saved state in. Raises BadState if it belongs to other parameters.
-
-        Whole velocities go on in other buckets as they were. A shard's stand for nothing outside of it, and where whole
-        ones become a shard's, this rank's own stand for its host's mean; both with a warning.
-        """
-        saved: Any = state.get("velocities")
-        if not saved:
-            for whole in self._wholes:
-                whole.zero_()
-            warnings.warn(
-                "fxcomp: the state was saved without momentum correction: velocities start at zero.", stacklevel=2
-            )
-            return
-        sizes = {name: part["value"].numel() for name, part in saved.items()}
-        if sizes != {name: piece.numel() for name, piece in self._by_name.items()}:
-            differ = sorted(set(sizes) ^ set(self._by_name)) or [
-                n for n in sizes if sizes[n] != self._by_name[n].numel()
-            ]
-            raise BadState(
-                f"the saved velocities are of another model: they differ in {differ[0]!r}.\n"
-                "  Load the state of the same model, saved by the same rank."
-            )
-        changed: list[str] = []
-        for name, piece in self._by_name.items():
-            part, new = saved[name], self._bucket_of[name]
-            shards = int(part["shards"]) if new.shards == 1 else 1
-            factor = shards * int(part["divisor"]) / new.divisor
-            piece.copy_(part["value"])
-            if factor != 1:
-                piece.mul_(factor)
-            if new.shards > 1 and part["place"] != self._place(name):
-                changed.append(name)
-        self._clear_other_shards()
-        if changed:
-            warnings.warn(
-                f"fxcomp: velocities of {len(changed)} of {len(self._by_name)} parameters, {changed[0]!r} first, were"
-                " saved by a plan that shares them otherwise among the host's ranks: they go on approximately.",
-                stacklevel=2,
-            )
-
-    def _described(self, name: str) -> dict[str, Any]:
-        bucket = self._bucket_of[name]
-        value = self.of_parameter(name).detach().clone()
-        return {"value": value, "divisor": bucket.divisor, "shards": bucket.shards, "place": self._place(name)}
+    def forget(self, name: str, value: Tensor) -> None:
+        """Take out what every rank has added to its own gradient of a parameter: it was no gradient of this step."""
+        piece = self.slices[name]
+        part = value[piece.start : piece.start + piece.values.numel()]
+        piece.values.sub_(part.to(piece.values.device), alpha=1 / piece.divisor)
 
 
 # What compressors remember
@@ -354,7 +245,8 @@ class CompressorStates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy a saved state in. A part that another compressor made starts anew, with a warning.
 
-        Raises BadState if the state is not whole.
+        What had no compressor that remembers anything starts anew without one. Raises BadState if the state is not
+        whole.
         """
         saved: Any = state.get("compressors", {})
         if saved and state.get("compressor_layout") != _fingerprint(saved):
@@ -369,7 +261,8 @@ class CompressorStates:
                 part.value.copy_(known["state"])
                 continue
             part.start_anew()
-            changed.append(f"{part.name!r}, saved by {known.get('compressor', 'nothing')}, now {part.compressor}")
+            if known or "compressors" not in state:
+                changed.append(f"{part.name!r}, saved by {known.get('compressor', 'nothing')}, now {part.compressor}")
         if changed:
             warnings.warn(
                 f"fxcomp: what compressors remember of {len(changed)} of {len(self._parts)} parameters starts anew:"

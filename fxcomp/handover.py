@@ -1,0 +1,149 @@
+"""Hand over what ranks owe, or their momentum, from one layout to another: the sum over the ranks stays what it was.
+
+A rank owes the mean gradient `shards · divisor · residual / ranks`, and what waits for its next gradient counts as it
+is: `waiting / ranks`. Together the ranks owe the sum of both. Under another plan, or for another number of ranks,
+
+- what lies as it did stays where it is, bit for bit where the unit is the same;
+- of everything else every rank gets the mean over all ranks, in its own unit: where each of N ranks holds the mean m,
+  their mean is m, for every N;
+- what no compressor feeds back any more waits for the next gradient.
+
+So three ranks that owe 3, 6 and 9 (of the mean gradient: 6) become two that hold 6 each, and still owe 6. Holding the
+mean instead of handing one rank all of it keeps small what each rank compresses next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxcomp.runtime.state import Slice
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """What is asked of the ranks that hand something over; `fxcomp.ranks.Ranks` has it."""
+
+    rank: int
+    world_size: int
+
+    def attempt(self, topic: str, work: Callable[[], T]) -> T:
+        """Do something that may fail here, and tell the others if it did."""
+        ...
+
+    def gather(self, topic: str, value: T) -> list[T]:
+        """Every rank's value, which is plain data, in rank order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A conversation of all ranks, for topics that begin alike; each topic comes once."""
+
+    peers: Peers
+    sum_over_ranks: Callable[[Tensor], None]
+    """Make a tensor its sum over the ranks, in place; every rank calls it."""
+    topic: str
+    device: torch.device
+
+    def attempt(self, what: str, work: Callable[[], T]) -> T:
+        return self.peers.attempt(f"{self.topic}: {what}", work)
+
+    def gather(self, what: str, value: T) -> list[T]:
+        return self.peers.gather(f"{self.topic}: {what}", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What this rank holds of what so many ranks owe: slices in buckets, and what waits for the next gradient, flat.
+
+    There may be several of a parameter: from ranks that are no more.
+    """
+
+    ranks: int
+    slices: Mapping[str, Sequence[Slice]]
+    waiting: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
+
+    @classmethod
+    def of(cls, ranks: int, slices: Mapping[str, Slice], waiting: Mapping[str, Tensor] | None = None) -> Holding:
+        """What one rank holds by itself."""
+        return cls(ranks, {n: [s] for n, s in slices.items()}, {n: [w] for n, w in (waiting or {}).items()})
+
+    def lies(self, name: str, ranks: int, slot: Slice | None) -> bool:
+        """Whether a parameter's part can stay where it is, or there is none."""
+        slices, waiting = self.slices.get(name, ()), self.waiting.get(name, ())
+        if not slices and not waiting:
+            return True
+        if ranks != self.ranks or len(slices) + len(waiting) > 1:
+            return False
+        return not slices if slot is None else bool(slices) and slices[0].place == slot.place
+
+    def add_to(self, name: str, mean: Tensor) -> None:
+        for held in self.slices.get(name, ()):
+            held.add_to(mean, self.ranks)
+        for value in self.waiting.get(name, ()):
+            mean.add_(value.to(mean.device), alpha=1 / self.ranks)
+
+    def stay(self, name: str, slot: Slice | None) -> Tensor | None:
+        """Put what lies as it did into its slot; returns what goes on waiting."""
+        if slot is None:
+            return next((value.clone() for value in self.waiting.get(name, ())), None)
+        held = self.slices.get(name, ())
+        if held:
+            slot.go_on_from(held[0])
+        else:
+            slot.values.zero_()
+        return None
+
+
+def hand_over(
+    holding: Holding, slots: Mapping[str, Slice], sizes: Mapping[str, int], exchange: Exchange, what: str = "residuals"
+) -> dict[str, Tensor]:
+    """Fill the slots with what is held, and return what waits for the next gradients; every rank calls it.
+
+    `sizes` has every parameter that gets a gradient, in the same order on all ranks. The slots must not share memory
+    with what is held.
+    """
+
+    def moving() -> list[int]:
+        ranks = exchange.peers.world_size
+        return [k for k, name in enumerate(sizes) if not holding.lies(name, ranks, slots.get(name))]
+
+    # What moves on one rank moves on all of them: each gets its part of the mean.
+    everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", moving))
+    names = list(sizes)
+    moved = [names[k] for k in sorted(set(itertools.chain(*everyone)))]
+
+    def adding() -> tuple[Tensor, dict[str, Tensor]]:
+        parts = [sizes[name] for name in moved]
+        whole = torch.zeros(sum(parts), device=exchange.device)
+        means = dict(zip(moved, torch.split(whole, parts), strict=True))
+        for name, mean in means.items():
+            holding.add_to(name, mean)
+        return whole, means
+
+    whole, means = exchange.attempt(f"adding up {what}", adding)
+    if moved:
+        exchange.sum_over_ranks(whole)
+
+    def placing() -> dict[str, Tensor]:
+        waiting: dict[str, Tensor] = {}
+        for name in sizes:
+            slot = slots.get(name)
+            if name not in means:
+                stays = holding.stay(name, slot)
+                if stays is not None:
+                    waiting[name] = stays.to(exchange.device)
+            elif slot is None:
+                waiting[name] = means[name].clone()
+            else:
+                slot.stand_for(means[name])
+        return waiting
+
+    return exchange.attempt(f"placing {what}", placing)
