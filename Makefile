@@ -21,4 +21,5 @@ format: .venv/installed
 .venv/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'from fxcomp.compressors import kernels; print(kernels.describe())'
 	touch $@

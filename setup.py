@@ -1,13 +1,21 @@
 """Build the C++ kernels; everything else is in pyproject.toml.
 
 The kernels need a C++ compiler and Python's headers, not torch. Without them the install goes on, and the references
-in plain torch run instead.
+in plain torch run instead; why is written beside the package, where fxcomp's reports find it.
 """
 
+import os
+import re
+import shutil
 import sys
+import tempfile
+from contextlib import contextmanager
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, CompileError
 
 # No fused multiply-add and no reordering: the kernels give the same bits as their references.
 FLAGS = (
@@ -25,6 +33,68 @@ FLAGS = (
     ]
 )
 
+NOTICE = "_kernels_not_built.txt"  # fxcomp/compressors/kernels.py reads it
+
+
+class build_kernels(build_ext):
+    """Builds them, or leaves a notice of why not."""
+
+    def build_extension(self, ext):
+        notice = self._notice()
+        notice.unlink(missing_ok=True)
+        printed = []
+        try:
+            with captured(printed):
+                super().build_extension(ext)
+        except (BaseError, CCompilerError) as error:
+            reason = self._reason(error, printed[0])
+            notice.parent.mkdir(parents=True, exist_ok=True)
+            notice.write_text(f"{reason}\n")
+            raise CompileError(reason) from error  # as the extension is optional, setuptools says so and goes on
+
+    def copy_extensions_to_source(self):
+        [ext] = self.extensions
+        build_py, notice = self.get_finalized_command("build_py"), self._notice()
+        inplace = Path(self._get_inplace_equivalent(build_py, ext)[0]).parent / NOTICE
+        if notice.exists():
+            shutil.copyfile(notice, inplace)
+        else:
+            inplace.unlink(missing_ok=True)
+            super().copy_extensions_to_source()
+
+    def _notice(self):
+        return Path(self.build_lib) / "fxcomp" / NOTICE
+
+    def _reason(self, error, printed):
+        compiler = getattr(self.compiler, "compiler_so_cxx", None) or getattr(self.compiler, "compiler_so", None)
+        if compiler and shutil.which(compiler[0]) is None:
+            return f"no C++ compiler was found (there is no {compiler[0]})"
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)] or lines
+        return f"a compiler was found, the build failed: {errors[0] if errors else error}"
+
+
+@contextmanager
+def captured(printed):
+    """Append what compilers print to `printed`, all in one, and print it then: setuptools keeps nothing of it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+        try:
+            for descriptor in kept:
+                os.dup2(file.fileno(), descriptor)
+            yield
+        finally:
+            sys.stdout.flush()
+            for descriptor, before in kept.items():
+                os.dup2(before, descriptor)
+                os.close(before)
+            file.seek(0)
+            printed.append(file.read().decode(errors="replace"))
+            sys.stderr.write(printed[0])
+
+
 setup(
     ext_modules=[
         Extension(
@@ -36,5 +106,6 @@ setup(
             optional=True,
         )
     ],
+    cmdclass={"build_ext": build_kernels},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -53,14 +53,17 @@ FXCOMP_BODY void scale_copy(const float* FXCOMP_RESTRICT source, float scale, ui
 }
 
 FXCOMP_EXPORT void fxcomp_bf16_encode(const float* bucket, float* residual, uint16_t* payload, int64_t elements) {
-    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) { encode(bucket, residual, payload, begin, end); });
+    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) {
+        widest<encode>(bucket, residual, payload, begin, end);
+    });
 }
 
 FXCOMP_EXPORT void fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out) {
     in_parallel(elements, kGrain / ranks,
-                [=](int64_t begin, int64_t end) { decode(payloads, ranks, elements, out, begin, end); });
+                [=](int64_t begin, int64_t end) { widest<decode>(payloads, ranks, elements, out, begin, end); });
 }
 
 FXCOMP_EXPORT void fxcomp_bf16_scale_copy(const float* source, float scale, uint16_t* out, int64_t elements) {
-    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) { scale_copy(source, scale, out, begin, end); });
+    in_parallel(elements, kGrain,
+                [=](int64_t begin, int64_t end) { widest<scale_copy>(source, scale, out, begin, end); });
 }

@@ -223,11 +223,11 @@ inline void encode_blocks(const Codec codec, const Cut cut, const float* bucket,
     const int64_t grain = kGrain / cut.block;
     if (residual != nullptr) {
         in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
-            encode_range<Codec, true>(codec, cut, bucket, residual, payload, state, begin, end);
+            widest<encode_range<Codec, true>>(codec, cut, bucket, residual, payload, state, begin, end);
         });
     } else {
         in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
-            encode_range<Codec, false>(codec, cut, bucket, residual, payload, state, begin, end);
+            widest<encode_range<Codec, false>>(codec, cut, bucket, residual, payload, state, begin, end);
         });
     }
     fill_up(payload + 4 * blocks + code_bytes, code_bytes);
@@ -300,11 +300,11 @@ inline void decode_blocks(const Codec codec, const Cut cut, const uint8_t* paylo
     for (int64_t s = 0; s < cut.segment_count; ++s) elements += cut.segments[s];
     if (kCanStream && elements >= kStreamedElements) {
         in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
-            decode_range<Codec, true>(codec, cut, payloads, ranks, out, begin, end);
+            widest<decode_range<Codec, true>>(codec, cut, payloads, ranks, out, begin, end);
         });
     } else {
         in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
-            decode_range<Codec, false>(codec, cut, payloads, ranks, out, begin, end);
+            widest<decode_range<Codec, false>>(codec, cut, payloads, ranks, out, begin, end);
         });
     }
 }

@@ -188,7 +188,7 @@ FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, 
 FXCOMP_EXPORT void fxcomp_chunkmax_encode(const float* bucket, float* residual, uint8_t* payload,
                                           const int64_t* segments, int64_t segment_count, int64_t chunk) {
     in_parallel(count_blocks(segments, segment_count, chunk), kGrain / chunk, [=](int64_t begin, int64_t end) {
-        encode(bucket, residual, payload, segments, segment_count, chunk, begin, end);
+        widest<encode>(bucket, residual, payload, segments, segment_count, chunk, begin, end);
     });
 }
 
@@ -199,7 +199,9 @@ FXCOMP_EXPORT int32_t fxcomp_chunkmax_decode(const uint8_t* payloads, int64_t ra
     for (int64_t s = 0; s < segment_count; ++s) stride += layout_of(segments[s], chunk).bytes();
     std::atomic<bool> is_ours{true};
     in_parallel(count_blocks(segments, segment_count, chunk), kGrain / chunk, [&](int64_t begin, int64_t end) {
-        if (!decode(payloads, ranks, stride, segments, segment_count, chunk, out, begin, end)) is_ours.store(false);
+        if (!widest<decode>(payloads, ranks, stride, segments, segment_count, chunk, out, begin, end)) {
+            is_ours.store(false);
+        }
     });
     return is_ours.load() ? 1 : 0;
 }

@@ -1,4 +1,4 @@
-// What every kernel file shares: exports, the choice of instruction set, and reading floats as bits.
+// What every kernel file shares: exports, inlining, and reading floats as bits.
 //
 // A kernel gives the same bits as its reference in fxcomp/compressors/<same name>.py: compile without fused
 // multiply-add (-ffp-contract=off), and let no sum depend on the vector width.
@@ -8,25 +8,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "levels.h"
+
 #if defined(_WIN32)
 #define FXCOMP_EXPORT extern "C" __declspec(dllexport)
 #else
 #define FXCOMP_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// A body is compiled for AVX-512, AVX2 and the baseline; the loader picks when the library is opened. A kernel is an
-// exported function that checks nothing, cuts its work with in_parallel (threads.h), and calls a body for each range: the
-// lambda between them is compiled for the baseline only, so it must do nothing else.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && \
-    defined(__GLIBC__) && !defined(FXCOMP_ONE_INSTRUCTION_SET)
-#define FXCOMP_BODY static __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define FXCOMP_KERNEL FXCOMP_EXPORT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FXCOMP_BODY static
-#define FXCOMP_KERNEL FXCOMP_EXPORT
-#endif
-
-// A helper must be inlined into the kernel to be compiled for the kernel's instruction set.
+// A helper must be inlined into the body to be compiled for the body's instruction set (levels.h).
 #if defined(__GNUC__)
 #define FXCOMP_INLINE static inline __attribute__((always_inline))
 #define FXCOMP_RESTRICT __restrict__

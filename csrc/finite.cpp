@@ -18,7 +18,8 @@ FXCOMP_EXPORT int32_t fxcomp_all_finite(const float* values, int64_t elements) {
     in_parallel(ceil_divide(elements, kRun), kGrain / kRun, [&](int64_t begin, int64_t end) {
         for (int64_t run = begin; run < end && finite.load(std::memory_order_relaxed); ++run) {
             const int64_t start = run * kRun;
-            if (largest_magnitude(values, start, std::min(elements, start + kRun)) >= kInfinityBits) finite = false;
+            const int64_t stop = std::min(elements, start + kRun);
+            if (widest<largest_magnitude>(values, start, stop) >= kInfinityBits) finite = false;
         }
     });
     return finite;

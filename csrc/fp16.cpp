@@ -58,21 +58,21 @@ FXCOMP_BODY void decode(const uint16_t* payloads, int64_t ranks, int64_t element
 FXCOMP_EXPORT void fxcomp_fp16_encode(const float* bucket, float* residual, uint16_t* payload, int64_t elements) {
     if (residual != nullptr) {
         in_parallel(elements, kGrain,
-                    [=](int64_t begin, int64_t end) { encode<true>(bucket, residual, payload, begin, end); });
+                    [=](int64_t begin, int64_t end) { widest<encode<true>>(bucket, residual, payload, begin, end); });
     } else {
         in_parallel(elements, kGrain,
-                    [=](int64_t begin, int64_t end) { encode<false>(bucket, residual, payload, begin, end); });
+                    [=](int64_t begin, int64_t end) { widest<encode<false>>(bucket, residual, payload, begin, end); });
     }
 }
 
 FXCOMP_EXPORT void fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out) {
     if (kCanStream && elements >= kStreamedElements) {
         in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
-            decode<true>(payloads, ranks, elements, out, begin, end);
+            widest<decode<true>>(payloads, ranks, elements, out, begin, end);
         });
     } else {
         in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
-            decode<false>(payloads, ranks, elements, out, begin, end);
+            widest<decode<false>>(payloads, ranks, elements, out, begin, end);
         });
     }
 }

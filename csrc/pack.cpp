@@ -8,5 +8,6 @@ FXCOMP_BODY void scale_copy(const float* FXCOMP_RESTRICT source, float scale, fl
 }
 
 FXCOMP_EXPORT void fxcomp_scale_copy(const float* source, float scale, float* out, int64_t elements) {
-    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) { scale_copy(source, scale, out, begin, end); });
+    in_parallel(elements, kGrain,
+                [=](int64_t begin, int64_t end) { widest<scale_copy>(source, scale, out, begin, end); });
 }

@@ -367,8 +367,8 @@ void span(const float* values, int64_t rank, int64_t size, bool mend, Basis& bas
         std::fill(basis.values.begin(), basis.values.begin() + rank * basis.stride, float_of(kNanBits));
         return;
     }
-    orthonormalise(values, rank, size, padded, !finite, basis.exact.data(), basis.terms.data(), basis.values.data(),
-                   basis.stride);
+    widest<orthonormalise>(values, rank, size, padded, !finite, basis.exact.data(), basis.terms.data(),
+                           basis.values.data(), basis.stride);
 }
 
 Basis& kept_basis() {
@@ -417,7 +417,7 @@ FXCOMP_EXPORT void fxcomp_powersgd_propose(const float* bucket, const float* res
             span(state, rank, width, true, basis);
             const Factors q = basis.factors();
             in_parallel(m.rows, grain_of(width),
-                        [=](int64_t begin, int64_t end) { project(m, q, rank, out, begin, end); });
+                        [=](int64_t begin, int64_t end) { widest<project>(m, q, rank, out, begin, end); });
             out += rank * m.rows;
         }
         state += width > 0 ? rank * width : size;
@@ -433,18 +433,19 @@ FXCOMP_EXPORT void fxcomp_powersgd_encode(const float* bucket, float* residual, 
     for (int64_t s = 0; s < segment_count; ++s) {
         const int64_t size = segments[s], width = columns[s];
         if (width == 0) {
-            in_parallel(size, kGrain,
-                        [=](int64_t begin, int64_t end) { encode_dense(bucket, residual, payload, begin, end); });
+            in_parallel(size, kGrain, [=](int64_t begin, int64_t end) {
+                widest<encode_dense>(bucket, residual, payload, begin, end);
+            });
         } else {
             const Matrix m{bucket, residual, size / width, width};
             span(agreed, rank, m.rows, false, basis);
             const Factors p = basis.factors(), q{payload, width};
             in_parallel(ceil_divide(width, kSpan), grain_of(m.rows * kSpan), [=](int64_t begin, int64_t end) {
-                project_back(m, p, rank, payload, begin * kSpan, std::min(end * kSpan, width));
+                widest<project_back>(m, p, rank, payload, begin * kSpan, std::min(end * kSpan, width));
             });
             if (residual != nullptr) {
                 in_parallel(m.rows, grain_of(width), [=](int64_t begin, int64_t end) {
-                    leave_out(bucket, p, q, rank, residual, width, begin, end);
+                    widest<leave_out>(bucket, p, q, rank, residual, width, begin, end);
                 });
             }
             agreed += rank * m.rows;
@@ -465,14 +466,14 @@ FXCOMP_EXPORT void fxcomp_powersgd_decode(const float* payloads, int64_t ranks, 
         const int64_t size = segments[s], width = columns[s];
         if (width == 0) {
             in_parallel(size, kGrain / ranks, [=](int64_t begin, int64_t end) {
-                decode_dense(payloads, ranks, next, out, begin, end);
+                widest<decode_dense>(payloads, ranks, next, out, begin, end);
             });
         } else {
             const int64_t rows = size / width;
             span(agreed, rank, rows, false, basis);
             const Factors p = basis.factors(), q{payloads, width};
             in_parallel(rows, grain_of(width * ranks), [=](int64_t begin, int64_t end) {
-                reconstruct(p, q, next, ranks, rank, out, width, begin, end);
+                widest<reconstruct>(p, q, next, ranks, rank, out, width, begin, end);
             });
             agreed += rank * rows;
         }

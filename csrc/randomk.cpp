@@ -190,7 +190,8 @@ FXCOMP_EXPORT void fxcomp_randomk_encode(const float* bucket, float* residual, f
                         const double scale = static_cast<double>(n) / static_cast<double>(k);
                         const float factor = is_scaled != 0 ? static_cast<float>(scale) : 1.0f;
                         float* const left_out = residual != nullptr ? residual + start : nullptr;
-                        if (!encode(drawing, bucket + start, left_out, payload + payload_start, factor, from, to)) return;
+                        float* const sent = payload + payload_start;
+                        if (!widest<encode>(drawing, bucket + start, left_out, sent, factor, from, to)) return;
                         const std::lock_guard<std::mutex> mine(flags);
                         payload[payload_start + k] = float_of(kNanBits);
                     });
@@ -215,8 +216,8 @@ FXCOMP_EXPORT void fxcomp_randomk_decode(const float* payloads, int64_t ranks, c
         in_segments(segments, counts, segment_count, begin, end,
                     [&](int64_t s, int64_t from, int64_t to, int64_t start, int64_t payload_start) {
                         const Drawing drawing = drawing_of(segments[s], counts[s], state + 2 * s, 1);
-                        decode(drawing, payloads + payload_start, ranks, stride, mean_factor(ranks), out + start, from,
-                               to);
+                        widest<decode>(drawing, payloads + payload_start, ranks, stride, mean_factor(ranks),
+                                       out + start, from, to);
                     });
     });
     in_segments(segments, counts, segment_count, 0, elements,

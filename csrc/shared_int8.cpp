@@ -139,7 +139,7 @@ FXCOMP_EXPORT void fxcomp_shared_int8_propose(const float* bucket, const float* 
                                               int64_t segment_count, int64_t block, float* out) {
     const Shape shape{segments, segment_count, block};
     in_parallel(count_blocks(segments, segment_count, block), kGrain / block,
-                [=](int64_t begin, int64_t end) { propose(bucket, residual, shape, out, begin, end); });
+                [=](int64_t begin, int64_t end) { widest<propose>(bucket, residual, shape, out, begin, end); });
 }
 
 FXCOMP_EXPORT void fxcomp_shared_int8_encode(const float* bucket, float* residual, int8_t* codes,
@@ -147,7 +147,7 @@ FXCOMP_EXPORT void fxcomp_shared_int8_encode(const float* bucket, float* residua
                                              int64_t levels, int64_t* state, const float* agreed) {
     const Shape shape{segments, segment_count, block};
     in_parallel(count_blocks(segments, segment_count, block), kGrain / block, [=](int64_t begin, int64_t end) {
-        encode(bucket, residual, codes, shape, static_cast<float>(levels), state, agreed, begin, end);
+        widest<encode>(bucket, residual, codes, shape, static_cast<float>(levels), state, agreed, begin, end);
     });
     for (int64_t s = 0; state != nullptr && s < segment_count; ++s) ++state[2 * s + 1];
 }
@@ -159,6 +159,6 @@ FXCOMP_EXPORT void fxcomp_shared_int8_decode(const int8_t* payloads, int64_t ran
     int64_t elements = 0;
     for (int64_t s = 0; s < segment_count; ++s) elements += segments[s];
     in_parallel(count_blocks(segments, segment_count, block), kGrain / (block * ranks), [=](int64_t begin, int64_t end) {
-        decode(payloads, ranks, elements, shape, static_cast<float>(levels), agreed, out, begin, end);
+        widest<decode>(payloads, ranks, elements, shape, static_cast<float>(levels), agreed, out, begin, end);
     });
 }

@@ -113,7 +113,7 @@ FXCOMP_BODY Sums sum_above(const float* magnitudes, int64_t size, double level) 
 }
 
 static Moments moments_above(const Sample& sample, double level) {
-    const Sums above = sum_above(sample.values, sample.size, level);
+    const Sums above = widest<sum_above>(sample.values, sample.size, level);
     if (above.count == 0) return {0, 0.0, 0.0};
     const auto divisor = static_cast<double>(above.count);
     const double mean = above.sum / divisor, square = above.squares / divisor;
@@ -141,7 +141,8 @@ FXCOMP_BODY int64_t multiply_mantissas(const float* magnitudes, int64_t size, in
 
 static double mean_log(const Sample& sample, int64_t count) {
     const int64_t down_to = std::max<int64_t>(1, sample.padded / kGroup);
-    const int64_t exponents = multiply_mantissas(sample.values, sample.size, sample.padded, down_to, sample.products);
+    const int64_t exponents =
+        widest<multiply_mantissas>(sample.values, sample.size, sample.padded, down_to, sample.products);
     double logs = 0.0;
     for (int64_t i = 0; i < down_to; ++i) logs += std::log(sample.products[i]);
     return (static_cast<double>(exponents) * kLogTwo + logs) / static_cast<double>(count);
@@ -263,10 +264,10 @@ static Sample take_sample(const Segment& segment, int64_t stride, int64_t calls,
     float* const out = scratch.sample.data();
     if (stride > 1) {
         in_parallel(taken, kGrain / 64, [&segment, first, stride, out](int64_t begin, int64_t end) {
-            take_runs(segment.bucket, segment.residual, first, stride, out, begin, end);
+            widest<take_runs>(segment.bucket, segment.residual, first, stride, out, begin, end);
         });
     } else {
-        take_all(segment.bucket, segment.residual, size, out);
+        widest<take_all>(segment.bucket, segment.residual, size, out);
     }
     return {out, size, padded, scratch.products.data()};
 }
@@ -311,7 +312,7 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
                    Controller& controller, Scratch& scratch) {
     const auto calls = static_cast<int64_t>(controller.calls);
     const Sample sample = take_sample(segment, stride, calls, fit, scratch);
-    if (count_reaching(sample.values, sample.size, 1u) == 0) {
+    if (widest<count_reaching>(sample.values, sample.size, 1u) == 0) {
         send(segment, {1u, 1u}, scratch);
         return;
     }
@@ -319,7 +320,7 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
                             static_cast<double>(segment.size);
     const double threshold = fit_threshold(sample, reaching, static_cast<int64_t>(controller.stages), fit);
     uint32_t bits = std::clamp(magnitude_bits(static_cast<float>(threshold)), 1u, kInfinityBits - 1);
-    const int64_t reached = count_reaching(sample.values, sample.size, bits);
+    const int64_t reached = widest<count_reaching>(sample.values, sample.size, bits);
     if (controller.resamples > 0.0f) {
         bits = sampled_cut(segment, dgc_stride, mix_bits(static_cast<uint32_t>(calls)), scratch).bits;
     } else if (is_contradicted(reached, reaching, stride)) {

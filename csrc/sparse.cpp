@@ -112,7 +112,7 @@ static int32_t decode_all(const uint8_t* payloads, int64_t ranks, int64_t header
     }
     std::atomic<bool> is_ours{true};
     in_parallel(elements, kGrain, [&](int64_t begin, int64_t end) {
-        if (!decode(payloads, ranks, stride, header_bytes, segments, slots, segment_count, out, begin, end)) {
+        if (!widest<decode>(payloads, ranks, stride, header_bytes, segments, slots, segment_count, out, begin, end)) {
             is_ours.store(false);
         }
     });

@@ -92,7 +92,7 @@ FXCOMP_BODY Largest select(const float* values, int64_t count, int64_t k) {
 
 // At least 1: zeros reach no threshold.
 inline uint32_t kth_largest(const float* values, int64_t count, int64_t k) {
-    return k > count ? 1u : std::max(select(values, count, k).bits, 1u);
+    return k > count ? 1u : std::max(widest<select>(values, count, k).bits, 1u);
 }
 
 // Handles up to 64 values: clears the residual where one survives, keeps it where one is not finite.
@@ -214,7 +214,7 @@ FXCOMP_INLINE Sent fill_with_places(const Found& found, const Segment& segment, 
     std::memset(places + layout.low_bytes, 0, static_cast<size_t>(round_up(layout.bytes(), 4) - layout.low_bytes));
     PlacesWriter<kForm> writer(places, layout, 0);
     Largest cut{0, 0};
-    if (found.count > slots) cut = select(found.values.data(), found.count, slots);
+    if (found.count > slots) cut = widest<select>(found.values.data(), found.count, slots);
     uint32_t largest = 0;
     for (int64_t i = 0; i < found.count; ++i) {
         const float value = found.values[static_cast<size_t>(i)];
@@ -254,7 +254,7 @@ inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
     float* const residual = segment.residual;
     const auto collect_from = [&](uint32_t threshold) -> Found& {
         return in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* found) {
-            collect(bucket, residual, begin, end, threshold, found);
+            widest<collect>(bucket, residual, begin, end, threshold, found);
         });
     };
     Found* found = &collect_from(cut.bits);
@@ -264,13 +264,13 @@ inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
         } else {
             std::swap(scratch.first, *found);  // the second look writes where the first one did
             const Found& second = in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* left) {
-                collect_left(residual, begin, end, cut.second, left);
+                widest<collect_left>(residual, begin, end, cut.second, left);
             });
             merge(scratch.first, second, residual, scratch.merged);
             found = &scratch.merged;
         }
     }
-    return fill_payload(found, &segment);
+    return widest<fill_payload>(found, &segment);
 }
 
 // Calls body(index, segment, scratch) for each segment that is not empty; many small ones are shared among threads, and
@@ -313,7 +313,7 @@ inline Cut sampled_cut(const Segment& segment, int64_t stride, uint32_t random, 
     if (static_cast<int64_t>(scratch.sample.size()) < count) scratch.sample.resize(static_cast<size_t>(count));
     float* const sample = scratch.sample.data();
     in_parallel(count, kGrain / 16, [&segment, start, stride, sample](int64_t begin, int64_t end) {
-        gather(segment.bucket, segment.residual, start, stride, sample, begin, end);
+        widest<gather>(segment.bucket, segment.residual, start, stride, sample, begin, end);
     });
     const int64_t reaching = std::max<int64_t>(1, (2 * segment.k * count + n) / (2 * n));
     return {kth_largest(sample, count, reaching), kth_largest(sample, count, 2 * reaching)};

@@ -496,14 +496,14 @@ static void finish_divided(const Encoding& job) {
     static thread_local std::vector<Span*> spans;
     const auto count = job.divided->size();
     left.resize(count);
-    for (size_t d = 0; d < count; ++d) merge_bins(job, (*job.divided)[d], left[d]);
-    for_parts(job.parts, [&](int64_t p) { take_bins_of(job, p); });
+    for (size_t d = 0; d < count; ++d) widest<merge_bins>(job, (*job.divided)[d], left[d]);
+    for_parts(job.parts, [&](int64_t p) { widest<take_bins_of>(job, p); });
     for (size_t d = 0; d < count; ++d) {
         Divided& divided = (*job.divided)[d];
-        if (!divided.is_done) share_out(job, divided, left[d], lists, spans);
+        if (!divided.is_done) widest<share_out>(job, divided, left[d], lists, spans);
     }
     std::mutex turn;
-    for_parts(job.parts, [&](int64_t p) { send_part_of(job, p, turn); });
+    for_parts(job.parts, [&](int64_t p) { widest<send_part_of>(job, p, turn); });
 }
 
 FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
@@ -517,7 +517,7 @@ FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint
     const Encoding job{bucket,        residual, payload,    segments,     counts,
                        segment_count, elements, part_count, parts.data(), &divided};
     find_divided(job);
-    for (Divided& each : divided) guess_divided(job, each, parts[0].found);
-    for_parts(part_count, [&](int64_t p) { collect_part_of(job, p); });
+    for (Divided& each : divided) widest<guess_divided>(job, each, parts[0].found);
+    for_parts(part_count, [&](int64_t p) { widest<collect_part_of>(job, p); });
     if (!divided.empty()) finish_divided(job);
 }

@@ -29,10 +29,11 @@ FXCOMP_BODY void mask(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRIC
 
 FXCOMP_EXPORT void fxcomp_accumulate(float* bucket, float* velocity, float momentum, int64_t elements) {
     in_parallel(elements, kGrain,
-                [=](int64_t begin, int64_t end) { accumulate(bucket, velocity, momentum, begin, end); });
+                [=](int64_t begin, int64_t end) { widest<accumulate>(bucket, velocity, momentum, begin, end); });
 }
 
 FXCOMP_EXPORT void fxcomp_mask_velocity(const float* bucket, float* velocity, const float* residual,
                                         int64_t elements) {
-    in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) { mask(bucket, velocity, residual, begin, end); });
+    in_parallel(elements, kGrain,
+                [=](int64_t begin, int64_t end) { widest<mask>(bucket, velocity, residual, begin, end); });
 }

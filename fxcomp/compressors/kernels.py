@@ -10,10 +10,12 @@ import hashlib
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_PACKAGE = Path(__file__).parent.parent
 
 ABI_VERSION = 8  # the same number as in csrc/module.cpp
 
@@ -25,7 +27,7 @@ def kernel_path() -> Path | None:
 
 
 def available() -> bool:
-    """The kernels were built, from this version's sources."""
+    """The kernels were built, from this version's sources, and load here."""
     return _library() is not None
 
 
@@ -41,13 +43,24 @@ def fingerprint() -> str:
 
 
 def describe() -> str:
-    """One line for a report: which kernels run, or what to do to have some."""
-    path = kernel_path()
-    if path is None:
-        return "compression on the CPU: plain torch (no kernels; install fxcomp where a C++ compiler is found)"
-    if not available():
-        return f"compression on the CPU: plain torch ({path.name} is from another version; install fxcomp again)"
-    return f"compression on the CPU: C++ kernels ({path.name})"
+    """One line for a report: which kernels run, or why none do and what to do to have some."""
+    path, failure = kernel_path(), build_failure()
+    if available():
+        of_old = f", but not of the last build: {failure}" if failure else ""
+        return f"compression on the CPU: C++ kernels ({path.name if path else ''}{of_old})"
+    if failure:
+        why = f"no kernels: {failure}; mend that and install fxcomp again"
+    elif path is None:
+        why = "no kernels; install fxcomp where a C++ compiler is found"
+    else:
+        why = f"{path.name} {_open(path).reason}; install fxcomp again"
+    return f"compression on the CPU: plain torch ({why})"
+
+
+def build_failure() -> str:
+    """Why the last build made no kernels: setup.py leaves a notice. Empty if it made some."""
+    notice = _PACKAGE / "_kernels_not_built.txt"
+    return notice.read_text().strip() if notice.exists() else ""
 
 
 def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
@@ -74,10 +87,24 @@ def function(name: str, result: Any) -> Any:
 @cache
 def _library() -> ctypes.CDLL | None:
     path = kernel_path()
-    if path is None:
-        return None
-    library = ctypes.CDLL(str(path))
-    return library if library.fxcomp_abi_version() == ABI_VERSION else None
+    return None if path is None else _open(path).library
+
+
+class _Opened(NamedTuple):
+    library: ctypes.CDLL | None
+    reason: str = ""
+    """Why there is none."""
+
+
+@cache
+def _open(path: Path) -> _Opened:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return _Opened(None, f"does not load: {error}")
+    if library.fxcomp_abi_version() != ABI_VERSION:
+        return _Opened(None, "is from another version")
+    return _Opened(library)
 
 
 def _to_c(argument: Tensor | tuple[int, ...] | float | None) -> Any:
