@@ -1,0 +1,123 @@
+"""A program's objects, twice: one world is compiled, the other one trains with eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fuzzing.losses import make_loss
+from fuzzing.models import Net, draw_input, sizes, structured, with_layout
+from fuzzing.program import Program
+from fuzzing.training import SCHEDULES, apply_gradients, make_optimizer
+
+
+class World:
+    """Model, loss, optimizer and schedule, with random numbers of their own."""
+
+    def __init__(self, program: Program, rank: int):
+        self.program, self.rank, self.ranks = program, rank, program.ranks
+        torch.manual_seed(program.seed)
+        self.model: Any = Net(program)
+        self.loss_fn, self.set_weight = make_loss(program)
+        self.optimizer = make_optimizer(program, self.model)
+        schedule = program.get("schedule")
+        self.schedule: Any = SCHEDULES[schedule](self.optimizer) if schedule else None
+        self.clip = float(program.get("clip", "0")) or None
+        self.step: Any = None
+        self.handles: list[Any] = []
+        self.reseed: int | None = None
+        self.example = self.batch(0)
+        self.saved = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        torch.manual_seed(program.seed + 1 + rank)
+        self.generator_state = torch.get_rng_state()
+
+    @contextmanager
+    def random_numbers(self, step: int) -> Generator[None]:
+        """Draw from this world's generators, and leave them where they come to be."""
+        torch.set_rng_state(self.generator_state)
+        random.seed(f"{self.program.seed} {step}")
+        numpy.random.seed(self.program.seed % 2**31 + step)
+        if self.reseed is not None:
+            torch.manual_seed(self.reseed)
+            self.reseed = None
+        try:
+            yield
+        finally:
+            self.generator_state = torch.get_rng_state()
+
+    def batch(self, step: int) -> Any:
+        """A batch of this step and rank, the same in both worlds."""
+        program, generator = self.program, torch.Generator()
+        generator.manual_seed(1000 * program.seed + 10 * step + self.rank)
+        # With compressed plans or not, every rank has lengths of its own.
+        batch, length = sizes(program.get("lengths"), step, random.Random(f"{program.seed} lengths {self.rank}"))
+        kind = program.get("input", "rows")
+        x = with_layout(draw_input(kind, generator, batch, length), program.get("layout"))
+        if program.has("skip_nonfinite") and step == 2 and self.rank == 0 and x.is_floating_point():
+            x = x * float("inf")
+        y = torch.randint(0, 5, (batch, length) if kind in ("tokens", "series") else (batch,), generator=generator)
+        number = 0.5 if program.get("weight") == "batch" and step > 1 else 1.0
+        return structured(program.get("structure", "tuple"), x, y, number)
+
+    def before_step(self) -> None:
+        self.optimizer.zero_grad()
+
+    def after_step(self) -> None:
+        if self.schedule is not None:
+            self.schedule.step()
+
+    # Eager
+
+    def eager_gradients(self, batch: Any) -> Any:
+        """What loss_fn returns; gradients are in `.grad`."""
+        self.optimizer.zero_grad()
+        with around(self.program) if self.program.get("around") == "autocast" else around(None):
+            result = self.loss_fn(self.model, batch)
+        (result[0] if isinstance(result, tuple) else result).backward()
+        return result
+
+    def eager_update(self) -> None:
+        """Average gradients as DistributedDataParallel does, and step; a gradient that is not finite may prevent it."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.ranks > 1:
+            flat = torch.cat([p.grad.reshape(-1) for p in trained])
+            dist.all_reduce(flat)
+            flat /= self.ranks
+            for p, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+                p.grad = part.view_as(p)
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+        if self.program.has("skip_nonfinite") and not all(bool(p.grad.isfinite().all()) for p in trained):
+            return
+        apply_gradients(trained, self.optimizer, self.clip)
+
+
+@contextmanager
+def around(program: Program | None) -> Generator[None]:
+    """What surrounds the calls in the user's program."""
+    match program.get("around") if program is not None else "":
+        case "no_grad":
+            with torch.no_grad():
+                yield
+        case "inference_mode":
+            with torch.inference_mode():
+                yield
+        case "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                yield
+        case _:
+            yield
+
+
+def equal_models(ours: nn.Module, theirs: nn.Module) -> bool:
+    """Whether two models start alike."""
+    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
