@@ -1,4 +1,4 @@
-"""Layers of random models, by the shape of what runs through them: rows (B, D), series (B, T, D), images (B, C, H, W)."""
+"""Layers of random models, by the shape of what runs through: rows (B, D), series (B, T, D), images (B, C, H, W)."""
 
 from __future__ import annotations
 
@@ -157,7 +157,12 @@ def _linear(r: random.Random) -> nn.Module:
 
 
 def _wide(r: random.Random) -> nn.Module:
-    layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(inplace=r.random() < 0.5), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)]
+    layers = [
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.ReLU(inplace=r.random() < 0.5),
+        nn.Dropout(0.2),
+        nn.Linear(4 * WIDTH, WIDTH),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -176,12 +181,18 @@ def _recurrent(kind: type[nn.RNNBase]) -> Make:
 
 
 def _encoder(r: random.Random) -> nn.Module:
-    options = {"dropout": r.choice((0.0, 0.1)), "norm_first": r.random() < 0.5, "activation": r.choice(("relu", "gelu"))}
+    options = {
+        "dropout": r.choice((0.0, 0.1)),
+        "norm_first": r.random() < 0.5,
+        "activation": r.choice(("relu", "gelu")),
+    }
     return nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, **options)
 
 
 def _conv1d(r: random.Random) -> nn.Module:
-    return Lines(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=r.choice((1, 2)), padding_mode=r.choice(("zeros", "circular"))))
+    return Lines(
+        nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=r.choice((1, 2)), padding_mode=r.choice(("zeros", "circular")))
+    )
 
 
 def _conv2d(r: random.Random) -> nn.Module:
@@ -192,13 +203,20 @@ def _conv2d(r: random.Random) -> nn.Module:
 
 def _batch_norm(make: Callable[..., nn.Module]) -> Make:
     def made(r: random.Random) -> nn.Module:
-        return make(WIDTH, momentum=r.choice((*[0.1, 0.5] * 5, None)), affine=r.random() < 0.8, track_running_stats=r.random() < 0.9)
+        return make(
+            WIDTH,
+            momentum=r.choice((*[0.1, 0.5] * 5, None)),
+            affine=r.random() < 0.8,
+            track_running_stats=r.random() < 0.9,
+        )
 
     return made
 
 
 def _convolved(r: random.Random) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(r.random() < 0.5))
+    return nn.Sequential(
+        nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(r.random() < 0.5)
+    )
 
 
 def _resized(r: random.Random) -> nn.Module:

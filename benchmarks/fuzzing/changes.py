@@ -1,4 +1,4 @@
-"""What a user does between two steps. Each change is made to the compiled world and to the eager one, by equal draws."""
+"""What a user does between two steps. Each change is made to both worlds, by equal draws."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def _models(ours: nn.Module, theirs: nn.Module, tolerance: float) -> str:
 
 def _states(ours: World, theirs: World, tolerance: float) -> str:
     """Optimizer states; a compiled step may hold zeros where eager holds nothing yet."""
-    for number, (group, other) in enumerate(zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True)):
+    for number, (group, other) in enumerate(
+        zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True)
+    ):
         for place, (a, b) in enumerate(zip(group["params"], other["params"], strict=True)):
             mine, expected = dict(ours.optimizer.state.get(a, {})), dict(theirs.optimizer.state.get(b, {}))
             where = f"state of parameter {place} of group {number}"

@@ -129,7 +129,7 @@ class _Run:
         if any(everyone):
             return Outcome("wrong", "this rank went on where another one failed", step)
         if self.lossy:
-            return self._replicas_differ(step, result)
+            return self._replicas_differ(step)
         theirs.eager_update()
         ours.after_step()
         theirs.after_step()
@@ -169,10 +169,7 @@ class _Run:
 
     def _compile(self, batch: Any) -> Any:
         program, ours = self.program, self.ours
-        if program.ranks > 1:
-            plan = program.get("plan", "dense")
-        else:
-            plan = None
+        plan = program.get("plan", "dense") if program.ranks > 1 else None
         state = torch.get_rng_state()
         step = fxcomp.compile_step(
             ours.model, ours.loss_fn, ours.optimizer, batch, plan=plan, max_grad_norm=ours.clip,
@@ -181,7 +178,7 @@ class _Run:
         assert torch.equal(state, torch.get_rng_state()), "compiling drew random numbers"
         return step
 
-    def _replicas_differ(self, step: int, result: Any) -> Outcome | None:
+    def _replicas_differ(self, step: int) -> Outcome | None:
         """Whether ranks part under a compressed plan."""
         self.ours.after_step()
         tensors = [*self.ours.model.parameters(), *self.ours.model.buffers()]
@@ -191,7 +188,7 @@ class _Run:
 
 
 def _verify(program: Program) -> Any:
-    """How often the step verifies itself: mostly never, so that nothing but guards stands between us and a wrong step."""
+    """How often the step verifies itself: mostly never, so that guards alone stand between us and a wrong step."""
     default = inspect.signature(fxcomp.compile_step).parameters["verify_every"].default
     chosen = program.get("verify")
     if program.has("plan") or chosen == "1":

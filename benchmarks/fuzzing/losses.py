@@ -1,4 +1,4 @@
-"""Loss functions: what is compared, what is added, where their numbers come from, and what they return beside the loss."""
+"""Loss functions: what is compared and added, where their numbers come from, and what they return beside the loss."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ LOSSES: dict[str, Callable[[random.Random], Callable[[Tensor, Tensor], Tensor]]]
     "smooth_l1": lambda r: partial(_with_one_hot, partial(functional.smooth_l1_loss, beta=r.choice((0.5, 1.0)))),
     "huber": lambda _: partial(_with_one_hot, functional.huber_loss),
     "bce": lambda _: partial(_with_one_hot, functional.binary_cross_entropy_with_logits),
-    "kl": lambda _: lambda x, y: functional.kl_div(
-        x.log_softmax(-1), (_one_hot(x, y) + 0.1).softmax(-1), reduction="batchmean"
+    "kl": lambda _: (
+        lambda x, y: functional.kl_div(x.log_softmax(-1), (_one_hot(x, y) + 0.1).softmax(-1), reduction="batchmean")
     ),
     "nll": lambda _: lambda x, y: functional.nll_loss(x.log_softmax(-1), y),
     "margin": lambda _: partial(_with_one_hot, lambda x, y: functional.soft_margin_loss(x, 2 * y - 1)),
@@ -75,7 +75,9 @@ def _decay(model: nn.Module, _logits: Tensor) -> Tensor:
 
 
 def _matrices(model: nn.Module, _logits: Tensor) -> Tensor:
-    return sum((1e-3 * p.abs().sum() for n, p in model.named_parameters() if p.dim() > 1 and "head" in n), torch.zeros(()))
+    return sum(
+        (1e-3 * p.abs().sum() for n, p in model.named_parameters() if p.dim() > 1 and "head" in n), torch.zeros(())
+    )
 
 
 TERMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -94,8 +96,11 @@ TERMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 AUXILIARY: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "logits": lambda _, x, y: x,  # noqa: ARG005
     "dict": lambda m, x, y: {
-        "accuracy": (x.argmax(-1) == y).float().mean(), "n": len(y), "mode": "train" if m.training else "eval",
-        "nothing": None, "shape": tuple(x.shape),
+        "accuracy": (x.argmax(-1) == y).float().mean(),
+        "n": len(y),
+        "mode": "train" if m.training else "eval",
+        "nothing": None,
+        "shape": tuple(x.shape),
     },
     "sizes": lambda _, x, y: [x.shape[0], x.numel() * 2, x.shape[0] / 4, y.dtype, x.shape],
     "batch": lambda _, x, y: (y, x.detach().exp()),
@@ -157,7 +162,9 @@ def _weighed(compute: Any, source: str, loss: Any) -> tuple[LossFn, Callable[[fl
     if source in ("global", "batch"):
         return lambda model, batch: compute(model, batch, ANNEALED), set_annealed
     if source == "config":
-        return lambda model, batch: compute(model, batch, config.loss.weight), lambda v: setattr(config.loss, "weight", v)
+        return lambda model, batch: compute(model, batch, config.loss.weight), lambda v: setattr(
+            config.loss, "weight", v
+        )
     if source == "attribute":
         made = Callable_(compute=compute, weight=1.0)
         return made, lambda v: setattr(made, "weight", v)

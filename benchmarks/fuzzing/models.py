@@ -21,7 +21,17 @@ CLASSES = 5
 INPUTS = {"rows": "rows", "bytes": "rows", "tokens": "series", "series": "series", "images": "images"}
 """What a batch holds, and the shape of what its stem makes of it."""
 
-TRAITS = ("tied", "frozen", "frozen_block", "unused", "shared", "listed", "buffer_alias", "strange_names", "pooled_loss")
+TRAITS = (
+    "tied",
+    "frozen",
+    "frozen_block",
+    "unused",
+    "shared",
+    "listed",
+    "buffer_alias",
+    "strange_names",
+    "pooled_loss",
+)
 
 
 class Stem(nn.Module):

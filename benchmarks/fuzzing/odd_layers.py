@@ -54,7 +54,19 @@ class Scaled(nn.Module):
     def __init__(self, r: random.Random):
         super().__init__()
         self.place = r.choice(
-            ("attribute", "config", "dict", "list", "global", "global_dict", "class", "nested", "numpy", "default", "cell")
+            (
+                "attribute",
+                "config",
+                "dict",
+                "list",
+                "global",
+                "global_dict",
+                "class",
+                "nested",
+                "numpy",
+                "default",
+                "cell",
+            )
         )
         self.scale, self.cfg = 1.0, SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0, names=["a"]))
         self.options, self.scales, self.numpy_scale = {"scale": 1.0}, [1.0, 2.0], numpy.float64(1.0)
@@ -210,7 +222,9 @@ class Noise(nn.Module):
 
     def __init__(self, r: random.Random):
         super().__init__()
-        self.kind = r.choice(("randn_like", "rand", "bernoulli", "normal", "uniform_", "randint", "randperm", "transposed"))
+        self.kind = r.choice(
+            ("randn_like", "rand", "bernoulli", "normal", "uniform_", "randint", "randperm", "transposed")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

@@ -124,9 +124,7 @@ def change_option(optimizer: torch.optim.Optimizer, r: random.Random) -> None:
     group[key] = value
 
 
-def apply_gradients(
-    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, clip: float | None
-) -> None:
+def apply_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, clip: float | None) -> None:
     """What follows the backward pass."""
     if clip is not None:
         torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], clip)
