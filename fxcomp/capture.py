@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
 from fxcomp.capture_collectives import keeping_collectives
+from fxcomp.faithful import faithful
 from fxcomp.graph.edit import call, clone, must_stay
 from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
@@ -242,9 +243,12 @@ def _trace_forward_backward(
     model: nn.Module, loss_fn: LossFn, owned: Sequence[Owned], fakes: _Fakes
 ) -> tuple[GraphModule, _Layout]:
     layout: list[_Layout] = []
+    caches_casts = torch.is_autocast_cache_enabled()
 
     def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
-        with _swapped(model, fakes, parameters, buffers), keeping_collectives(model):
+        inside = _named(fakes.parameters, parameters) | _named(fakes.buffers, buffers)
+        rules = faithful(inside, caches_casts=caches_casts), keeping_collectives(model)
+        with _swapped(model, fakes, parameters, buffers), rules[0], rules[1]:
             loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
             value = loss.detach().clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
@@ -278,6 +282,10 @@ def _trace_forward_backward(
             body = functional(traced, flat)
     _restore_random_order(body)
     return body, layout[0]
+
+
+def _named(entries: Sequence[tuple[str, Tensor, Tensor]], traced: Sequence[Tensor]) -> dict[int, str]:
+    return {id(tensor): name for (name, _, _), tensor in zip(entries, traced, strict=True)}
 
 
 _FRESH = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)

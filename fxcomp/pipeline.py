@@ -234,6 +234,7 @@ def assert_whole(gm: GraphModule, made_by: str) -> None:
 # The entry
 
 
+@torch.inference_mode(False)  # what is made inside it, residuals too, could not be trained any more
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,

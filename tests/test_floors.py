@@ -14,7 +14,7 @@ FLOORS = [
     ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt"],
     ["graph", "ranks"],
-    ["capture_collectives"],
+    ["capture_collectives", "faithful"],
     ["capture", "passes", "search", "codegen"],
     ["training", "wire"],
     ["drift", "feedback", "guards", "report", "verify", "handover"],

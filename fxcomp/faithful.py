@@ -1,0 +1,57 @@
+"""What tracing does otherwise than eager PyTorch: put right, or refused by name, while a forward pass is traced."""
+
+# torch's overrides have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fxcomp.errors import CaptureFailed
+
+_DATA: Any = inspect.getattr_static(Tensor, "data")
+
+
+@contextmanager
+def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[None]:
+    """Run a forward pass as eager would. `names` are those of the model's tensors, by id.
+
+    `caches_casts` is what autocast does outside of tracing, which switches it off: with it a weight that is used twice
+    is cast once, and its gradient is summed in the lower precision before it is cast back.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(caches_casts)
+    torch.clear_autocast_cache()
+    try:
+        with _DataWritesRefused(names):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+class _DataWritesRefused(TorchFunctionMode):
+    """Refuse `tensor.data = value`: no operator runs there, so the graph would go on with the old value."""
+
+    def __init__(self, names: Mapping[int, str]):
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__self__", None) is _DATA and getattr(func, "__name__", "") == "__set__":
+            name = self._names.get(id(args[0]))
+            what = f"of {name!r}" if name else "of a tensor"
+            raise CaptureFailed(
+                f"the forward pass assigns to `.data` {what}, which leaves no trace in a captured step.\n"
+                "  Write in place instead: with torch.no_grad(): tensor.copy_(value)."
+            )
+        return func(*args, **(kwargs or {}))

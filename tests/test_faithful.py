@@ -1,0 +1,80 @@
+"""A forward pass is traced as eager PyTorch runs it, where tracing by itself would do otherwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.errors import CaptureFailed
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Repeated(nn.Module):
+    """One weight, used several times under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(4):
+                x = torch.tanh(self.layer(x))
+        return x.float()
+
+
+class Normed(nn.Module):
+    """Assigns to `.data`, of a parameter or a buffer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight, self.name = nn.Parameter(torch.randn(4)), name
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensor: Any = getattr(self, self.name)
+        tensor.data = tensor.data * 0.9 + 0.1
+        return x * self.weight + self.mean
+
+
+def test_a_weight_that_autocast_casts_once_sums_its_gradient_as_eager_does():
+    torch.manual_seed(0)
+    model, batch = Repeated(), torch.randn(8, 16)
+    reference = copy.deepcopy(model)
+    step = fxcomp.compile_step(model, squares, sgd(model), batch)
+    optimizer = sgd(reference)
+    for _ in range(3):
+        step(batch)
+        optimizer.zero_grad()
+        squares(reference, batch).backward()
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["weight", "mean"])
+def test_assigning_to_data_in_the_forward_pass_is_refused(name: str):
+    model = Normed(name)
+    with pytest.raises(CaptureFailed, match=rf"assigns to `\.data` of '{name}'.*\n  Write in place instead"):
+        fxcomp.compile_step(model, squares, sgd(model), torch.randn(3, 4))
+
+
+def test_a_step_may_be_compiled_in_inference_mode():
+    model, batch = nn.Linear(4, 4), torch.randn(3, 4)
+    before = model.weight.detach().clone()
+    with torch.inference_mode():
+        step = fxcomp.compile_step(model, squares, sgd(model), batch)
+        step(batch)
+    assert not torch.equal(model.weight, before)
