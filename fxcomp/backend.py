@@ -297,15 +297,16 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
         if source in names:
             values[place] = _handed_out(gm, values[place], names[source])
     output.args = ((None, tuple(values)),)
-    _check_collectives(gm)
+    _keep_exchanges(gm)
     _check_operators(gm)
     return gm
 
 
 def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
     """Label the gradient behind an output; returns the copy that takes the output's place."""
-    output, local = gm.graph.output_node(), _unreduced(value)
-    others = [user for user in local.users if user is not output and not is_collective(user)]
+    output, reduction = gm.graph.output_node(), _reduction_behind(value)
+    local = value if reduction is None else reduction.all_input_nodes[0]
+    others = [user for user in local.users if user not in (output, reduction)]
     returned: Any = output.args[0]
     shared = list(returned).count(local) > 1 or bool(others)
     label = NodeInfo(Role.GRADIENT, name)
@@ -314,9 +315,8 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
     else:
         with gm.graph.inserting_after(local if local.op != "placeholder" else _last_input(gm)):
             alias = call(gm.graph, aten.alias.default, (local,), label)
-        for user in list(local.users):
-            if is_collective(user):
-                user.replace_input_with(local, alias)
+        if reduction is not None:
+            reduction.replace_input_with(local, alias)
         value, local = alias if value is local else value, alias
     local.meta["val"] = _fixed(local.meta["val"])
     with gm.graph.inserting_before(output):
@@ -328,41 +328,40 @@ def _fixed(gradient: Tensor) -> Tensor:
     return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 
-def _unreduced(value: Node) -> Node:
-    """The local gradient behind a reduction that the user wrote; the value itself where there is none."""
+def _reduction_behind(value: Node) -> Node | None:
+    """The reduction that the user wrote, whose result an output is; None where there is none."""
     wait = value
     if value.target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(value.args[1], int | float):
         wait = value.args[0]
     reduction = wait.args[0] if isinstance(wait, Node) and wait.target is WAIT else None
     if not isinstance(reduction, Node) or not is_collective(reduction):
-        return value
+        return None
     scaled = wait is not value
     if scaled and not (reduction.target is ALL_REDUCE and reduction.args[1] == "sum"):
-        return value
-    local = reduction.args[0]
-    assert isinstance(local, Node), "a collective carries a node"
-    return local
+        return None
+    return reduction
 
 
 def _last_input(gm: GraphModule) -> Node:
     return list(gm.graph.find_nodes(op="placeholder"))[-1]
 
 
-def _check_collectives(gm: GraphModule) -> None:
-    """Every collective that arrives must be a gradient's, over all ranks."""
-    for node in filter(is_collective, gm.graph.nodes):
-        carried = node.args[0]
-        if not isinstance(carried, Node) or not has_info(carried) or info(carried).role is not Role.GRADIENT:
-            raise UnsupportedFeature(
-                f"the backward pass holds a collective that does not end at a parameter's gradient: {node.target}.\n"
-                "  Synchronised batch norm and models split over ranks are not supported; the reduction of a gradient"
-                " must be its last operation."
-            )
-        if compat.group_size(str(node.args[-1])) != dist.get_world_size():
-            raise UnsupportedFeature(
-                f"the gradient of {info(carried).parameter!r} is reduced over a part of the ranks.\n"
-                "  Leave the reduction out: fxcomp averages over all ranks."
-            )
+def _keep_exchanges(gm: GraphModule) -> None:
+    """A collective that reduces a gradient must reach all ranks; any other is the backward pass of the user's own."""
+    ours: set[Node] = set()
+    for node in gm.graph.nodes:
+        if not compat.communicates(node.target):
+            continue
+        carried = node.all_input_nodes[0]
+        if is_collective(node) and has_info(carried) and info(carried).role is Role.GRADIENT:
+            ours.add(node)
+            if compat.group_size(str(node.args[-1])) != dist.get_world_size():
+                raise UnsupportedFeature(
+                    f"the gradient of {info(carried).parameter!r} is reduced over a part of the ranks.\n"
+                    "  Leave the reduction out: fxcomp averages over all ranks."
+                )
+        elif carried not in ours:  # which it waits for
+            set_info(node, NodeInfo(Role.EXCHANGE))
 
 
 def _check_operators(gm: GraphModule) -> None:

@@ -349,6 +349,6 @@ def test_a_slower_network_makes_an_exchange_longer_and_gradients_keep_their_own_
     )
     fast, slow = (Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(25.0, rate)) for rate in (1e-3, 1e-6))
     steps = [analyze(captured.graph, COSTS, cluster) for cluster in (fast, slow)]
-    assert steps[1].backward_us > 100 * steps[0].backward_us
+    assert steps[1].backward_us > steps[0].backward_us + 3000
     graph = labelled(PassRunner(), captured.graph, slow)
     assert len([node for node in graph.graph.nodes if is_collective(node)]) == len(list(model.parameters()))
