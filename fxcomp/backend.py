@@ -564,7 +564,7 @@ def _start(
         cluster,
         ranks.rank,
         transport,
-        Runtime(transport),
+        Runtime(transport, device),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank, chosen.error_feedback), device),
         CompressorStates(state_layout(decided.plan, shapes, cluster, ranks.rank), device, seed),
         {name: weakref.ref(parameter) for name, parameter in covered.items()},

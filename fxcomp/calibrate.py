@@ -28,6 +28,7 @@ from fxcomp.cost.measure import measure_collectives, measure_compressors, measur
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.cost.table import Transport as TransportCost
 from fxcomp.graph.work import is_free, work_key
+from fxcomp.runtime.clock import Clock, clock_of
 from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
 from fxcomp.runtime.transport import Transport, Work
 from fxcomp.step import CompiledStep
@@ -288,7 +289,7 @@ def measure_step(
     one_by_one = rebound(variant.module, nodes.timed)
     current: list[_Run] = [runs[0]]
     meeting = transports[min(1, len(transports) - 1)]  # the first is Nowhere
-    whole = rebound(variant.module, lambda name, run: _timed(name, run, lambda: current[0].regions, device))
+    whole = rebound(variant.module, lambda name, run: _timed(name, run, lambda: current[0]))
     try:
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
@@ -296,17 +297,18 @@ def measure_step(
                 one_by_one(run.runtime, *scratch)
             if cuda:  # Inductor's regions have not run yet
                 whole(runs[0].runtime, *scratch)
-                runs[0].regions.clear()
+                runs[0].forget()
             for done in range(repeats):
                 if done and sum(runs[0].totals) + runs[0].totals[-1] > budget_us:
                     break
                 for run in runs:
                     current[0] = run
                     _barrier(meeting, device)  # who ends a turn early would wait for the others in the next
-                    start = time.perf_counter()
+                    start = run.runtime.clock.look()
                     whole(run.runtime, *scratch)
+                    end = run.runtime.clock.look()
                     compat.synchronize(device)
-                    run.totals.append(1e6 * (time.perf_counter() - start))
+                    run.collect(start, end)
             one_by_one(runs[0].runtime, *scratch)
     finally:
         for run in runs:
@@ -321,6 +323,21 @@ class _Run:
     runtime: _LinesTimed
     totals: list[float] = field(default_factory=list[float])
     regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    marks: list[tuple[str, Any, Any]] = field(default_factory=list[tuple[str, Any, Any]])
+    """When each region began and ended in the present step."""
+
+    def forget(self) -> None:
+        """Leave out what has run so far."""
+        self.marks.clear()
+        self.runtime.collect(keep=False)
+
+    def collect(self, start: Any, end: Any) -> None:
+        """Read the clock about a step that a device has finished."""
+        self.totals.append(_us(self.runtime.clock, start, end))
+        for name, begun, ended in self.marks:
+            self.regions.setdefault(name, []).append(_us(self.runtime.clock, begun, ended))
+        self.marks.clear()
+        self.runtime.collect()
 
     def measurement(self, node_us: Mapping[str, float]) -> StepMeasurement:
         step_us = statistics.median(self.totals)
@@ -340,7 +357,7 @@ class _NodeTimes:
 
     def __init__(self, graph: GraphModule, device: torch.device) -> None:
         self.us: dict[str, float] = {}
-        self._graph, self._device = graph, device
+        self._graph, self._device, self._clock = graph, device, clock_of(device)
         self._regions = {piece.name: piece for piece in cut(graph) if isinstance(piece, Region)}
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,10 +383,11 @@ class _NodeTimes:
         target: Any = node.target
         args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
         compat.synchronize(self._device)
-        start = time.perf_counter()
+        start = self._clock.look()
         result = target(*args, **kwargs)
+        end = self._clock.look()
         compat.synchronize(self._device)
-        us = 1e6 * (time.perf_counter() - start)
+        us = _us(self._clock, start, end)
         self.us[node.name] = min(us, self.us.get(node.name, us))
         return result
 
@@ -397,16 +415,20 @@ class _LinesTimed(Runtime):
         self._packs: dict[str, list[float]] = {}
         self._launches: dict[str, list[float]] = {}
         self._sizes: dict[str, int] = {}
-        self._on = device
+        self._marks: list[tuple[str, Any, Any]] = []
 
     def pack(self, name: str, parameters: Sequence[str], gradients: Sequence[Tensor], scale: float) -> Tensor:
-        compat.synchronize(self._on)
-        start = time.perf_counter()
+        start = self.clock.look()
         bucket = super().pack(name, parameters, gradients, scale)
-        compat.synchronize(self._on)
-        self._packs.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        self._marks.append((name, start, self.clock.look()))
         self._sizes[name] = bucket.nbytes
         return bucket
+
+    def collect(self, *, keep: bool = True) -> None:
+        """Read the clock about a step that a device has finished."""
+        for name, start, end in self._marks if keep else ():
+            self._packs.setdefault(name, []).append(_us(self.clock, start, end))
+        self._marks.clear()
 
     def launch(
         self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str, how: str = "sum"
@@ -438,18 +460,22 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _timed(
-    name: str, run: Callable[..., Any], times: Callable[[], dict[str, list[float]]], device: torch.device
-) -> Callable[..., Any]:
+def _timed(name: str, run: Callable[..., Any], of: Callable[[], _Run]) -> Callable[..., Any]:
     def measured(*inputs: Any) -> Any:
-        compat.synchronize(device)
-        start = time.perf_counter()
+        current = of()
+        start = current.runtime.clock.look()
         result = run(*inputs)
-        compat.synchronize(device)
-        times().setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+        current.marks.append((name, start, current.runtime.clock.look()))
         return result
 
     return measured
+
+
+def _us(clock: Clock, start: Any, end: Any) -> float:
+    """From one look to another, of a device that is done."""
+    us = clock.us(start, end)
+    assert us is not None, "a device that was waited for knows its times"
+    return us
 
 
 def apportion(variant: Variant, step: StepMeasurement, source: str) -> dict[str, Measured]:

@@ -183,6 +183,11 @@ def is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def has_symbols(value: Tensor) -> bool:
+    """Whether a fake value's sizes or strides are symbols."""
+    return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
+
+
 def is_profiler(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
@@ -497,13 +502,22 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 # Compiling and files
 
 
-def standalone_compile(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor's code for a graph of fake inputs; returns a function of real ones with a tuple of results."""
+def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Callable[..., Any]:
+    """Inductor's code for a graph of fake inputs; returns a function of real ones with a tuple of results.
+
+    `keeps_order` is for graphs that draw random numbers more than once: operators run in the order of the graph.
+    """
     from torch._inductor import standalone_compile as compile_graph
 
     # Inductor's own generator would draw other numbers than eager.
-    options = {"config_patches": {"fallback_random": True}}
-    return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs", options=options)
+    patches: dict[str, Any] = {"fallback_random": True}
+    if keeps_order:
+        patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
+    with torch.no_grad():
+        return compile_graph(
+            module, list(fakes), dynamic_shapes="from_example_inputs", options={"config_patches": patches}
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -70,9 +70,9 @@ from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.ranks import Ranks
 from fxcomp.report import explain_step
+from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout, Velocities
-from fxcomp.runtime.stopwatch import clock_of
 from fxcomp.runtime.transport import Transport
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform

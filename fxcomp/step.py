@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,6 +33,7 @@ from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
 from fxcomp.saved_state import Carried, Given, Here, read_together, restore
+from fxcomp.step_times import Looks, StepTimes
 from fxcomp.strategy import Plan
 from fxcomp.training import Training
 from fxcomp.variants import Variant, Variants
@@ -98,14 +97,6 @@ class Following:
     """Why there is no `decide`."""
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """What recent steps took, in milliseconds."""
-
-    step_ms: deque[float]
-    waited_ms: deque[float]
-
-
 class CompiledStep:
     """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
 
@@ -151,7 +142,7 @@ class CompiledStep:
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes: list[str] = []
-        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self.times = StepTimes(training.device)
         self._build = build
         self._guard = StepGuard(training.model, training.optimizer, training.owned)
         self.variants = Variants(self._guard, self._build_variant)
@@ -191,13 +182,13 @@ class CompiledStep:
         variant = self.variant = self.variants.find(batch, kind, leaves, self._stage)
         verify = self._verifier.wants(self.steps)
         watch = self._watch_of(kind) if not verify else None
-        start = time.perf_counter()
+        begin = self.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         checked = self._verifier.checked(batch, variant.captured, self.runtime, self.steps) if verify else nullcontext()
         plain = torch.inference_mode(False), torch.no_grad(), compat.without_autocast()
         with plain[0], checked, plain[1], plain[2]:
             result = self._run(variant, leaves, watch)
-        self._count(time.perf_counter() - start, kind, verify)
+        self._count((begin, self.times.look()), kind, verify)
         return result
 
     def _run(self, variant: Variant, leaves: Sequence[Any], watch: Watch | None) -> Any:
@@ -307,7 +298,7 @@ class CompiledStep:
         if self.velocities is not None:
             before, self.velocities = self.velocities, self._fresh_velocities()
             self.velocities.take_over(before)
-        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self.times.forget()
         self.runtime.forget_buffers()
         self._watch_anew()
 
@@ -361,15 +352,14 @@ class CompiledStep:
 
     # Watching
 
-    def _count(self, seconds: float, kind: BatchType, verified: bool) -> None:
+    def _count(self, looks: Looks, kind: BatchType, verified: bool) -> None:
         counters = self.runtime.take_counters()
         compat.count_as_stepped(self.training.optimizer)
         self.steps += 1
         self.skipped_steps += counters.skipped
         self.payload_bytes = counters.payload_bytes
         if not verified and kind == self._first_type:
-            self.times.step_ms.append(1e3 * seconds)
-            self.times.waited_ms.append(1e3 * counters.waited_s)
+            self.times.add(looks, counters.waits)
         if self.steps == self._judged_at and self._dense_ms is not None and not self.plan.is_dense:
             self._reconsider()
         following = self._following
@@ -383,7 +373,7 @@ class CompiledStep:
 
     def _go_on_from_here(self) -> None:
         """Forget what earlier steps took: this is another step of the job."""
-        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self.times.forget()
         self._patient_until = self.steps
         self._judge_from_here()
         self._watch_anew()
@@ -394,9 +384,9 @@ class CompiledStep:
         Every rank comes here at the same step. One that saw other batches than the dense step was measured on says so
         with -1, and then nobody judges.
         """
-        times = list(self.times.step_ms)[WARM_STEPS:]
-        is_known = len(self.times.step_ms) >= SWITCH_STEPS // 2  # every other step may be verified
-        mine = statistics.median(times) if is_known else -1.0
+        times = list(self.times.settled_ms())
+        is_known = len(times) >= SWITCH_STEPS // 2  # every other step may be verified
+        mine = statistics.median(times[WARM_STEPS:]) if is_known else -1.0
         everyone = [value for (value,) in self._gather([mine])]
         measured, dense = max(everyone), self._dense_ms or 0.0
         if min(everyone) < 0 or self._dense_plan is None:
@@ -412,7 +402,7 @@ class CompiledStep:
         self.plan = self._dense_plan
         self._hand_over(Residuals({}, self.training.device))
         self._leave_plan()
-        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self.times.forget()
         self._watch_dense()
 
     def _watch_dense(self) -> None:
@@ -574,7 +564,7 @@ class CompiledStep:
 
         table = self._ranks.attempt(f"{topic}: correcting the costs", put_right)
         # A dense plan has just been measured. Of another one there is only a prediction, with its error.
-        is_known = self.plan.is_dense and bool(self.times.step_ms)
+        is_known = self.plan.is_dense and bool(self.times.settled_ms())
         everyone = [value for (value,) in self._gather([self.step_ms if is_known else -1.0])]
         dense_ms = max(everyone) if min(everyone) > 0 else None
         if self._given_up is not None:
@@ -604,7 +594,7 @@ class CompiledStep:
         self.plan, self.compressor_states = new.plan, new.compressor_states
         self.runtime.transport = self._ranks.extend(self.runtime.transport, new.plan, cluster)
         self._leave_plan()
-        self.times = StepTimes(deque(maxlen=200), deque(maxlen=200))
+        self.times.forget()
         self._judge_from_here()
         self._adopt(new.variant, 0)
         self.agree_on_watching(f"watching, plan {self._replans}")
@@ -623,12 +613,12 @@ class CompiledStep:
     @property
     def step_ms(self) -> float:
         """The median of recent steps, in ms; nan before the first."""
-        return statistics.median(self.times.step_ms) if self.times.step_ms else float("nan")
+        return self.times.median_ms
 
     @property
     def exposed_ms(self) -> float:
         """How long recent steps stood still waiting for the network, in ms (median); nan before the first."""
-        return statistics.median(self.times.waited_ms) if self.times.waited_ms else float("nan")
+        return self.times.exposed_ms
 
     # Looking
 

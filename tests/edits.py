@@ -24,7 +24,9 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     changed = pipeline.finish(variant.captured, gm, variant.replay)
     step.variants.exchange(variant, changed)
     step.variant = changed
-    step.runtime = Runtime(step.runtime.transport)  # buffers are kept by name, and may have another size now
+    step.runtime = Runtime(
+        step.runtime.transport, step.training.device
+    )  # buffers are kept by name, and may have another size now
 
 
 def scale_gradient(gm: GraphModule, name: str, factor: float) -> None:

@@ -17,7 +17,7 @@ FLOORS = [
     ["capture_collectives", "faithful"],
     ["capture", "passes", "search", "codegen"],
     ["training", "wire"],
-    ["drift", "feedback", "guards", "report", "verify", "handover"],
+    ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],
     ["variants", "saved_state"],
     ["step"],
     ["calibrate"],

@@ -390,7 +390,7 @@ def test_kernels_give_the_bits_of_the_ops(elements: int):
     new = torch.ops.fxcomp.accumulate(bucket, velocity, 0.9)
     kept = torch.ops.fxcomp.keep(velocity, new)
     masked = torch.ops.fxcomp.mask_velocity(new, velocity, residual)
-    runtime = Runtime(Nowhere())
+    runtime = Runtime(Nowhere(), torch.device("cpu"))
     for have_kernels in (kernels.available(), False):
         with patch.object(kernels, "can_run_on", lambda _, have=have_kernels: have):
             own_bucket, own_velocity = bucket.clone(), velocity.clone()

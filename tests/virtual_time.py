@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from fxcomp import step as stepping
+from fxcomp import step_times
 from fxcomp.cost.timeline import Processors, simulate
 from fxcomp.drift import watch as watching
 from fxcomp.drift.sheet import Cost, Kind, Sheet, sheet_of
@@ -127,12 +127,12 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         return result
 
     read, really_run = watching.sheet_of, CompiledStep._run
-    wall = SimpleNamespace(perf_counter=lambda: clock.wall_s)
+    wall = SimpleNamespace(look=lambda: clock.wall_s, us=lambda start, end: 1e6 * (end - start))
     with (
         patch.object(watching, "Stopwatch", Watched),
         patch.object(watching, "sheet_of", remembered),
         patch.object(CompiledStep, "_run", run),
-        patch.object(stepping, "time", wall),
+        patch.object(step_times, "clock_of", lambda _: wall),
     ):
         yield
 

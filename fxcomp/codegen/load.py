@@ -40,7 +40,9 @@ def compile_regions(module: ModuleType, gm: GraphModule) -> None:
     regions = {piece.name: piece for piece in cut(gm) if isinstance(piece, Region)}
 
     def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        return run if name not in regions or regions[name].updates else compile_with_inductor(gm, regions[name])
+        if name not in regions or regions[name].updates:
+            return run
+        return compile_with_inductor(gm, regions[name]) or run
 
     replace_regions(module, compiled)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat
@@ -91,10 +92,51 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
     return GraphModule(gm, graph, class_name=region.name)
 
 
-def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any]:
-    """One callable for a whole region. It takes and returns what the region's function does."""
-    module = region_module(gm, region)
-    compiled = compat.standalone_compile(module, [node.meta["val"] for node in region.inputs])
-    if len(region.outputs) == 1:
-        return lambda *inputs: compiled(*inputs)[0]
-    return compiled
+def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any] | None:
+    """One callable for a whole region, which takes and returns what the region's function does and draws what it draws.
+
+    What fills fresh memory with random numbers runs before the region, as it stands: Inductor would make another
+    operator of it, which fills memory in another order. Other random operators keep their order inside. None for a
+    region that has both: it stays as it is.
+    """
+    draws = [node for node in region.nodes if compat.is_random(node.target)]
+    fills = [node for node in draws if _fills_fresh_memory(node)]
+    if fills and len(fills) < len(draws):
+        return None
+    inner = _without(region, fills)
+    module = region_module(gm, inner)
+    fakes = [node.meta["val"] for node in inner.inputs]
+    compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
+    wanted = [region.inputs.index(node) for node in inner.inputs if node not in fills]
+
+    def run(*inputs: Any) -> Any:
+        results = compiled(*(inputs[place] for place in wanted), *map(_filled, fills))
+        return results[0] if len(region.outputs) == 1 else results
+
+    return run
+
+
+def _fills_fresh_memory(node: Node) -> bool:
+    """Whether a draw's result follows from numbers in the graph and the generator alone."""
+    place, value = node.args[0], node.meta["val"]
+    is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
+    if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
+        return False
+    return len(node.all_input_nodes) == 1 and not compat.has_symbols(value)
+
+
+_EMPTY = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+
+def _filled(node: Node) -> Any:
+    value, target = node.meta["val"], cast("Any", node.target)
+    fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return target(fresh, *node.args[1:], **node.kwargs)
+
+
+def _without(region: Region, fills: Sequence[Node]) -> Region:
+    """The region with the results of its fills coming in."""
+    gone = {*fills, *(place for node in fills for place in node.all_input_nodes)}
+    nodes = [node for node in region.nodes if node not in gone]
+    inputs = [node for node in _region(region.name, nodes).inputs if node not in gone]
+    return Region(region.name, tuple(nodes), (*inputs, *fills), region.outputs)

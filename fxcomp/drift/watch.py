@@ -17,8 +17,9 @@ from fxcomp.codegen.load import rebound
 from fxcomp.cost.timeline import Timeline
 from fxcomp.drift.sheet import Cost, Sheet, sheet_of
 from fxcomp.errors import BadOption
+from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.stopwatch import Clock, Stopwatch
+from fxcomp.runtime.stopwatch import Stopwatch
 
 WINDOW = 20
 """So many timed steps make a median. Two windows in a row are judged together."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, kernels
+from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport, Work
 
@@ -53,9 +53,10 @@ class HostFlight:
 
 @dataclass(slots=True)
 class Counters:
-    """What one step did, in seconds and bytes."""
+    """What one step did."""
 
-    waited_s: float = 0.0
+    waits: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+    """Where it stood still for the network: two looks at the device's clock each."""
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
     skipped: bool = False
@@ -65,8 +66,9 @@ class Counters:
 class Runtime:
     """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the lines' names."""
 
-    def __init__(self, transport: Transport, device: torch.device = CPU):
+    def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
+        self.clock = clock_of(device)
         self._device = device
         self._transfers = Transfers(device)
         self.counters = Counters()
@@ -192,9 +194,9 @@ class Runtime:
         if isinstance(flight, HostFlight):
             given = flight.future
             return OnHost(self._submit(lambda: _finish(given.result())))
-        start = time.perf_counter()
+        start = self.clock.look()
         output = _finish(flight)
-        self.counters.waited_s += time.perf_counter() - start
+        self.counters.waits.append((start, self.clock.look()))
         return output
 
     def decompress(
@@ -232,11 +234,12 @@ class Runtime:
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
-        start = time.perf_counter()
+        start = self.clock.look()
         result = value.future.result()
-        self.counters.waited_s += time.perf_counter() - start
         buffer = functools.partial(self._buffer, name, result.numel(), result.dtype, self._device)
-        return self._transfers.to_device(result, buffer)
+        there = self._transfers.to_device(result, buffer)
+        self.counters.waits.append((start, self.clock.look()))
+        return there
 
     def save(self, name: str, value: Tensor | OnHost) -> Tensor | OnHost:
         """Copy what will be overwritten."""

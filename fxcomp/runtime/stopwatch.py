@@ -10,13 +10,11 @@ A line costs two looks at the clock and one list entry: 0.3 us (measured, AMD EP
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
+from fxcomp.runtime.clock import Clock, HostClock
 from fxcomp.runtime.runtime import Flight, Runtime
 from fxcomp.runtime.transport import call_when_done
 
@@ -28,52 +26,6 @@ LINES = (
     *("d2h", "h2d", "save", "all_finite"),
 )
 """The runtime's methods that are timed; `tests/test_drift_refusals.py` compares them with what is emitted."""
-
-
-class Clock(Protocol):
-    """Reads the time. What a look gives is only for `us`."""
-
-    sees_threads: bool
-    """Whether other threads may look at it, so that the end of a collective can be known."""
-
-    def look(self) -> Any: ...
-
-    def us(self, start: Any, end: Any) -> float | None:
-        """From one look to another, in µs; None while a device has not come so far."""
-        ...
-
-
-class HostClock:
-    """The processor's own, in nanoseconds."""
-
-    sees_threads = True
-
-    def __init__(self) -> None:
-        self.look = time.perf_counter_ns
-
-    def us(self, start: int, end: int) -> float:
-        return (end - start) / 1e3
-
-
-class DeviceClock:
-    """Events on the current CUDA stream. Nothing waits for them: what has not happened yet is not known."""
-
-    sees_threads = False
-
-    def look(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()  # pyright: ignore[reportUnknownMemberType]  # untyped
-        return event
-
-    def us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        if not end.query():
-            return None
-        return 1e3 * start.elapsed_time(end)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """What times work on a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fxcomp.runtime.transport import Nowhere
 
 @pytest.fixture
 def rt():
-    runtime = Runtime(Nowhere())
+    runtime = Runtime(Nowhere(), torch.device("cpu"))
     yield runtime
     runtime.close()
 
@@ -78,7 +78,7 @@ def test_bytes_are_counted_by_kind_and_level_and_then_forgotten(rt: Runtime):
     assert gathered.tolist() == [1] * 6
     counters = rt.take_counters()
     assert counters.payload_bytes == {("all_reduce", "world"): 80, ("all_gather", "inter"): 2}
-    assert counters.waited_s >= 0
+    assert len(counters.waits) == 3
     assert rt.take_counters().payload_bytes == {}
 
 

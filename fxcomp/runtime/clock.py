@@ -1,0 +1,63 @@
+"""Read the time where the work is done: on the processor, or on the device that it is handed to.
+
+    begin = clock.look()
+    step(...)                       # a GPU is given work here, and has done none of it yet
+    end = clock.look()
+    clock.us(begin, end)            # None until the device has come so far
+
+Whatever is timed, a line, a region or a whole step, is timed between two looks of the same clock. So what is compared
+has been measured alike.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Reads the time. What a look gives is only for `us`."""
+
+    sees_threads: bool
+    """Whether other threads may look at it, so that the end of a collective can be known."""
+
+    def look(self) -> Any: ...
+
+    def us(self, start: Any, end: Any) -> float | None:
+        """From one look to another, in µs; None while a device has not come so far."""
+        ...
+
+
+class HostClock:
+    """The processor's own, in nanoseconds."""
+
+    sees_threads = True
+
+    def __init__(self) -> None:
+        self.look = time.perf_counter_ns
+
+    def us(self, start: int, end: int) -> float:
+        return (end - start) / 1e3
+
+
+class DeviceClock:
+    """Events on the current CUDA stream. Nothing waits for them: what has not happened yet is not known."""
+
+    sees_threads = False
+
+    def look(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()  # pyright: ignore[reportUnknownMemberType]  # untyped
+        return event
+
+    def us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        if not end.query():
+            return None
+        return 1e3 * start.elapsed_time(end)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What times work on a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()

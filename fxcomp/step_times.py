@@ -1,0 +1,77 @@
+"""What recent steps took, and how long they stood still for the network, by the clock of the device that computes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxcomp import compat
+from fxcomp.runtime.clock import clock_of
+
+KEPT = 200
+"""So many steps make the medians."""
+
+Looks = tuple[Any, Any]
+"""When something began and ended, as the clock saw it."""
+
+
+class StepTimes:
+    """Times whole steps. Nothing waits for a device: a step counts once the device is known to be done with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._clock = device, clock_of(device)
+        self._step_ms: deque[float] = deque(maxlen=KEPT)
+        self._waited_ms: deque[float] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[Looks, Sequence[Looks]]] = deque(maxlen=KEPT)
+
+    def look(self) -> Any:
+        """The beginning or the end of a step."""
+        return self._clock.look()
+
+    def add(self, step: Looks, waits: Sequence[Looks]) -> None:
+        """Count a step, and what it stood still for."""
+        self._pending.append((step, waits))
+        self._collect()
+
+    def forget(self) -> None:
+        """Begin again: another plan is followed."""
+        for times in (self._step_ms, self._waited_ms, self._pending):
+            times.clear()
+
+    @property
+    def step_ms(self) -> Sequence[float]:
+        """What each step took that is done, in ms, the latest last."""
+        self._collect()
+        return self._step_ms
+
+    def settled_ms(self) -> Sequence[float]:
+        """What each step took, in ms; waits for the device, as a decision that cannot be put off may."""
+        if self._pending:
+            compat.synchronize(self._device)
+        return self.step_ms
+
+    @property
+    def median_ms(self) -> float:
+        """The median of recent steps, in ms; nan before the first."""
+        return statistics.median(self.step_ms) if self.step_ms else float("nan")
+
+    @property
+    def exposed_ms(self) -> float:
+        """How long recent steps stood still waiting for the network, in ms (median); nan before the first."""
+        self._collect()
+        return statistics.median(self._waited_ms) if self._waited_ms else float("nan")
+
+    def _collect(self) -> None:
+        while self._pending:
+            (begin, end), waits = self._pending[0]
+            took = self._clock.us(begin, end)
+            if took is None:
+                return
+            self._pending.popleft()
+            waited = sum(self._clock.us(start, stop) or 0.0 for start, stop in waits)
+            self._step_ms.append(took / 1e3)
+            self._waited_ms.append(waited / 1e3)
