@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxcomp import compat, errors
 from fxcomp.capture_collectives import keeping_collectives
 from fxcomp.faithful import faithful
+from fxcomp.fake_mode import StepFakes
 from fxcomp.graph.edit import call, clone, must_stay
 from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
@@ -209,7 +210,7 @@ class _Fakes:
     """Fake stand-ins for everything that enters the step."""
 
     def __init__(self, model: nn.Module, owned: Sequence[Owned], batch: Any, dynamic: Mapping[int, frozenset[int]]):
-        self.mode, self.shapes = compat.fake_mode()
+        self.mode = StepFakes()
         # The optimizer's live numbers are symbols too; apart, they are no conditions on the batch's shapes.
         self.update_mode, self.update_shapes = compat.fake_mode()
         self.parameters = [(name, p, self.of(p)) for name, p in model.named_parameters()]
@@ -713,7 +714,7 @@ def _assemble(
         has_aux=layout.has_aux,
         gradient_names=layout.gradient_names,
         without_gradient=layout.without_gradient,
-        guard=compat.shape_guard(fakes.shapes, fakes.batch),
+        guard=compat.shape_guard(fakes.mode.shapes, fakes.batch),
     )
 
 

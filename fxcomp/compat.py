@@ -46,12 +46,29 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.node import map_arg
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._sympy.value_ranges import ValueRanges
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 # Tracing
+
+
+FakeMode = FakeTensorMode
+"""The mode under which tensors have shapes and no values."""
+
+
+@contextmanager
+def plain_values() -> Generator[None]:
+    """Compute on real values, unseen by whatever traces around us."""
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
+    """Tell a symbol's environment that its value is never outside of these two numbers."""
+    symbol.node.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, high)
 
 
 def fake_mode() -> tuple[FakeTensorMode, ShapeEnv]:

@@ -14,7 +14,7 @@ FLOORS = [
     ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt"],
     ["graph", "ranks"],
-    ["capture_collectives", "faithful"],
+    ["capture_collectives", "fake_mode", "faithful"],
     ["capture", "passes", "search", "codegen"],
     ["training", "wire"],
     ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],

@@ -1,0 +1,155 @@
+"""Fake tensors for tracing a step, with what torch's own do not know.
+
+    torch.rand([]) < 0.0         False: no draw is below zero, so Python may decide by it
+    torch.rand([]) < 0.1         refused: the data decides
+    torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
+
+A value that is drawn from a known range carries that range through arithmetic with plain numbers and comparisons, all
+of them monotone; where both ends of a range agree, the value is one number, whatever is drawn.
+"""
+
+# What fakes are made of has half its types.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fxcomp import compat
+
+aten = torch.ops.aten
+
+_UNIT = (aten.rand.default, aten.rand.generator, aten.rand_like.default)
+_UNIFORM = (aten.uniform_.default, aten.uniform.default)
+
+_MONOTONE = frozenset(
+    {
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add.Scalar, aten.sub.Scalar),
+        *(aten.mul.Scalar, aten.div.Scalar, aten.rsub.Scalar, aten.neg.default, aten.clone.default),
+        *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
+        *(aten.floor.default, aten.ceil.default, aten.trunc.default, aten.round.default, aten._to_copy.default),
+        *(aten.logical_not.default, aten.bitwise_not.default),
+    }
+)
+"""Operators that keep or turn the order of one tensor's values, beside plain numbers. Comparisons do: False < True."""
+
+_PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.amax.default,
+                    aten.amin.default})  # fmt: skip
+"""Operators that return one of a tensor's values."""
+
+
+class StepFakes(compat.FakeMode):
+    """torch's fake tensors, told of ranges, and of operators whose fakes know less than they do."""
+
+    def __init__(self) -> None:
+        # Constants of the model (tensors that are no buffers) may come into the graph.
+        super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._ranges: dict[StorageWeakRef, Tensor] = {}
+
+    @property
+    def shapes(self) -> ShapeEnv:
+        """What tracing assumes about symbols."""
+        assert self.shape_env is not None, "a step's fakes have symbols"
+        return self.shape_env
+
+    def dispatch(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is aten._local_scalar_dense.default and (ends := self._range_of(args[0])) is not None:
+            return self._number(func, types, args, ends)
+        if func is aten._grouped_mm.default:
+            with self:
+                return _grouped_product(*args, **given)
+        out = super().dispatch(func, types, args, given)
+        if self._ranges or func in _UNIT or func in _UNIFORM:
+            self._follow(func, args, given, out)
+        return out
+
+    # Ranges
+
+    def _range_of(self, tensor: Any) -> Tensor | None:
+        return self._ranges.get(_storage(tensor)) if isinstance(tensor, Tensor) and self._ranges else None
+
+    def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note the range of what an operator made, and forget that of what it wrote."""
+        ends = _drawn_between(func, args, kwargs, out)
+        if ends is None and func in _MONOTONE:
+            known = self._range_of(args[0])
+            if known is not None and not any(isinstance(other, Tensor) for other in args[1:]):
+                with compat.plain_values():
+                    ends = func(known, *args[1:], **kwargs)
+        if ends is None and func in _PICKS and args[0].numel() > 0:
+            ends = self._range_of(args[0])
+        if func._schema.is_mutable:
+            for argument in func._schema.arguments:
+                place = func._schema.arguments.index(argument)
+                if argument.alias_info is not None and argument.alias_info.is_write and place < len(args):
+                    self._forget(args[place])
+        if ends is not None and isinstance(out, Tensor):
+            self._ranges[_storage(out)] = ends
+
+    def _forget(self, written: Any) -> None:
+        for tensor in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(tensor, Tensor):
+                self._ranges.pop(_storage(tensor), None)
+
+    def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], ends: Tensor) -> Any:
+        """A drawn value as a number of Python: itself if no draw changes it, else a symbol with its range."""
+        with compat.plain_values():
+            low, high = ends.min().item(), ends.max().item()
+        if low == high:
+            return low
+        symbol = super().dispatch(func, types, args, {})
+        if isinstance(symbol, torch.SymFloat):
+            compat.limit(symbol, low, high)
+        return symbol
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
+    """The ends of what an operator draws, both of which it may give; None if it draws nothing, or without bounds."""
+    if func in _UNIT:
+        low, high = 0.0, 1.0
+    elif func in _UNIFORM:
+        low, high = (kwargs.get(name, args[place] if len(args) > place else default)
+                     for name, place, default in (("from", 1, 0.0), ("to", 2, 1.0)))  # fmt: skip
+    else:
+        return None
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return None
+    with compat.plain_values():
+        ends = torch.tensor([low, high], dtype=out.dtype)
+        if (low, high) == (0.0, 1.0) and out.dtype in (torch.float32, torch.float64):
+            ends[1] -= torch.finfo(out.dtype).eps / 2  # one itself is never drawn; where numbers are coarse it may be
+    return ends
+
+
+# Operators whose fakes know less
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The result of a grouped product of any floating type; torch's fake gives it for bf16, without the padding."""
+    assert bias is None, "the operator refuses a bias"
+    groups = 0 if offs is None else offs.shape[0]
+    rows, columns = (a.shape[0] if a.dim() == 2 else a.shape[1]), b.shape[-1]
+    dtype = out_dtype or a.dtype
+    aligned = 16 // dtype.itemsize  # a row begins at a multiple of 16 bytes
+    padded = (columns + aligned - 1) // aligned * aligned
+    if a.dim() != b.dim():
+        return torch.empty_strided((rows, columns), (padded, 1), dtype=dtype, device=a.device)
+    shape = (groups if a.dim() == 2 else a.shape[0], rows, columns)
+    return torch.empty_strided(shape, (rows * padded, padded, 1), dtype=dtype, device=a.device)
