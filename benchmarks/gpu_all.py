@@ -1,6 +1,10 @@
 """Check and time everything that needs a GPU, in one call: what to run first on a machine that has one.
 
     python benchmarks/gpu_all.py --json gpu.json
+    python benchmarks/gpu_all.py --json gpu.json --only int8      # only what has this in its name
+
+It runs from a checkout, installed or not, and builds the C++ kernels first if they are not there. The file has every
+record as soon as there is one, so a run that is cut off loses nothing that it has found.
 
 On one GPU: parity of the compiled step with eager PyTorch, with eager regions and with Inductor's; the CPU-offload path
 against the same compressor on the GPU, over two processes that share the GPU through gloo, and through NCCL if it lets
@@ -19,20 +23,25 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fxcomp
-from fxcomp import pipeline
+from fxcomp import compat, pipeline
 from fxcomp.cluster import Level
-from fxcomp.compressors import CATALOGUE, Compressor, Feedback, parse_compressor, triton
+from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.gpt import GPT
 from fxcomp.hosts import join, run_ranks
 from fxcomp.job import Job
@@ -42,7 +51,6 @@ from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on
 from fxcomp.testing.samples import NOT_FINITE
 
-MARK = "@gpu "
 STEPS = 20
 TIMED = 30
 SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
@@ -97,18 +105,27 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 
 class Results:
-    """Records of checks and times; a check that raises is a record too."""
+    """Records of checks and times, written to a file as they come; a check that raises is a record too."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None, only: str = "") -> None:
         self.records: list[dict[str, object]] = []
+        self.only = only
+        self._path = path
+
+    def add(self, *records: dict[str, object]) -> None:
+        self.records += records
+        if self._path is not None:
+            compat.write_atomically(self._path, json.dumps(self.records, indent=1) + "\n")
 
     def check(self, name: str, run: Callable[[], tuple[bool, str]]) -> None:
+        if self.only not in name:
+            return
         try:
             ok, detail = run()
         except Exception as error:
             traceback.print_exc()
             ok, detail = False, f"{type(error).__name__}: {error}"
-        self.records.append({"check": name, "ok": ok, "detail": detail})
+        self.add({"check": name, "ok": ok, "detail": detail})
         print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
 
     def time(self, contestants: dict[str, Callable[[], object]]) -> None:
@@ -125,7 +142,7 @@ class Results:
             ordered = sorted(found)
             low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
             ms = {"median": statistics.median(ordered), "p10": low, "p90": high, "n": len(ordered)}
-            self.records.append({"name": name, "ms": ms})
+            self.add({"name": name, "ms": ms})
             print(f"     {name}: {ms['median']:.2f} ms ({low:.2f} to {high:.2f})", flush=True)
 
 
@@ -143,8 +160,26 @@ def one_gpu(results: Results) -> None:
             difference = largest_difference(mine.model, reference.model)
             return difference <= (1e-5 if regions == "eager" else 1e-3), f"{difference:.3g} after {STEPS} steps"
 
+        def clock() -> tuple[bool, str]:
+            mine = job()
+            step = compiled_step(mine, verify_every="never")
+            for _ in range(STEPS):
+                step(mine.batch)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(TIMED):
+                step(mine.batch)
+            torch.cuda.synchronize()
+            ms = 1e3 * (time.perf_counter() - start) / TIMED
+            return (
+                0.7 < step.step_ms / ms < 1.3,
+                f"{step.step_ms:.3g} ms by the step's own clock, {ms:.3g} by the wall's",
+            )
+
         results.check(f"parity with eager, {regions} regions", parity)
-    results.time(contestants)
+        results.check(f"what a step says it takes, {regions} regions", clock)
+    if not results.only:
+        results.time(contestants)
 
 
 def every_compressor() -> list[Compressor]:
@@ -279,14 +314,14 @@ def offload_plan(step: fxcomp.CompiledStep, device: Device) -> Plan:
     return Plan(tuple(Bucket(bucket.names, bucket.sizes, strategy) for bucket in step.plan.buckets))
 
 
-def rank_main(backend: str) -> None:
-    """One of two ranks on one GPU; prints its records."""
+def rank_main(backend: str, path: Path) -> None:
+    """One of two ranks on one GPU; rank 0 writes its records."""
     if backend == "nccl":
         os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # NCCL refuses two ranks on one GPU of one host
         dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     else:
         join()
-    results = Results()
+    results = Results(path if dist.get_rank() == 0 else None)
     pipeline.INDUCTOR_DEVICES = ()
     plans: dict[str, object] = {"dense": "dense", "bf16": "bf16", "int8": "int8"}
     first = compiled_step(job(), plan="dense")
@@ -309,41 +344,52 @@ def rank_main(backend: str) -> None:
     if {"int8", "int8 on the host"} <= models.keys():
         difference = largest_difference(models["int8"], models["int8 on the host"])
         results.check(f"{backend}, offload equals GPU", lambda: (difference <= 1e-5, f"{difference:.3g}"))
-    if dist.get_rank() == 0:
-        print(MARK + json.dumps(results.records), flush=True)
     dist.destroy_process_group()
 
 
 def two_ranks(results: Results, backend: str) -> None:
     def run() -> tuple[bool, str]:
-        outputs = run_ranks([__file__, "--rank", backend], ranks_per_host=2, timeout_s=300)
-        lines = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
-        records = json.loads(lines[-1].removeprefix(MARK))
-        results.records.extend(records)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "records.json"
+            try:
+                run_ranks([__file__, "--rank", backend, "--json", str(path)], ranks_per_host=2, timeout_s=300)
+            finally:  # what was found before a rank failed or hung is kept
+                records = json.loads(path.read_text()) if path.exists() else []
+                results.add(*records)
         return all(record["ok"] for record in records), f"{len(records)} checks"
 
     results.check(f"two ranks on one GPU over {backend}", run)
 
 
+def built_kernels() -> tuple[bool, str]:
+    """Build the C++ kernels where they are not; what is slow without them says so in its record."""
+    if kernels.available():
+        return True, "there already"
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or ["built"])[-1]
+    return done.returncode == 0, f"{last}; the ranks that are started from here on use them"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only checks with this in their name")
     parser.add_argument("--rank", choices=("gloo", "nccl"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("there is no GPU here: nothing was checked")
         return 2
     if arguments.rank:
-        rank_main(arguments.rank)
+        rank_main(arguments.rank, arguments.json)
         return 0
-    results = Results()
-    results.records.append({"device": torch.cuda.get_device_name(0), "torch": torch.__version__})
-    compressors(results, torch.device("cuda", 0))
+    results = Results(arguments.json, arguments.only)
+    results.add({"device": torch.cuda.get_device_name(0), "torch": torch.__version__})
+    results.check("the C++ kernels are built", built_kernels)
     one_gpu(results)
     for backend in ("gloo", "nccl"):
         two_ranks(results, backend)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results.records, indent=1) + "\n")
+    compressors(results, torch.device("cuda", 0))
     failed = [record for record in results.records if record.get("ok") is False]
     print(f"{len(failed)} checks failed")
     return 1 if failed else 0
