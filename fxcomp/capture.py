@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -124,11 +125,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer that fxcomp captures.\n"
             f"  Use torch.optim's {known}, or torch.compile(model, backend='fxcomp'), which leaves the optimizer yours."
         )
-    hooks = [kind for kind in ("pre", "post") if getattr(optimizer, f"_optimizer_step_{kind}_hooks")]
-    if hooks:
+    if hooks := compat.optimizer_hooks(optimizer):
         raise errors.UnsupportedOptimizer(
-            f"the optimizer has step {' and '.join(hooks)} hooks, which a captured step would not call.\n"
-            "  Remove them, or call their work around step(batch)."
+            f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
+            "  Remove it, or do its work around step(batch)."
         )
     for option in ("differentiable", "capturable"):
         if any(group.get(option) for group in optimizer.param_groups):
@@ -436,7 +436,7 @@ def _check_body(body: GraphModule, model: nn.Module) -> None:
     for node in body.graph.nodes:
         if node.op == "get_attr":
             value = getattr(body, str(node.target))
-            if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False):
+            if getattr(value, "requires_grad", False):
                 name = parameters.get(id(value), str(node.target))
                 raise errors.CaptureFailed(
                     f"the step reads the parameter {name!r} from outside the model, so that it would stay at its"
@@ -754,8 +754,7 @@ class _Builder:
 
     def _adopt(self, constant: Tensor) -> str:
         """Keep a constant of the step under a name of its own."""
-        taken = sum(1 for name in vars(self.root) if name.startswith("constant_"))
-        name = f"constant_{taken}"
+        name = next(free for i in count() if not hasattr(self.root, free := f"constant_{i}"))
         setattr(self.root, name, constant)
         return name
 

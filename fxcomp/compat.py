@@ -315,6 +315,30 @@ is_subclass = is_traceable_wrapper_subclass
 """Whether a tensor wraps others, as a DTensor does."""
 
 
+# Hooks
+
+
+def global_module_hooks() -> dict[str, dict[int, Any]]:
+    """The hooks that every module runs, by their kind; live tables."""
+    from torch.nn.modules import module
+
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return {f"the global {kind} hooks": getattr(module, f"_global_{kind}_hooks") for kind in kinds}
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The kinds of hooks that an optimizer's step would run."""
+    import torch.optim.optimizer as module
+
+    tables: dict[str, Any] = {
+        "step pre-hook": optimizer._optimizer_step_pre_hooks,
+        "step post-hook": optimizer._optimizer_step_post_hooks,
+        "global step pre-hook": module._global_optimizer_pre_hooks,
+        "global step post-hook": module._global_optimizer_post_hooks,
+    }
+    return [kind for kind, table in tables.items() if table]
+
+
 # Process groups
 
 # torch 2.13 renamed these two and warns about the old names.

@@ -6,24 +6,38 @@ capture (a key that was not seen yet) or is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from itertools import count
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxcomp.capture import Owned, live_numbers
+from fxcomp import compat
+from fxcomp.capture import live_numbers
 from fxcomp.errors import StepChanged, UnsupportedBatch
-from fxcomp.graph.work import is_sequence
+from fxcomp.identity import Identity
+from fxcomp.reach.walk import Facts, NeedsWalk, walk
+from fxcomp.reach.watch import Watch
+from fxcomp.training import Training
 from fxcomp.values import is_plain, key_of, what_is
-
-Key = tuple[Hashable, ...]
 
 T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+class TensorType(NamedTuple):
+    """What is baked in of a tensor in a batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    strides: tuple[int, ...] | None
+    """None where it is contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +49,11 @@ class BatchType:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(map(_shape_of, self.leaves))
+        return tuple(leaf.shape if isinstance(leaf, TensorType) else None for leaf in self.leaves)
 
-    def like(self) -> Key:
+    def like(self) -> Hashable:
         """The type without sizes: what two batches of different lengths share."""
-        ranks = tuple(
-            (len(shape), *leaf[1:]) if shape is not None and is_sequence(leaf) else leaf
-            for leaf, shape in zip(self.leaves, self.shapes, strict=True)
-        )
+        ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 
 
@@ -52,15 +63,10 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
     return BatchType(structure, tuple(map(_leaf_type, leaves))), leaves
 
 
-def _shape_of(leaf: Any) -> tuple[int, ...] | None:
-    """What a leaf's type says of a tensor's shape; None for a plain value."""
-    return leaf[0] if isinstance(leaf[0], tuple) else None
-
-
 def _leaf_type(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
-        return (tuple(leaf.shape), leaf.dtype, str(leaf.device), strides)
+        return TensorType(tuple(leaf.shape), leaf.dtype, str(leaf.device), strides)
     if is_plain(leaf):
         return key_of(leaf)
     remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"
@@ -70,85 +76,133 @@ def _leaf_type(leaf: Any) -> Hashable:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """What Python could read at some time."""
+
+    places: tuple[str, ...]
+    facts: tuple[Facts, ...]
+
+
+class Key(NamedTuple):
+    """Everything but the batch that a capture bakes in."""
+
+    world: int
+    """The number of what Python could read; the same numbers mean the same on this rank alone."""
+    options: tuple[Hashable, ...]
+    surroundings: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What differs between two keys, or two batches."""
+
+    what: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.what} changed from {self.before} to {self.after}"
+
+
+WORLDS = 32
+"""So many are told apart from new ones; more than captures are kept."""
+
+
 class StepGuard:
     """Reads everything that a capture depends on, cheaply, before each step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]):
-        self._model, self._optimizer = model, optimizer
-        self._owned = tuple(owned)
-        self._modules = tuple(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
-        self._places = self._parameter_places()
-        self._children = self._child_places()
-        self._grouped = self._groups()
-
-    def check_identity(self) -> None:
-        """Raise StepChanged if a parameter was replaced, frozen, thawed or moved."""
-        for table, key, name, parameter, trainable in self._places:
-            if table.get(key) is not parameter:
-                raise StepChanged(
-                    f"the parameter {name!r} is another object than when the step was compiled.\n"
-                    "  Change parameters in place (with torch.no_grad(): p.copy_(...)), or call compile_step again."
-                )
-            if parameter.requires_grad != trainable:
-                raise StepChanged(
-                    f"requires_grad of {name!r} changed from {trainable} to {parameter.requires_grad}.\n"
-                    "  Call compile_step again: other gradients need another plan."
-                )
-        for table, key, name, child in self._children:
-            if table.get(key) is not child:
-                raise StepChanged(
-                    f"the module {name!r} is another object than when the step was compiled.\n"
-                    "  Call compile_step again after changing the model's structure."
-                )
-        if self._grouped != self._groups():
-            raise StepChanged(
-                "the optimizer's groups hold other parameters than when the step was compiled.\n"
-                "  Call compile_step again after add_param_group, or after moving a parameter."
-            )
+    def __init__(self, training: Training):
+        self._training = training
+        self._identity = Identity(training.model, training.optimizer)
+        self._numbers = count()
+        self._worlds: OrderedDict[int, World] = OrderedDict()
+        self._number_of: dict[World, int] = {}
+        self._walk(())
 
     def key(self) -> Key:
-        """Everything but the batch that a capture bakes in."""
-        return (
-            tuple(map(_plain_attributes, self._modules)),
-            tuple(map(_baked_options, self._optimizer.param_groups)),
-            _autocast_state(),
-        )
+        """Look at everything. Raises StepChanged for what another capture would not be enough for."""
+        self._identity.check()
+        if self._watch.has_changed():
+            self._identity.check_structure()
+            self._look_again()
+        return Key(self._world, self._options(), _surroundings())
 
-    def describe_change(self, old: Key, new: Key) -> str:
-        """Say in words what differs between two keys."""
-        old_parts: Any = old
-        new_parts: Any = new
-        for (name, _), before, after in zip(self._modules, old_parts[0], new_parts[0], strict=True):
-            if before != after:
-                was: dict[str, Any] = dict(before)
-                now: dict[str, Any] = dict(after)
-                changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-                return f"{name or 'model'}.{changed[0]} changed from {was.get(changed[0])!r} to {now.get(changed[0])!r}"
-        for number, (before, after) in enumerate(zip(old_parts[1], new_parts[1], strict=True)):
-            if before != after:
-                return f"options of parameter group {number} changed"
-        return "autocast was switched" if old[2] != new[2] else "nothing changed"
+    def change(self, old: Key, new: Key) -> Change:
+        """The first thing that differs between two keys."""
+        before, after = self._worlds.get(old.world), self._worlds.get(new.world)
+        if before is None or after is None:
+            return Change("what the step reads", "what it was", "something else")
+        if before is not after:
+            return _difference(before, after)
+        for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
+            if was != now:
+                return Change(f"the options of parameter group {number}", str(was), str(now))
+        for (name, was), (_, now) in zip(_named(old.surroundings), _named(new.surroundings), strict=True):
+            if was != now:
+                return Change(name, str(was), str(now))
+        return Change("nothing", "", "")
 
-    def _parameter_places(self) -> list[tuple[dict[str, Any], str, str, nn.Parameter, bool]]:
-        return [
-            (table, key, f"{prefix}.{key}" if prefix else key, parameter, parameter.requires_grad)
-            for prefix, module in self._modules
-            for table in [module._parameters]  # pyright: ignore[reportPrivateUsage]  # a copy would not show changes
-            for key, parameter in table.items()
-            if parameter is not None
-        ]
+    def _walk(self, names: Iterable[str]) -> None:
+        roots = {"loss_fn": self._training.loss_fn, **compat.global_module_hooks()}
+        self._reach = walk(self._training.model, roots, names)
+        self._watch = Watch(self._reach)
+        self._enter_world()
 
-    def _child_places(self) -> list[tuple[dict[str, Any], str, str, nn.Module]]:
-        return [
-            (table, key, f"{prefix}.{key}" if prefix else key, child)
-            for prefix, module in self._modules
-            for table in [module._modules]  # pyright: ignore[reportPrivateUsage]  # a copy would not show changes
-            for key, child in table.items()
-            if child is not None
-        ]
+    def _look_again(self) -> None:
+        """Read the places that hold something else; walk again if that is not all plain."""
+        places = self._watch.changed_places()
+        reach = self._reach
+        try:
+            if places is None:
+                raise NeedsWalk
+            for number in places:
+                reach.facts[number] = reach.read(reach.places[number])
+        except NeedsWalk:
+            self._walk(reach.names.found)
+            return
+        self._watch.look()
+        self._enter_world()
 
-    def _groups(self) -> list[list[int]]:
-        return [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
+    def _enter_world(self) -> None:
+        """Give what is there now its number: the old one if it was so before."""
+        world = World(tuple(place.name for place in self._reach.places), tuple(self._reach.facts))
+        number = self._number_of.get(world)
+        if number is None:
+            number = self._number_of[world] = next(self._numbers)
+            self._worlds[number] = world
+        self._worlds.move_to_end(number)
+        if len(self._worlds) > WORLDS:
+            _, oldest = self._worlds.popitem(last=False)
+            del self._number_of[oldest]
+        self._world = number
+
+    def _options(self) -> tuple[Hashable, ...]:
+        return tuple(map(_baked_options, self._training.optimizer.param_groups))
+
+
+def _difference(before: World, after: World) -> Change:
+    was = {
+        f"{place}{label}": fact
+        for place, facts in zip(before.places, before.facts, strict=True)
+        for label, fact in facts
+    }
+    now = {
+        f"{place}{label}": fact for place, facts in zip(after.places, after.facts, strict=True) for label, fact in facts
+    }
+    for what in {**was, **now}:
+        if was.get(what) != now.get(what):
+            return Change(what, _text(was, what), _text(now, what))
+    return Change("what the step reads", "what it was", "something else")
+
+
+def _text(facts: Mapping[str, Hashable], what: str) -> str:
+    if what not in facts:
+        return "nothing"
+    fact = facts[what]
+    if isinstance(fact, tuple):  # a tensor or an array: what it is, and what it is like
+        return str(cast("tuple[object, ...]", fact)[-1])
+    return str(fact)
 
 
 def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
@@ -159,41 +213,13 @@ def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
     if ready == start:
         return traced
     traced = trace()
-    if guard.key() != ready:
+    again = guard.key()
+    if again != ready:
         raise StepChanged(
-            f"the forward pass itself changes the model: {guard.describe_change(ready, guard.key())}. A compiled step"
+            f"the forward pass itself changes the model: {guard.change(ready, again)}. A compiled step"
             " does not run that Python again.\n  Keep such counters outside the model, or in a buffer."
         )
     return traced
-
-
-_MODULE_ITS_OWN = frozenset(vars(nn.Module())) - {"training"}
-
-_SMALL = 64
-"""Collections of up to so many plain values are compared; larger ones are taken for data."""
-
-
-def _plain_attributes(named: tuple[str, nn.Module]) -> tuple[tuple[str, Any], ...]:
-    """A module's own numbers, strings, flags and small collections of them, and which tensors it holds."""
-    found: list[tuple[str, Any]] = []
-    for key, value in vars(named[1]).items():
-        if key in _MODULE_ITS_OWN:
-            continue
-        if isinstance(value, _PLAIN):
-            found.append((key, value))
-        elif isinstance(value, Tensor):
-            found.append((key, f"tensor {id(value):x}"))
-        elif isinstance(value, list | tuple | dict | set) and (text := _plain_text(value)):
-            found.append((key, text))
-    return tuple(found)
-
-
-def _plain_text(collection: Any) -> str | None:
-    """A small collection of plain values as text; None for any other."""
-    values: list[object] = list(collection.values() if hasattr(collection, "values") else collection)
-    if len(values) > _SMALL or not all(isinstance(value, _PLAIN) for value in values):
-        return None
-    return str(collection)
 
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
@@ -205,7 +231,25 @@ def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
     return (own, tuple(live))
 
 
-def _autocast_state() -> tuple[Hashable, ...]:
-    return tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
+_SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
+    "autocast on the CPU": lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+    "autocast on CUDA": lambda: (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+    "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
+    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "which kernels attention may use": lambda: (
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    ),
+}
+
+
+def _surroundings() -> tuple[Hashable, ...]:
+    """What torch is told outside the model, and tracing bakes in."""
+    return tuple(read() for read in _SURROUNDINGS.values())
+
+
+def _named(surroundings: tuple[Hashable, ...]) -> list[tuple[str, Hashable]]:
+    return list(zip(_SURROUNDINGS, surroundings, strict=True))

@@ -418,7 +418,7 @@ def _capture_first(
     owned = owned_parameters(model, optimizer)
     fresh = materialize_state(optimizer, owned)
     training = Training(model, loss_fn, optimizer, owned, max_grad_norm, fresh)
-    captured = settled(StepGuard(model, optimizer, owned), lambda: _capture(training, batch, {}))
+    captured = settled(StepGuard(training), lambda: _capture(training, batch, {}))
     for name in captured.without_gradient:
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"

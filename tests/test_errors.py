@@ -154,8 +154,8 @@ def step_hooked(kind: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
         (of_another_model, errors.ForeignParameter, r"number 4 of parameter group 0, shape \(3, 2\).*Build the"),
         (rmsprop, errors.UnsupportedOptimizer, "RMSprop is not an optimizer that fxcomp.*SGD, Adam, AdamW.*backend="),
         (own_class, errors.UnsupportedOptimizer, "MySGD is not an optimizer that fxcomp captures"),
-        (step_hooked("pre"), errors.UnsupportedOptimizer, "has step pre hooks.*Remove them"),
-        (step_hooked("post"), errors.UnsupportedOptimizer, "has step post hooks.*Remove them"),
+        (step_hooked("pre"), errors.UnsupportedOptimizer, "has a step pre-hook, which.*Remove it"),
+        (step_hooked("post"), errors.UnsupportedOptimizer, "has a step post-hook, which.*Remove it"),
         (
             lambda m: torch.optim.Adam(m.parameters(), capturable=True),
             errors.UnsupportedOptimizer,

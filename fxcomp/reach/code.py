@@ -1,0 +1,68 @@
+"""What a function's bytecode names: globals that it reads or sets, attributes, keys, modules that it imports."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", "fxcomp"}) - {"__main__"}
+"""Their functions are not followed: nothing that a training loop changes is a global of theirs."""
+
+_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
+
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+"""What a method only sets, as `__init__` does, it does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The names in a function's code and in the code inside it."""
+
+    globals: tuple[str, ...]
+    imports: tuple[str, ...]
+    """Modules imported while it runs."""
+    names: frozenset[str]
+    """Attributes and keys that are read: names, and every constant that could be one."""
+    lines: tuple[tuple[str, str, int], ...]
+    """Where it reads a global: its name, the attribute that follows, the line."""
+
+
+@lru_cache(maxsize=4096)
+def named_in(code: CodeType) -> Named:
+    """Read a function's bytecode."""
+    found: dict[str, None] = {}
+    imports: dict[str, None] = {}
+    names: set[str] = set()
+    lines: list[tuple[str, str, int]] = []
+    for piece in _with_inner(code):
+        names.update(c for c in piece.co_consts if isinstance(c, str) and len(c) <= 64)
+        instructions = list(dis.get_instructions(piece))
+        for i, instruction in enumerate(instructions):
+            name = instruction.argval
+            if instruction.opname in _GLOBALS:
+                found[name] = None
+                after = instructions[i + 1] if i + 1 < len(instructions) else instruction
+                attribute = after.argval if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""
+                line = instruction.positions.lineno if instruction.positions else None
+                lines.append((name, str(attribute), line or piece.co_firstlineno))
+            elif instruction.opname in _READS:
+                names.add(name)
+            elif instruction.opname == "IMPORT_NAME":
+                imports[name] = None
+    return Named(tuple(found), tuple(imports), frozenset(names), tuple(lines))
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module is torch's, NumPy's or Python's own."""
+    return module is None or module.partition(".")[0] in LIBRARIES
