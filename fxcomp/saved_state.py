@@ -8,6 +8,7 @@ several where ranks have gone, or none. `hand_over` then keeps the sum of what t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -290,8 +291,8 @@ def restore(agreed: Agreed, carried: Carried, here: Here, exchange: Exchange) ->
         hand_over(velocities, carried.velocities.slices, here.trained_sizes, exchange, "velocities")
     elif any_velocities:
         _warn("the state holds velocities of momentum correction, which this step does not use.")
-    own = next((s for s in states if s.rank == rank), states[0] if states else None)
-    _restore_compressors(own, carried.compressor_states, exchange)
+    own_first = sorted(states, key=lambda saved: saved.rank != rank)
+    _restore_compressors([saved.whole for saved in own_first], carried.compressor_states, exchange)
     return waiting
 
 
@@ -324,28 +325,32 @@ def _warn(text: str) -> None:
 # What compressors remember
 
 
-def _restore_compressors(own: _Saved | None, kept: CompressorStates, exchange: Exchange) -> None:
-    """Load this rank's own; ranks without a state take over what those with one share."""
-    if own is not None:
-        exchange.attempt("loading what compressors remember", lambda: kept.load_state_dict(own.whole))
-    else:
-        exchange.attempt("loading what compressors remember", lambda: None)
+def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, exchange: Exchange) -> None:
+    """Load what fits; what all ranks must share, those that have none of it take over from one that has."""
+    anew = exchange.attempt("loading what compressors remember", lambda: kept.take_back(states))
     shared = kept.shared()
-    fingerprints = {label: _fingerprint(value) for label, value in shared.items()}
-    everyone = exchange.gather("comparing what compressors remember", None if own is None else fingerprints)
-    check_shared_facts({rank: facts for rank, facts in enumerate(everyone) if facts is not None})
-    if all(facts is not None for facts in everyone):
-        return
-    mine: dict[str, Any] = {}
-    for label, value in shared.items() if own is not None else ():
-        mine[label] = value.tolist()  # pyright: ignore[reportUnknownMemberType]
-    givers = exchange.gather("joining", mine)
-    if own is not None:
-        return
-    for label, value in shared.items():
-        given = next((giver[label] for giver in givers if label in giver), None)
-        if given is not None:
-            value.copy_(torch.tensor(given, dtype=value.dtype))
+    fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in anew}
+    everyone = exchange.gather("comparing what compressors remember", fingerprints)
+    check_shared_facts(dict(enumerate(everyone)))
+    wanted = set(itertools.chain(*exchange.gather("who lacks what", [label for label in shared if label in anew])))
+
+    def giving() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for label in (label for label in fingerprints if label in wanted):
+            found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
+        return found
+
+    givers = exchange.gather("joining", exchange.attempt("handing on what compressors remember", giving))
+
+    def taking() -> None:
+        for label in [label for label in shared if label in anew]:
+            given = next((giver[label] for giver in givers if label in giver), None)
+            if given is not None:
+                shared[label].copy_(torch.tensor(given, dtype=shared[label].dtype))
+                del anew[label]
+        kept.tell(anew)
+
+    exchange.attempt("taking over what compressors remember", taking)
 
 
 def _fingerprint(value: Tensor) -> str:

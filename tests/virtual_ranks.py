@@ -14,21 +14,42 @@ from fxcomp.errors import PeerFailed
 from fxcomp.handover import Exchange
 
 
+class Left(Exception):
+    """Another rank has ended, and will not come."""
+
+
 class Board:
     """Where all ranks of one world put what the others wait for."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
-        self.values: list[Any] = [None] * ranks
-        self.barrier = threading.Barrier(ranks)
+        self.posted: list[list[Any]] = [[] for _ in range(ranks)]
         self.topics: set[tuple[int, str]] = set()
+        self._gone: set[int] = set()
+        self._changed = threading.Condition()
 
     def meet(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait(20)
-        everyone = list(self.values)
-        self.barrier.wait(20)
-        return everyone
+        """What every rank brings to its next meeting."""
+        with self._changed:
+            mine = self.posted[rank]
+            mine.append(value)
+            self._changed.notify_all()
+
+            def is_there(theirs: list[Any]) -> bool:
+                return len(theirs) >= len(mine)
+
+            def is_decided() -> bool:
+                return all(is_there(theirs) or other in self._gone for other, theirs in enumerate(self.posted))
+
+            assert self._changed.wait_for(is_decided, 20), "a rank hangs"
+            if not all(map(is_there, self.posted)):
+                raise Left
+            return [theirs[len(mine) - 1] for theirs in self.posted]
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
 
 
 class VirtualRank:
@@ -38,6 +59,7 @@ class VirtualRank:
         self.board, self.rank, self.world_size = board, rank, board.ranks
 
     def attempt(self, topic: str, work: Callable[[], Any]) -> Any:
+        self._begin(topic)
         error, result = None, None
         try:
             result = work()
@@ -53,9 +75,12 @@ class VirtualRank:
         return result
 
     def gather(self, topic: str, value: Any) -> list[Any]:
+        self._begin(topic)
+        return [json.loads(theirs) for theirs in self.board.meet(self.rank, json.dumps(value))]
+
+    def _begin(self, topic: str) -> None:
         assert (self.rank, topic) not in self.board.topics, f"{topic!r} comes twice"
         self.board.topics.add((self.rank, topic))
-        return [json.loads(theirs) for theirs in self.board.meet(self.rank, json.dumps(value))]
 
     def sum_over_ranks(self, value: Tensor) -> None:
         everyone = self.board.meet(self.rank, value.clone())
@@ -75,8 +100,7 @@ def try_virtual(ranks: int, work: Callable[[VirtualRank], Any]) -> list[Any]:
             results[rank] = work(VirtualRank(board, rank))
         except Exception as error:
             results[rank] = error
-            if not isinstance(error, threading.BrokenBarrierError):
-                board.barrier.abort()
+        board.leave(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -90,6 +114,6 @@ def run_virtual(ranks: int, work: Callable[[VirtualRank], Any]) -> list[Any]:
     """What `work(rank)` returned on each rank; raises what it raised."""
     results = try_virtual(ranks, work)
     failed = [result for result in results if isinstance(result, Exception)]
-    for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError | PeerFailed)):
+    for error in sorted(failed, key=lambda error: isinstance(error, Left | PeerFailed)):
         raise error
     return results

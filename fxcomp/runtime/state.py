@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,6 +177,7 @@ class _Part:
     size: int
     key: int
     rank: int
+    shard: int
     value: Tensor
 
     @property
@@ -197,6 +198,11 @@ class _Part:
         """What a saved state must have been made by and for, to be taken over."""
         dtype = str(self.value.dtype).removeprefix("torch.")
         return {"compressor": str(self.compressor), "size": self.size, "elements": self.value.numel(), "dtype": dtype}
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a saved part can go on here. What all ranks share must also be of the same shard."""
+        is_alike = {key: saved.get(key) for key in self.description} == self.description
+        return is_alike and (saved.get("shard", self.shard) == self.shard or not self.is_shared())
 
 
 class CompressorStates:
@@ -239,30 +245,38 @@ class CompressorStates:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, each with what made it, so that another bucketing can load it."""
-        saved = {part.name: {**part.description, "state": part.value.detach().clone()} for part in self._parts}
+        saved = {
+            part.name: {**part.description, "shard": part.shard, "state": part.value.detach().clone()}
+            for part in self._parts
+        }
         return {"compressors": saved, "compressor_layout": _fingerprint(saved)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a saved state in. A part that another compressor made starts anew, with a warning.
-
-        What had no compressor that remembers anything starts anew without one. Raises BadState if the state is not
-        whole.
+    def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Copy in what the first of these states has that fits. What nothing fits starts anew, and is returned: what
+        was found instead, by label, empty where nothing is lost. Raises BadState if a state is not whole.
         """
-        saved: Any = state.get("compressors", {})
-        if saved and state.get("compressor_layout") != _fingerprint(saved):
-            raise BadState(
-                "the saved state of compressors does not match its own layout: parts of it are missing or changed.\n"
-                "  Load a state as state_dict() returned it."
-            )
-        changed: list[str] = []
+        for state in states:
+            saved = state.get("compressors", {})
+            if saved and state.get("compressor_layout") != _fingerprint(saved):
+                raise BadState(
+                    "the saved state of compressors does not match its own layout: parts of it are missing or changed."
+                    "\n  Load a state as state_dict() returned it."
+                )
+        anew: dict[str, str] = {}
         for part in self._parts:
-            known = saved.get(part.name, {})
-            if {key: known.get(key) for key in part.description} == part.description:
-                part.value.copy_(known["state"])
+            known = [state["compressors"].get(part.name, {}) for state in states if "compressors" in state]
+            fitting = next((saved for saved in known if part.fits(saved)), None)
+            if fitting is not None:
+                part.value.copy_(fitting["state"])
                 continue
             part.start_anew()
-            if known or "compressors" not in state:
-                changed.append(f"{part.name!r}, saved by {known.get('compressor', 'nothing')}, now {part.compressor}")
+            makers = [saved["compressor"] for saved in known if saved] or ["nothing"] * (len(states) - len(known))
+            anew[part.label] = f"{part.name!r}, saved by {makers[0]}, now {part.compressor}" if makers else ""
+        return anew
+
+    def tell(self, anew: Mapping[str, str]) -> None:
+        """Warn of what was remembered and starts anew."""
+        changed = [found for found in anew.values() if found]
         if changed:
             warnings.warn(
                 f"fxcomp: what compressors remember of {len(changed)} of {len(self._parts)} parameters starts anew:"
@@ -279,7 +293,7 @@ def _parts_of(bucket: StateLayout, seed: int) -> list[_Part]:
         compressor = bucket.compressor.of_segment(index)
         if compressor.state_elements(size):
             value = compressor.fresh_state(size, key, bucket.rank)
-            parts.append(_Part(name, compressor, size, key, bucket.rank, value))
+            parts.append(_Part(name, compressor, size, key, bucket.rank, bucket.shard, value))
     return parts
 
 
