@@ -11,6 +11,7 @@
 #endif
 
 #include "common.h"
+#include "float_state.h"
 
 namespace {
 
@@ -28,6 +29,7 @@ class Pool {
             body_ = body;
             context_ = context;
             parts_ = parts;
+            float_state_ = float_state();
             helpers_ = std::min(threads - 1, workers_);
             running_ = helpers_;
             next_.store(0, std::memory_order_relaxed);
@@ -73,7 +75,9 @@ class Pool {
             wake_.wait(lock, [&] { return round_ != seen; });
             seen = round_;
             if (index >= helpers_) continue;
+            const FloatState state = float_state_;
             lock.unlock();
+            set_float_state(state);
             take_parts();
             lock.lock();
             if (--running_ == 0) done_.notify_one();
@@ -89,6 +93,7 @@ class Pool {
     std::condition_variable wake_, done_;
     void (*body_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
+    FloatState float_state_{};  // the caller's: other threads compute as it would
     int64_t parts_ = 0, workers_ = 0, helpers_ = 0, running_ = 0;
     std::atomic<int64_t> next_{0};
     uint64_t round_ = 0;

@@ -1,7 +1,7 @@
 // Share a kernel's work among threads: they start once, sleep between kernels, and allocate nothing.
 //
-// Work is cut where no result depends on the cut (between blocks, between segments, between tiles), so the number of
-// threads never changes a bit.
+// Work is cut where no result depends on the cut (between blocks, between segments, between tiles), and every thread
+// rounds and flushes denormals as the caller does, so the number of threads never changes a bit.
 #pragma once
 
 #include <algorithm>

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor, kernels
 from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.float_state import as_caller_computes
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport, Work
 
@@ -323,7 +324,7 @@ class Runtime:
         # One thread: what is submitted runs in order, so collectives leave in the same order on every rank.
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
-        return self._pool.submit(work if self.watch_pool is None else self.watch_pool(work))
+        return self._pool.submit(as_caller_computes(work if self.watch_pool is None else self.watch_pool(work)))
 
     def _buffer(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
