@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -118,8 +118,9 @@ def without_autocast() -> Generator[None]:
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
-    """Trace a function of fake inputs into ATen operators."""
-    return make_fx(function, tracing_mode="real")(*inputs)
+    """Trace a function of fake inputs into ATen operators. The graph's Python is written only if somebody asks for it."""
+    with _use_lazy_graph_module(True):
+        return make_fx(function, tracing_mode="real")(*inputs)
 
 
 @contextmanager
@@ -139,7 +140,7 @@ def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     def run(*flat: Any) -> Any:
         return Interpreter(traced).run(*flat)
 
-    return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*inputs)
+    return trace(torch.func.functionalize(run, remove="mutations"), inputs)
 
 
 def functional_operator(target: Any) -> OpOverload[..., Any] | None:
