@@ -118,7 +118,7 @@ def without_autocast() -> Generator[None]:
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
-    """Trace a function of fake inputs into ATen operators. The graph's Python is written only if somebody asks for it."""
+    """Trace a function of fake inputs into ATen operators; the graph writes its Python only if somebody asks for it."""
     with _use_lazy_graph_module(True):
         return make_fx(function, tracing_mode="real")(*inputs)
 
