@@ -36,6 +36,7 @@ from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
 from fxcomp.graph.work import is_sequence
+from fxcomp.on_fakes import on_fakes
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -222,6 +223,11 @@ class _Fakes:
         ]
         self.trainable = [owner.name for owner in owned]
 
+    def stand_ins(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What is traced, by the id of the tensor that it stands for."""
+        entries = zip((*self.parameters, *self.buffers), (*parameters, *buffers), strict=True)
+        return {id(real): traced for (_, real, _), traced in entries}
+
     def of(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor, static_shapes=True)
 
@@ -249,7 +255,8 @@ def _trace_forward_backward(
     def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
         inside = _named(fakes.parameters, parameters) | _named(fakes.buffers, buffers)
         rules = faithful(inside, caches_casts=caches_casts), keeping_collectives(model)
-        with _swapped(model, fakes, parameters, buffers), rules[0], rules[1]:
+        stand_ins = fakes.stand_ins(parameters, buffers)
+        with on_fakes(model, loss_fn, stand_ins), rules[0], rules[1]:
             loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
             value = loss.detach().clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
@@ -329,63 +336,6 @@ def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
     return loss, aux, has_aux
 
 
-@contextlib.contextmanager
-def _swapped(model: nn.Module, fakes: _Fakes, parameters: list[Tensor], buffers: list[Tensor]) -> Generator[None]:
-    """Put traced tensors in place of the model's parameters and buffers, tied ones in every place."""
-    stand_in: dict[int, Tensor] = {id(p): t for (_, p, _), t in zip(fakes.parameters, parameters, strict=True)}
-    stand_in |= {id(b): t for (_, b, _), t in zip(fakes.buffers, buffers, strict=True)}
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for module in model.modules():
-            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-            for table in tables:
-                saved.append((table, dict(table)))
-                for name, tensor in saved[-1][1].items():
-                    if tensor is not None:
-                        table[name] = stand_in[id(tensor)]
-            _refresh_flat_weights(module)
-        attributes = [(module, dict(vars(module))) for module in model.modules()]
-        held = [(table, dict(table)) for table, _ in saved]
-        yield
-        _write_back(held)
-        _check_attributes(model, attributes)
-    finally:
-        for table, original in saved:
-            table.clear()
-            table.update(original)
-        for module in model.modules():
-            _refresh_flat_weights(module)
-
-
-def _write_back(held: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """A forward pass may put a new tensor in place of a buffer; the graph writes it into the buffer that is there."""
-    with torch.no_grad():
-        for table, original in held:
-            for name, tensor in original.items():
-                new = table.get(name)
-                if new is not tensor and isinstance(new, Tensor) and isinstance(tensor, Tensor):
-                    tensor.copy_(new)
-
-
-def _check_attributes(model: nn.Module, before: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Refuse a forward pass that keeps tensors in plain attributes: the graph would go on with those of today."""
-    names = {id(module): name for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
-    kept: list[str] = []
-    for module, attributes in before:
-        for key, value in list(vars(module).items()):
-            if isinstance(value, Tensor) and attributes.get(key) is not value:
-                kept.append(f"{names[id(module)]}.{key}".lstrip("."))
-                vars(module).pop(key)
-                if key in attributes:
-                    vars(module)[key] = attributes[key]
-    if kept:
-        raise errors.CaptureFailed(
-            f"the forward pass stores a tensor in the attribute {kept[0]!r}, which a compiled step would not do"
-            " again.\n  Register it as a buffer. If the model only sets itself up at its first call, call it once"
-            " before compile_step."
-        )
-
-
 def _check_gradients(named: Sequence[tuple[str, Tensor | None]]) -> None:
     for name, gradient in named:
         if gradient is not None and gradient.layout is not torch.strided:
@@ -393,13 +343,6 @@ def _check_gradients(named: Sequence[tuple[str, Tensor | None]]) -> None:
                 f"the gradient of {name!r} is sparse ({gradient.layout}), which cannot be put into a bucket.\n"
                 "  Build the layer with sparse=False."
             )
-
-
-def _refresh_flat_weights(module: nn.Module) -> None:
-    """Recurrent layers keep their weights a second time, in a list."""
-    if isinstance(module, nn.RNNBase):
-        names: list[str] = module._flat_weights_names  # pyright: ignore[reportUnknownMemberType]  # a bare list
-        module._flat_weights = [getattr(module, name) for name in names]
 
 
 @contextlib.contextmanager

@@ -85,6 +85,10 @@ class CaptureFailed(FxcompError):
     """The training step does not trace into one graph."""
 
 
+class DrawsInPython(CaptureFailed):
+    """The step draws random numbers with Python or NumPy, which tracing would freeze."""
+
+
 class UnsynchronizedGradient(FxcompError):
     """The gradient of a trainable parameter never reaches a collective."""
 

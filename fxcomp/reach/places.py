@@ -158,12 +158,12 @@ class FunctionPlace:
     name = ""
 
     def __init__(self, name: str, owner: FunctionType, names: Names):
-        self._own_name, self.owner, self._names = name, owner, names
+        self.called, self.owner, self._names = name, owner, names
         self._named = named_in(owner.__code__)
         names.found.update(self._named.names)
 
     def held(self) -> Held:
-        function, name = self.owner, self._own_name
+        function, name = self.owner, self.called
         yield f"{name}'s code", function.__code__
         for i, value in enumerate(function.__defaults__ or ()):
             yield f"{name}'s default {i}", value
@@ -195,6 +195,11 @@ class FunctionPlace:
         for key in self._globals():
             if not (is_installed and isinstance(table[key], FunctionType | BuiltinFunctionType | type | ModuleType)):
                 yield table, key
+
+    @property
+    def lines(self) -> tuple[tuple[str, str, int], ...]:
+        """Where it reads a global: its name, the attribute that follows, the line."""
+        return self._named.lines
 
     def _globals(self) -> list[str]:
         return [key for key in self._named.globals if key in self.owner.__globals__]
