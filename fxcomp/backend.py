@@ -59,6 +59,7 @@ from fxcomp.feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan
 from fxcomp.graph.edit import call, clone, gradients, is_collective
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
+from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.handover import Exchange
 from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout, state_layout
 from fxcomp.ranks import Ranks
@@ -94,17 +95,21 @@ def fxcomp_backend(
     _refuse_ddp(chosen.model)
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         Ranks.join(chosen.cluster, "torch_compile")
-        return compat.compile_training(gm, example_inputs, compat.run_eagerly)
+        return compat.compile_training(gm, example_inputs, reshape_uncertain_views, _run_eagerly)
     found = _Found.of(gm, example_inputs, chosen.model)
     averaged: list[int] = []
 
     def compile_backward(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         with compat.real_tensors(), torch.no_grad():
             averaged.extend(found.averaged(graph, chosen.ignore))
-            return _compile_backward(graph, found, chosen, options) if averaged else compat.run_eagerly(graph)
+            return _compile_backward(graph, found, chosen, options) if averaged else _run_eagerly(graph)
 
-    run = compat.compile_training(gm, example_inputs, compile_backward)
+    run = compat.compile_training(gm, example_inputs, reshape_uncertain_views, compile_backward)
     return _for_one_model(run, found, averaged) if averaged else run
+
+
+def _run_eagerly(backward: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    return compat.run_eagerly(reshape_uncertain_views(backward, inputs_are_certain=False))
 
 
 def _for_one_model(run: Callable[..., Any], found: _Found, places: Sequence[int]) -> Callable[..., Any]:
@@ -280,7 +285,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
     `names` are the trainable parameters by the place of their input. The copy has the optimizer's role: it follows the
     wait.
     """
-    gm = clone(graph)
+    gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         set_info(node, NodeInfo(Role.INPUT, source=Source(InputKind.BATCH, index=index)))
     output = gm.graph.output_node()

@@ -35,6 +35,7 @@ from fxcomp.graph.edit import call, clone, must_stay
 from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
+from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
 from fxcomp.on_fakes import on_fakes
 
@@ -289,7 +290,7 @@ def _trace_forward_backward(
         with compat.without_autocast():  # what autocast does is in the trace by now
             body = functional(traced, flat)
     _restore_random_order(body)
-    return body, layout[0]
+    return reshape_uncertain_views(body), layout[0]
 
 
 def _named(entries: Sequence[tuple[str, Tensor, Tensor]], traced: Sequence[Tensor]) -> dict[int, str]:

@@ -236,9 +236,12 @@ def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def compile_training(
-    gm: GraphModule, inputs: Sequence[Any], backward: Callable[[GraphModule], Callable[[list[Any]], Sequence[Any]]]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    forward: Callable[[GraphModule], GraphModule],
+    backward: Callable[[GraphModule], Callable[[list[Any]], Sequence[Any]]],
 ) -> Callable[..., Any]:
-    """Compile what Dynamo hands to a backend: the forward graph runs as it is, `backward` compiles the other.
+    """Compile what Dynamo hands to a backend: `forward` rewrites the forward graph, `backward` compiles the other.
 
     Both are compiled now, so that every rank compiles at the same call. What `backward` returns takes one list, and may
     empty it.
@@ -252,7 +255,12 @@ def compile_training(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    compiler: Any = aot_autograd(fw_compiler=boxed_nop, bw_compiler=compile_backward, inference_compiler=boxed_nop)
+    def compile_forward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        return boxed_nop(forward(graph), given)
+
+    compiler: Any = aot_autograd(
+        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_forward
+    )
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return compiler(gm, inputs)
 
@@ -631,6 +639,12 @@ def multiplies_in_tf32(*, is_convolution: bool) -> bool:
 def is_bound_by_memory(target: OpOverload[..., Any]) -> bool:
     """Whether torch tags an operator as one that works value by value, or adds values up."""
     return torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
+
+
+@cache
+def is_pointwise(target: OpOverload[..., Any]) -> bool:
+    """Whether torch tags an operator as one that works value by value."""
+    return torch.Tag.pointwise in target.tags
 
 
 @cache

@@ -1,0 +1,106 @@
+"""Reshape where a view was traced and nobody is certain how its tensor will lie in memory.
+
+    %norm  f32[4,8,16]  native_batch_norm(%x, ...)       its fake keeps the strides of %x, the operator does not
+    %view  f32[32,16]   view(%norm, [32, 16])
+ -->
+    %norm  f32[4,8,16]  native_batch_norm(%x, ...)
+    %view  f32[32,16]   reshape(%norm, [32, 16])
+
+A view is traced where a fake's strides allow one. Fakes follow torch's rules for strides, but not every kernel does,
+and devices differ. A reshape is a view wherever one is possible, so it costs nothing where the fake was right.
+`as_strided`, whose meaning depends on the strides, is refused there.
+"""
+
+# Names of operators begin with an underscore where they are not for users.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.errors import CaptureFailed
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+
+_CERTAIN = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.clone.default),
+        *(aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.start_step),
+        *(aten.arange.default, aten.arange.start, aten.rand.default, aten.randn.default, aten.scalar_tensor.default),
+        *(aten.cat.default, aten.stack.default, aten.embedding.default, aten.native_layer_norm.default),
+        *(aten._softmax.default, aten._log_softmax.default, aten._to_copy.default, aten.gather.default),
+        *(aten.sum.dim_IntList, aten.mean.dim, aten._unsafe_view.default, aten.reshape.default),
+        *(aten.embedding_dense_backward.default, aten._softmax_backward_data.default),
+        *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+        *(aten.new_zeros.default, aten.new_empty.default, aten.new_full.default, aten.new_empty_strided.default),
+        *(aten.bernoulli_.float, aten.slice_backward.default, aten.select_backward.default),
+    }
+)
+"""Operators whose results lie where their fakes say, if their arguments do, as found on the CPU with 470 operators and
+the layouts that transposing, channels_last and expanding give. So do those that work value by value, but for a few."""
+
+_UNCERTAIN = frozenset(
+    {
+        *(aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.hardswish_backward.default),
+        *(aten.hardtanh_backward.default, aten.logit_backward.default, aten.threshold_backward.default),
+        *(aten.pow.Scalar, aten.xlogy.Tensor, aten.normal.Tensor_Tensor, aten.native_dropout_backward.default),
+        *(aten.mse_loss_backward.default, aten.huber_loss_backward.default, aten.smooth_l1_loss_backward.default),
+    }
+)
+"""Operators that work value by value, and whose fakes were found to lie otherwise."""
+
+
+def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = True) -> GraphModule:
+    """Turn views of tensors with uncertain strides into reshapes, in place.
+
+    What enters a backward graph was made by the forward one, so only its fakes are known.
+    """
+    certain: set[Node] = set()
+    for node in body.graph.nodes:
+        if node.op != "call_function":
+            if inputs_are_certain or node.op != "placeholder" or _lies_in_one_way(node.meta.get("val")):
+                certain.add(node)
+            continue
+        tensor = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if tensor is not None and tensor not in certain:
+            if node.target is aten.as_strided.default:
+                _refuse(tensor)
+            if node.target in _VIEWS:
+                node.target, node.args = aten.reshape.default, node.args[:2]
+        if _is_certain(node, certain):
+            certain.add(node)
+    return body
+
+
+def _is_certain(node: Node, certain: set[Node]) -> bool:
+    """Whether a node's results surely lie in memory as their fakes do."""
+    target, inputs_are = node.target, all(used in certain for used in node.all_input_nodes)
+    if not compat.is_operator(target):  # getitem, arithmetic of sizes
+        return inputs_are
+    if _lies_in_one_way(node.meta.get("val")):
+        return True
+    known = target in _CERTAIN or compat.is_view(target) or (compat.is_pointwise(target) and target not in _UNCERTAIN)
+    return known and inputs_are
+
+
+def _lies_in_one_way(value: object) -> bool:
+    """Whether no other strides are possible: a number, or a vector without gaps."""
+    return not isinstance(value, Tensor | tuple | list) or (
+        isinstance(value, Tensor) and (value.dim() == 0 or (value.dim() == 1 and value.stride(0) == 1))
+    )
+
+
+def _refuse(tensor: Node) -> None:
+    maker = tensor
+    while not compat.is_operator(maker.target) and isinstance(maker.args[0], Node):  # one of several results
+        maker = maker.args[0]
+    raise CaptureFailed(
+        f"the step uses as_strided on what {maker.target} makes, of shape {tuple(tensor.meta['val'].shape)}; how that"
+        " lies in memory is known when the step runs, and not when it is captured.\n"
+        "  Call .clone(memory_format=torch.contiguous_format) first, or use unfold or indexing instead of as_strided."
+    )
