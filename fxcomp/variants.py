@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from fxcomp.capture import Captured
 from fxcomp.cost.timeline import Timeline
+from fxcomp.errors import CaptureFailed
 from fxcomp.graph.info import Source, info
 from fxcomp.guards import BatchType, StepGuard, settled
 
@@ -82,6 +83,7 @@ class _Family:
     varying: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     """The dimensions of batch tensors, by leaf, that were not always the same."""
     symbolic: Variant | None = None
+    may_be_symbolic: bool = True
 
     def add(self, kind: BatchType) -> None:
         """Count a batch type that is about to be captured."""
@@ -141,8 +143,14 @@ class Variants:
     def _capture(self, batch: Any, kind: BatchType, around: Hashable) -> Variant:
         family = self._family(kind, around)
         family.add(kind)
-        varying = family.varying if family.captures > STATIC_SHAPES else {}
-        variant = settled(self._guard, lambda: self._make(batch, varying))
+        varying = family.varying if family.captures > STATIC_SHAPES and family.may_be_symbolic else {}
+        try:
+            variant = settled(self._guard, lambda: self._make(batch, varying))
+        except CaptureFailed:
+            if not varying:
+                raise
+            family.may_be_symbolic = False  # what does not trace with symbols may do so for each of its shapes
+            return settled(self._guard, lambda: self._make(batch, {}))
         if varying:
             family.symbolic = variant
         return variant
