@@ -30,6 +30,7 @@ from fxcomp import compat
 
 def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     """The same graph without operators that write, but for random fills of fresh memory and copies into inputs."""
+    _look_instead_of_turning(traced)
     writes = [
         node for node in traced.graph.nodes if compat.is_operator(node.target) and compat.is_in_place(node.target)
     ]
@@ -46,6 +47,30 @@ def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
             copy = traced.graph.call_function(torch.ops.aten.copy_.default, (written, last[written]))
         copy.meta["val"] = written.meta["val"]
     return traced
+
+
+_VIEWS: dict[Any, Any] = {
+    torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
+    torch.ops.aten.t_.default: torch.ops.aten.t.default,
+    torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
+    torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.as_strided_.default: torch.ops.aten.as_strided.default,
+    torch.ops.aten.detach_.default: torch.ops.aten.detach.default,
+}
+"""Operators that change how a tensor looks at its memory, and those that look at it anew."""
+
+
+def _look_instead_of_turning(traced: GraphModule) -> None:
+    """Give every node one shape, whenever it is asked.
+
+    A symbolic size is read where it is first needed, from the node that had it when it was made: `sym_size(%stack, 1)`
+    after `transpose_(%stack, 0, 1)`, which batch-first recurrent layers do, would read the other one.
+    """
+    for node in traced.graph.nodes:
+        if node.target in _VIEWS and node.args[0].op != "placeholder":
+            node.target = _VIEWS[node.target]
 
 
 _Plain = dict[Node, tuple[Any, Any]]
