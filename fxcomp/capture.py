@@ -77,6 +77,11 @@ class Captured:
     guard: Callable[[Sequence[Tensor]], bool]
     """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
 
+    def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
+        """The leaves of the auxiliary result, with what the graph has returned of them."""
+        values = iter(returned)
+        return [next(values) if constant is None else constant.value for constant in self.aux]
+
     @property
     def device(self) -> torch.device:
         """Where the model lies, and with it everything."""
