@@ -206,6 +206,22 @@ def has_symbols(value: Tensor) -> bool:
     return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
 
 
+def draws(node: Node) -> bool:
+    """Whether a node changes the random generator's state: attention without dropout is tagged random and does not."""
+    if not is_random(node.target):
+        return False
+    target = cast("OpOverload[..., Any]", node.target)
+    places = places_of_arguments(target)
+
+    def given(name: str) -> Any:
+        if name not in places:
+            return None
+        default = target._schema.arguments[places[name]].default_value
+        return node.args[places[name]] if len(node.args) > places[name] else node.kwargs.get(name, default)
+
+    return not (given("dropout_p") == 0 or given("train") is False or given("training") is False)
+
+
 def is_profiler(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
@@ -255,12 +271,11 @@ def compile_training(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_forward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+    def compile_forward(graph: GraphModule, given: Any) -> Callable[..., Any]:
         return boxed_nop(forward(graph), given)
 
-    compiler: Any = aot_autograd(
-        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_forward
-    )
+    forwards = {"fw_compiler": compile_forward, "inference_compiler": compile_forward}
+    compiler: Any = aot_autograd(bw_compiler=compile_backward, **forwards)
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return compiler(gm, inputs)
 
@@ -700,46 +715,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; the CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-# Memory
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
-
-def forget_freed_memory(device: torch.device) -> None:
-    """Give what a device's allocator keeps for later back to the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def spare_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """What is left beside the most that this process has used at once so far; None where nobody knows.
-
-    Of a host's memory, processes that torchrun has started there leave each other an equal share.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device)
-        return free + kept - torch.cuda.max_memory_allocated(device)
-    available = _kilobytes(root / "proc/meminfo", "MemAvailable")
-    peak, now = (_kilobytes(root / "proc/self/status", key) for key in ("VmHWM", "VmRSS"))
-    if device.type != "cpu" or available is None or peak is None or now is None:
-        return None
-    limit, used = (_text(root / "sys/fs/cgroup" / f"memory.{what}") for what in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
-    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return available // int(neighbours if neighbours.isdigit() else 1) - (peak - now)
-
-
-def _kilobytes(path: Path, key: str) -> int | None:
-    """A line `key:  123 kB` of a file of the system, in bytes."""
-    for line in _text(path).splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return 1024 * int(value.split()[0])
-    return None
 
 
 def processor_name() -> str:
