@@ -79,6 +79,7 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
+from fxcomp.shared_buffers import SharedBuffers
 from fxcomp.step import CompiledStep, Following, GivenUp, Replanned
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 from fxcomp.training import Training
@@ -296,6 +297,8 @@ def compile_step(
     }
     asked |= {"the plan": _asked_plan(plan), "how costs are given": _asked_costs(costs)}
     ranks.check_same("comparing models", _facts(training, captured) | asked)
+    shared_buffers = SharedBuffers.agree(captured.graph, ranks)
+    shared_buffers.mark(captured.graph)
     table = given_costs(costs, ranks)
     ranks.share(itertools.chain(model.parameters(), model.buffers()))
     cluster = ranks.cluster_of(cluster)
@@ -309,6 +312,8 @@ def compile_step(
         check_momentum(error_feedback, optimizer)
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
+        if ranks.world_size > 1:
+            shared_buffers.mark(again.graph)
         return emitted(again, plan, decided.costs)
 
     def fresh_velocities(plan: Plan) -> Velocities:
@@ -456,7 +461,9 @@ def _facts(training: Training, captured: Captured) -> dict[str, Any]:
     named = list(training.model.named_parameters())
     facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
     facts |= {f"requires_grad of {name!r}": p.requires_grad for name, p in named}
-    facts |= {f"the shape of the buffer {name!r}": list(b.shape) for name, b in training.model.named_buffers()}
+    for name, buffer in training.model.named_buffers():
+        facts[f"the shape of the buffer {name!r}"] = list(buffer.shape)
+        facts[f"the dtype of the buffer {name!r}"] = str(buffer.dtype)
     facts |= {f"a gradient of {name!r}": True for name in captured.gradient_names}
     facts["the optimizer"] = type(training.optimizer).__name__
     for number, group in enumerate(training.optimizer.param_groups):

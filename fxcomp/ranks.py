@@ -85,7 +85,11 @@ class Ranks:
             return
         with torch.no_grad():
             for tensor in tensors:
-                dist.broadcast(tensor.data, 0)
+                own = _own_memory(tensor.data)
+                sent = own.contiguous()
+                dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+                if sent is not own:
+                    own.copy_(sent)
 
     def processors(self) -> Processors:
         """What each rank's threads share: the processors it may use, each evenly among the ranks that may use it.
@@ -151,6 +155,11 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
 
 ALONE = Ranks(0, 1, None, False)
 """One rank that has nobody to agree with."""
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """An expanded tensor's elements, each once."""
+    return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _places(names: Sequence[str]) -> list[int]:

@@ -51,6 +51,7 @@ from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.tasks import plan_tasks
 from fxcomp.search.workload import Workload
+from fxcomp.shared_buffers import SharedBuffers
 from fxcomp.step import CompiledStep, Training
 from fxcomp.strategy import Plan
 from fxcomp.variants import Variant
@@ -238,6 +239,7 @@ def capture_job(job: Job) -> tuple[Training, Captured]:
     captured = capture(
         job.model, job.loss_fn, job.optimizer, job.batch, owned, max_grad_norm=job.max_grad_norm, dynamic_dims={}
     )
+    SharedBuffers.agree(captured.graph).mark(captured.graph)
     return training, captured
 
 

@@ -12,7 +12,7 @@ from fxcomp import compat
 from fxcomp.cluster import Cluster, Link
 from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.graph.edit import call
-from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Sharing, Source, set_info, update_info
 from fxcomp.strategy import Bucket, Plan, Strategy
 
 aten = torch.ops.aten
@@ -39,7 +39,8 @@ class Step:
         return self.input(name, shape, Source(InputKind.PARAMETER, name))
 
     def buffer(self, name: str, *shape: int) -> Node:
-        return self.input(name, shape, Source(InputKind.BUFFER, name))
+        """One that all ranks take from rank 0."""
+        return update_info(self.input(name, shape, Source(InputKind.BUFFER, name)), sharing=Sharing.EARLY)
 
     def batch(self, *shape: int) -> Node:
         return self.input("x", shape, Source(InputKind.BATCH))

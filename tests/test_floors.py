@@ -14,7 +14,7 @@ FLOORS = [
     ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt"],
     ["reach", "graph", "ranks"],
-    ["capture_collectives", "on_fakes", "fake_mode", "faithful"],
+    ["capture_collectives", "on_fakes", "fake_mode", "faithful", "shared_buffers"],
     ["capture", "passes", "search", "codegen"],
     ["identity", "training", "wire"],
     ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],

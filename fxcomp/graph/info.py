@@ -65,6 +65,13 @@ class Source:
         return f"{self.kind.value} {self.name or self.index}{'.' + self.key if self.key else ''}"
 
 
+class Sharing(Enum):
+    """When rank 0's values of buffers go to all ranks: the same for every capture, or ranks would launch in disorder."""
+
+    EARLY = "before the first bucket"
+    LATE = "after the last bucket"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """Facts about a node; read with `info(node)`."""
@@ -84,6 +91,8 @@ class NodeInfo:
     """How many the thread takes that launches it, if that is the pool's."""
     stream: Stream | None = None
     source: Source | None = None
+    sharing: Sharing | None = None
+    """Of a buffer that all ranks take from rank 0."""
     work: Work | None = None
     """What a plain operator does, once annotate_costs has asked; a node with another operator is another node."""
 

@@ -1,6 +1,6 @@
 """The graph's own operators: what the collectives need around them, functional and visible as nodes.
 
-    fxcomp::pack(Tensor[] gradients, float scale) -> Tensor      one flat bucket, scaled
+    fxcomp::pack(Tensor[] gradients, float scale) -> Tensor      one flat bucket, scaled; buffers of many types as bytes
     fxcomp::shard(Tensor bucket, int ranks) -> Tensor            pads a bucket so that it splits evenly
     fxcomp::d2h(Tensor value) -> Tensor                          to the host, for a compressor that runs there
     fxcomp::h2d(Tensor value) -> Tensor                          back
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.runtime.exchange import exchange, filled
+from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 
@@ -37,18 +38,14 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 
 
 def _pack(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    flat = torch.cat([gradient.reshape(-1).to(_packed_dtype(gradients[0])) for gradient in gradients])
+    flat = torch.empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients), device=gradients[0].device)
+    for slot, gradient in zip(slots(flat, gradients), gradients, strict=True):
+        slot.copy_(gradient)
     return flat if scale == 1.0 else flat * scale
 
 
 def _pack_fake(gradients: Sequence[Tensor], scale: float) -> Tensor:  # noqa: ARG001
-    elements = sum(gradient.numel() for gradient in gradients)
-    return gradients[0].new_empty(elements, dtype=_packed_dtype(gradients[0]))
-
-
-def _packed_dtype(tensor: Tensor) -> torch.dtype:
-    """Flags travel as bytes, everything else as it is."""
-    return torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
+    return gradients[0].new_empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients))
 
 
 def _shard(bucket: Tensor, ranks: int) -> Tensor:

@@ -11,6 +11,9 @@
 
 DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden
 behind the backward pass, and leaves the same buffers on all ranks.
+
+Which buffers travel, and whether before or after the gradients, is agreed beforehand (`Sharing`): a rank whose batch
+writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast.
 """
 
 from __future__ import annotations
@@ -20,70 +23,55 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from fxcomp.graph.buffers import last_writes
 from fxcomp.graph.edit import call
-from fxcomp.graph.info import InputKind, NodeInfo, Role, info
+from fxcomp.graph.info import NodeInfo, Role, Sharing, info
 from fxcomp.graph.ops import BROADCAST, PACK, WAIT
+from fxcomp.runtime.packing import packed_sizes
 
+_aten = torch.ops.aten
 _COPY_BACK = NodeInfo(Role.UNPACK)
+_BODY = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT)
 
 
 def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
-    writes = _last_writes(gm) if world_size > 1 else {}
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}
-    for dtype in dict.fromkeys(buffer.meta["val"].dtype for buffer in writes):
-        own = {buffer: node for buffer, node in writes.items() if buffer.meta["val"].dtype is dtype}
-        suffix = "" if dtype is torch.float32 else f"_{str(dtype).removeprefix('torch.')}"
-        _broadcast(gm, list(own), max(own.values(), key=order.__getitem__), suffix)
+    shared = [node for node in gm.graph.find_nodes(op="placeholder") if info(node).sharing is not None]
+    if world_size == 1 or not shared:
+        return gm
+    shared.sort(key=lambda node: -node.meta["val"].element_size())  # bytes of wide types lie where they must
+    writes = last_writes(gm)
+    known = {buffer: writes[buffer].value if buffer in writes else buffer for buffer in shared}
+    _broadcast(gm, known, _place(gm, shared))
     return gm
 
 
-def _broadcast(gm: GraphModule, buffers: list[Node], last: Node, suffix: str) -> None:
-    """Share buffers of one dtype, behind the last node that changes one of them."""
-    graph = gm.graph
-    with graph.inserting_after(last):
-        packed = call(graph, PACK, (buffers, 1.0), NodeInfo(Role.PACK), name=f"pack_buffers{suffix}")
+def _place(gm: GraphModule, shared: list[Node]) -> Node:
+    """The node after which the buffers leave: all values are known there, and it is on the agreed side of backward."""
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    writes = last_writes(gm)
+    after = [writes[buffer].ready for buffer in shared if buffer in writes]
+    after += [node for node in order if node.op in ("placeholder", "get_attr")]
+    if info(shared[0]).sharing is Sharing.LATE:
+        after += [node for node in order if info(node).role in _BODY]
+    return max(after, key=order.__getitem__)
+
+
+def _broadcast(gm: GraphModule, known: dict[Node, Node], after: Node) -> None:
+    """Send what is known of each buffer, and copy what arrives into it at the end of the step."""
+    graph, values = gm.graph, [value.meta["val"] for value in known.values()]
+    with graph.inserting_after(after):
+        packed = call(graph, PACK, (list(known.values()), 1.0), NodeInfo(Role.PACK), name="pack_buffers")
     with graph.inserting_after(packed):
         label = NodeInfo(Role.COLLECTIVE)
-        broadcast = call(graph, BROADCAST, (packed, 0, "world"), label, name=f"broadcast_buffers{suffix}")
+        broadcast = call(graph, BROADCAST, (packed, 0, "world"), label, name="broadcast_buffers")
     with graph.inserting_before(graph.output_node()):
         wait = call(graph, WAIT, (broadcast,), NodeInfo(Role.WAIT))
-        sizes = [buffer.meta["val"].numel() for buffer in buffers]
-        pieces = call(graph, torch.ops.aten.split_with_sizes.default, (wait, sizes), _COPY_BACK)
-        for index, buffer in enumerate(buffers):
-            piece = call(graph, operator.getitem, (pieces, index), _COPY_BACK)
+        pieces = call(graph, _aten.split_with_sizes.default, (wait, packed_sizes(values)), _COPY_BACK)
+        for index, buffer in enumerate(known):
             value = buffer.meta["val"]
-            known = value if value.is_contiguous() else None
-            shaped = call(graph, torch.ops.aten.view.default, (piece, list(value.shape)), _COPY_BACK, value=known)
-            call(graph, torch.ops.aten.copy_.default, (buffer, shaped), _COPY_BACK, value=value)
-
-
-def _last_writes(gm: GraphModule) -> dict[Node, Node]:
-    """The buffers that the step changes, with the last node that does. Counters agree on all ranks by themselves."""
-    writes: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        for buffer in _written(node):
-            source = info(buffer).source
-            if source is not None and source.kind is InputKind.BUFFER and not _counts(node):
-                writes[buffer] = node
-    return writes
-
-
-def _counts(write: Node) -> bool:
-    """Whether a buffer only grows by a constant, as batch norm's number of batches does."""
-    value = write.args[1] if write.target is torch.ops.aten.copy_.default else None
-    if not isinstance(value, Node) or value.target is not torch.ops.aten.add.Tensor:
-        return False
-    return value.args[0] is write.args[0] and not isinstance(value.args[1], Node)
-
-
-def _written(node: Node) -> list[Node]:
-    """The inputs that a node changes; batch norm's operators change their running statistics without declaring it."""
-    if node.op != "call_function":
-        return []
-    if node.target is torch.ops.aten.copy_.default:
-        return [arg for arg in node.args[:1] if isinstance(arg, Node)]
-    if node.target is torch.ops.aten.native_batch_norm.default and node.args[5]:
-        return [arg for arg in node.args[3:5] if isinstance(arg, Node)]
-    if node.target is torch.ops.aten.cudnn_batch_norm.default and node.args[5]:
-        return [arg for arg in node.args[3:5] if isinstance(arg, Node)]
-    return []
+            piece = call(graph, operator.getitem, (pieces, index), _COPY_BACK)
+            if value.dtype is not packed.meta["val"].dtype:
+                piece = call(graph, _aten.view.dtype, (piece, value.dtype), _COPY_BACK)
+            alike = value if value.is_contiguous() else None
+            shaped = call(graph, _aten.view.default, (piece, list(value.shape)), _COPY_BACK, value=alike)
+            call(graph, _aten.copy_.default, (buffer, shaped), _COPY_BACK, value=value)

@@ -9,7 +9,8 @@
     bucket 0: wait, decompress, update;  bucket 1: …        (with clipping: all waits, the norm, all updates)
     (with a commit: all waits, other ranks' buffers, the commit, the norm, all updates)
 
-The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch.
+The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch;
+the broadcast of buffers goes before all of them or after all of them, as was agreed.
 Updates write parameters in place and come behind all compute that reads them.
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.info import Role, info
+from fxcomp.graph.info import Role, Sharing, info
 from fxcomp.strategy import Plan
 
 _SYNC = (
@@ -79,18 +80,26 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
             stages.setdefault((label.bucket, label.stage), []).append(node)
 
     place = {node: i for i, node in enumerate(body)}
-    ends: list[int] = []
+    ends = [_buffers_leave(body, nodes)]  # and behind each bucket's last gradient
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
         last = max((place[n] for n in body if info(n).role is Role.GRADIENT and info(n).parameter in names), default=-1)
-        ends.append(max([last + 1, *ends[-1:]]))
+        ends.append(max(last + 1, ends[-1]))
 
     done = 0
     for launch in plan.schedule():
-        yield from body[done : max(done, ends[launch.region])]
-        done = max(done, ends[launch.region])
+        end = ends[launch.region + 1]
+        yield from body[done : max(done, end)]
+        done = max(done, end)
         yield from stages.get((launch.bucket, launch.stage), [])
     yield from body[done:]
+
+
+def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:
+    """No bucket starts before this place: where buffers leave before gradients, they do so on every rank."""
+    if not any(info(node).sharing is Sharing.EARLY for node in nodes):
+        return 0
+    return max((i + 1 for i, node in enumerate(body) if info(node).role is Role.COLLECTIVE), default=0)
 
 
 def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]:

@@ -7,7 +7,6 @@ there, in order, until `h2d` takes it back. Nothing here knows a plan; the emitt
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 from fxcomp.compressors import Compressor, kernels
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.float_state import as_caller_computes
+from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport, Work
 
@@ -80,7 +80,7 @@ class Runtime:
         self.owed: dict[str, Tensor] = {}
         """What another plan left out of parameters' gradients, flat: packing adds it, until somebody clears it."""
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._slots: dict[tuple[str, tuple[torch.Size, ...]], list[Tensor]] = {}
+        self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     # Lines of an emitted step
@@ -88,23 +88,18 @@ class Runtime:
     def pack(self, name: str, parameters: Sequence[str], gradients: Sequence[Tensor], scale: float) -> Tensor:
         """Copy gradients into one flat bucket, scaled."""
         self.see(parameters, gradients)
-        sizes = [gradient.numel() for gradient in gradients]
-        first = gradients[0]
-        dtype = torch.uint8 if first.dtype is torch.bool else first.dtype
-        flat = self._buffer(name, sum(sizes), dtype, first.device)
-        shapes = tuple(gradient.shape for gradient in gradients)
-        slots = self._slots.get((name, shapes))
-        if slots is None:
-            ends = itertools.accumulate(sizes)
-            parts = zip(ends, sizes, shapes, strict=True)
-            slots = self._slots[name, shapes] = [flat[end - size : end].view(shape) for end, size, shape in parts]
-        for slot, gradient in zip(slots, gradients, strict=True):
+        types = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
+        flat = self._buffer(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
+        parts = self._slots.get((name, types))
+        if parts is None:
+            parts = self._slots[name, types] = slots(flat, gradients)
+        for slot, gradient in zip(parts, gradients, strict=True):
             if scale == 1.0:
                 slot.copy_(gradient)
             else:
                 torch.mul(gradient, scale, out=slot)
         if self.owed:
-            for parameter, slot in zip(parameters, slots, strict=False):
+            for parameter, slot in zip(parameters, parts, strict=False):
                 if parameter in self.owed:
                     slot.add_(self.owed[parameter].view(slot.shape), alpha=scale)
         return flat

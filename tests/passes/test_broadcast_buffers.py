@@ -1,4 +1,4 @@
-"""Buffers that the step writes leave it as rank 0's on every rank."""
+"""Buffers that ranks share leave the step as rank 0's on every rank."""
 
 from before_after import before_after
 from graphs import linear_step
@@ -7,7 +7,7 @@ from fxcomp.graph.ops import BROADCAST
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
 
 
-def test_written_buffers_are_broadcast_behind_their_last_write(golden):
+def test_shared_buffers_are_broadcast_as_soon_as_their_values_are_known(golden):
     text, _ = before_after(broadcast_buffers, linear_step(buffer=True), 2)
     golden("broadcast_buffers/running_mean.txt", text)
 
