@@ -477,6 +477,7 @@ _WORK = {
     "next": "compression",  # a compressor's next state
     "decompress": "compression",
     "mean": "compression",  # what the graph calls a decompressed bucket
+    "exchange": "exchanges",  # the loss function's own collectives
 }
 _EXPOSED = "exposed"
 
@@ -487,11 +488,13 @@ def _kind(name: str) -> str:
 
 
 def parts_us(timeline: Timeline) -> dict[str, float]:
-    """Where the step goes: compute, packing, compression, what these lose to the network's software, standing still."""
+    """Where the step goes: compute, packing, compression, the loss function's own exchanges, what these lose to the
+    network's software, standing still."""
     parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
     for span in timeline.spans:
         if span.task.stream is Stream.COMPUTE:
-            parts[_kind(span.task.name)] += span.task.duration_us
+            kind = _kind(span.task.name)
+            parts[kind] = parts.get(kind, 0.0) + span.task.duration_us
     return {**parts, "contention": timeline.slowed_us(Stream.COMPUTE), _EXPOSED: timeline.exposed_us}
 
 
@@ -607,7 +610,7 @@ _ROWS = {
     Stream.INTER: "between",
     Stream.H2D: "to device",
 }
-_MARKS = {"compute": "█", "compression": "▓", "packing": "░"}
+_MARKS = {"compute": "█", "compression": "▓", "packing": "░", "exchanges": "▒"}
 _BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _IDLE = "·"
 _LABEL = 11
@@ -620,7 +623,7 @@ def _drawing(timeline: Timeline, width: int, digits: int) -> RenderableType:
     lines = [f"  {_ROWS[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in busy]
     end = f"{_ms(timeline.step_time_us, digits)} ms"
     lines.append(f"{'':<{_LABEL}}0{end:>{cells - 1}}")
-    legend = [f"{mark} {name}" for name, mark in _MARKS.items() if parts_us(timeline)[name]]
+    legend = [f"{mark} {name}" for name, mark in _MARKS.items() if parts_us(timeline).get(name)]
     if any(stream is not Stream.COMPUTE for stream in busy):
         legend.append("0-9a-z a bucket on its way")
     legend.append(f"{_IDLE} idle")

@@ -149,13 +149,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], An
 }
 
 LENGTHS = {0: [4, 6, 8, 10], 1: [6, 4, 6, 12]}
-"""For the losses whose payloads do not depend on them."""
+"""Rank 1 has its own where payloads do not depend on them. From the third on, sizes are symbols."""
 
 
 def batch_of(case: str, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    varies = case in ("normalised by tokens", "all_reduce in a module")
-    return torch.randn(LENGTHS[rank][step] if varies else 4, 6, generator=generator)
+    differs = case in ("normalised by tokens", "all_reduce in a module")
+    return torch.randn(LENGTHS[rank if differs else 0][step], 6, generator=generator)
 
 
 # What is refused
@@ -331,6 +331,23 @@ def test_a_group_of_one_rank_is_eager_exactly():
     distance, step = alone(gathered_if_there_are_ranks)
     assert distance == 0
     assert "rt.exchange(" in step.source
+    assert any(span.task.name.startswith("exchange ") for span in step.timeline.spans)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_process_group_that_is_gone_is_missed_by_name():
+    group = dist.new_group([0])
+
+    def summed(model: nn.Module, batch: Tensor) -> Tensor:
+        total = batch.sum()
+        dist.all_reduce(total, group=group)
+        return squares(model, batch) * total
+
+    model = towers()
+    step = fxcomp.compile_step(model, summed, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 6))
+    dist.destroy_process_group(group)
+    with pytest.raises(fxcomp.errors.StepChanged, match=r"exists no more.\n  Make groups once"):
+        step(torch.ones(4, 6))
 
 
 def test_without_a_process_group_a_loss_that_asks_first_is_eager_exactly():

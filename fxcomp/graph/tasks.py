@@ -48,7 +48,10 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
             label.role is Role.COMPRESS and label.stream is Stream.CPU and label.bucket in saved
         ):  # the main thread hands over what it has saved
             before = (*before, saved[label.bucket])
-        if _blocks(node):
+        if label.role is Role.EXCHANGE:  # compute stands still for it
+            tasks.append(Task(f"exchange {node.name}", Stream.COMPUTE, label.cost_us or 0.0, before))
+            made_by[node] = (tasks[-1].name,)
+        elif _blocks(node):
             tasks.append(Task(node.name, Stream.COMPUTE, 0.0, before))
             made_by[node] = (node.name,)
         elif label.cost_us:

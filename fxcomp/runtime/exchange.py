@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
+from fxcomp.errors import StepChanged
 
 
 class ExchangeKind(Enum):
@@ -51,7 +52,7 @@ def exchange(
     `how` is a reduction's operation. `numbers` is a root's place in the group, or for all_to_all_single the sizes of
     the parts that come and go.
     """
-    chosen, handle = ExchangeKind(kind), compat.process_group(group)
+    chosen, handle = ExchangeKind(kind), _group(group)
     shaped = [value.contiguous() for value in sent]
     if chosen in IN_PLACE:
         out = [value.clone() if value is given else value for value, given in zip(shaped, sent, strict=True)]
@@ -135,6 +136,16 @@ _RUN: Mapping[ExchangeKind, Run] = {
     ExchangeKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
     ExchangeKind.BARRIER: _barrier,
 }
+
+
+def _group(name: str) -> Any:
+    try:
+        return compat.process_group(name)
+    except RuntimeError as error:
+        raise StepChanged(
+            f"the process group {name!r}, which the loss function communicated with when the step was compiled, exists"
+            " no more.\n  Make groups once, before compile_step, and keep them."
+        ) from error
 
 
 def _operation(how: str) -> dist.ReduceOp.RedOpType:
