@@ -1,4 +1,4 @@
-"""All ranks take rank 0's buffers, whatever each of them writes for its own batches, as under DistributedDataParallel."""
+"""All ranks take rank 0's buffers, whatever each writes for its own batches, as under DistributedDataParallel."""
 
 from __future__ import annotations
 
