@@ -37,7 +37,7 @@ from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
-from fxcomp.on_fakes import on_fakes
+from fxcomp.on_fakes import swapped, untouched
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -76,6 +76,11 @@ class Captured:
     without_gradient: tuple[str, ...]
     guard: Callable[[Sequence[Tensor]], bool]
     """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
+
+    def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
+        """The leaves of the auxiliary result, with what the graph has returned of them."""
+        values = iter(returned)
+        return [next(values) if constant is None else constant.value for constant in self.aux]
 
     @property
     def device(self) -> torch.device:
@@ -257,7 +262,7 @@ def _trace_forward_backward(
         inside = _named(fakes.parameters, parameters) | _named(fakes.buffers, buffers)
         rules = faithful(inside, caches_casts=caches_casts), keeping_collectives(model)
         stand_ins = fakes.stand_ins(parameters, buffers)
-        with on_fakes(model, loss_fn, stand_ins), rules[0], rules[1]:
+        with swapped(model, stand_ins), rules[0], rules[1]:
             loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
             value = loss.detach().clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
@@ -282,7 +287,8 @@ def _trace_forward_backward(
     inputs = ([f for _, _, f in fakes.parameters], [f for _, _, f in fakes.buffers], fakes.batch)
     # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
     # operators. Other operators choose oneDNN when they run.
-    with fakes.mode, _as_capture_failure(), warnings.catch_warnings(), compat.without_onednn():
+    outside = untouched(model, loss_fn), warnings.catch_warnings()
+    with outside[0], fakes.mode, _as_capture_failure(), outside[1], compat.without_onednn():
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         with torch.enable_grad():
             traced = compat.trace(forward_backward, inputs)

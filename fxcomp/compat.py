@@ -717,6 +717,46 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+# Memory
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
+def forget_freed_memory(device: torch.device) -> None:
+    """Give what a device's allocator keeps for later back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def spare_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """What is left beside the most that this process has used at once so far; None where nobody knows.
+
+    Of a host's memory, processes that torchrun has started there leave each other an equal share.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device)
+        return free + kept - torch.cuda.max_memory_allocated(device)
+    available = _kilobytes(root / "proc/meminfo", "MemAvailable")
+    peak, now = (_kilobytes(root / "proc/self/status", key) for key in ("VmHWM", "VmRSS"))
+    if device.type != "cpu" or available is None or peak is None or now is None:
+        return None
+    limit, used = (_text(root / "sys/fs/cgroup" / f"memory.{what}") for what in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        available = min(available, max(0, int(limit) - int(used)))
+    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return available // int(neighbours if neighbours.isdigit() else 1) - (peak - now)
+
+
+def _kilobytes(path: Path, key: str) -> int | None:
+    """A line `key:  123 kB` of a file of the system, in bytes."""
+    for line in _text(path).splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return 1024 * int(value.split()[0])
+    return None
+
+
 def processor_name() -> str:
     """The processor as the system calls it."""
     try:

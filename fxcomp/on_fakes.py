@@ -26,15 +26,17 @@ Table = dict[str, Any]
 
 
 @contextmanager
-def on_fakes(model: nn.Module, loss_fn: Callable[..., Any], stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Put the stand-ins, by the id of what they stand for, into a model while its loss function is traced."""
+def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
+    """Leave everything that Python can reach as it was, and refuse a trace that keeps tensors or draws with Python.
+
+    Around the whole trace: inside it, copies of tensors would be part of it.
+    """
     reach = walk(model, {"loss_fn": loss_fn})
     before, draws = Before(reach), Draws(reach)
     kept: list[str] = []
     moved: list[str] = []
     try:
-        with _swapped(model, stand_ins):
-            yield
+        yield
     finally:
         kept, moved = before.put_back(), draws.put_back()
     if moved:
@@ -57,8 +59,8 @@ def _refuse_draws(moved: Sequence[str], line: str) -> None:
 
 
 @contextmanager
-def _swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Put traced tensors in place of the model's parameters and buffers."""
+def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
+    """Put traced tensors in place of the model's parameters and buffers, by the id of what they stand for."""
     saved: list[tuple[Table, Table]] = []
     try:
         for module in model.modules():

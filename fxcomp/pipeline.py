@@ -74,6 +74,7 @@ from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout, Velocities
 from fxcomp.runtime.transport import Transport
+from fxcomp.sampling import SAMPLED, VerifiedSteps
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
@@ -249,7 +250,7 @@ def compile_step(
     error_feedback: ErrorFeedback = CLASSIC,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
-    verify_every: int = 0,
+    verify_every: int | str = SAMPLED,
     replan: str = "offer",
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
@@ -265,9 +266,10 @@ def compile_step(
     `aggressive`. `error_feedback` has the variants of error feedback, and warm-up. `max_grad_norm` clips the averaged
     gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not
     finite: parameters and the optimizer's state stay as they were, and residuals up to one rounding; all updates wait
-    for the last bucket. `verify_every=N` compares loss and gradients with eager PyTorch every N steps, before anything
-    is updated. `replan` says what happens when the running step shows that a cost is wrong: `offer` (the report says
-    so, and `step.replan()` plans anew), `auto` (all ranks plan anew at the same step), `off` (nothing is timed).
+    for the last bucket. `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update:
+    `sampled` (2, 5, 10, 20, 50 and so on), every N-th, or `never`. `replan` says what happens when the running step
+    shows that a cost is wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan
+    anew at the same step), `off` (nothing is timed).
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do.
     """
@@ -279,9 +281,11 @@ def compile_step(
         _check_is_costs(costs)
         check_experiment(error_feedback, planned=plan is not None)
         check_momentum(error_feedback, optimizer, clips=max_grad_norm is not None, alone=ranks.world_size == 1)
-        why_not = _why_no_replanning(planned=plan is not None, feedback=error_feedback, verify_every=verify_every)
+        why_not = _why_no_replanning(
+            planned=plan is not None, feedback=error_feedback, verified=VerifiedSteps.parse(verify_every)
+        )
         _check_replan(replan, why_not)
-        return _checked_mode(mode, max_grad_norm, verify_every), why_not
+        return _checked_mode(mode, max_grad_norm), why_not
 
     chosen_mode, why_not = ranks.attempt("checking options", checked)
     training, captured = ranks.attempt(
@@ -376,7 +380,7 @@ def compile_step(
     )  # fmt: skip
     # A given plan without costs was not judged by anything that could turn out wrong.
     is_watched = replan != Replan.OFF.value and ranks.world_size > 1 and (plan is None or costs is not None)
-    unseen = (EVERY_STEP_VERIFIED,) if ranks.world_size > 1 and verify_every == 1 else ()
+    unseen = (EVERY_STEP_VERIFIED,) if ranks.world_size > 1 and VerifiedSteps.parse(verify_every).is_all else ()
 
     step = CompiledStep(
         training,
@@ -825,7 +829,7 @@ def _check_is_plan(plan: object) -> None:
         )
 
 
-def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback, verify_every: int) -> str:
+def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback, verified: VerifiedSteps) -> str:
     """What forbids to change the plan later; empty if nothing does."""
     if planned:
         return "the plan was given, and fxcomp changes only what it chose.\n  Leave plan= out, or compile another step."
@@ -834,7 +838,7 @@ def _why_no_replanning(*, planned: bool, feedback: ErrorFeedback, verify_every: 
             "velocities of momentum correction belong to the plan that they were gathered under.\n"
             "  Save a state, compile another step, and load it there."
         )
-    if verify_every == 1:
+    if verified.is_all:
         return (
             "every step is verified, which takes longer than training does, so none can be timed.\n"
             "  Verify more seldom: verify_every=2 leaves every other step to time."
@@ -853,9 +857,7 @@ def _check_is_costs(costs: object) -> None:
         raise BadOption(f"costs is a fxcomp.CostTable or the path of a saved one; it is a {type(costs).__name__}")
 
 
-def _checked_mode(mode: str, max_grad_norm: float | None, verify_every: int) -> Mode:
+def _checked_mode(mode: str, max_grad_norm: float | None) -> Mode:
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
-    if verify_every < 0:
-        raise BadOption(f"verify_every must be 0 (never) or a number of steps; it is {verify_every}")
     return Mode.parse(mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,12 +31,13 @@ from fxcomp.handover import Exchange, Holding, hand_over
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
+from fxcomp.sampling import NEVER, VerifiedSteps
 from fxcomp.saved_state import Carried, Given, Here, read_together, restore
 from fxcomp.step_times import Looks, StepTimes
 from fxcomp.strategy import Plan
 from fxcomp.training import Training
 from fxcomp.variants import Variant, Variants
-from fxcomp.verify import Verifier
+from fxcomp.verify.verifier import Verification, Verifier
 
 SWITCH_STEPS = 20
 """So many measured steps decide whether a compressed plan is kept."""
@@ -115,7 +115,7 @@ class CompiledStep:
         velocities_of: Callable[[Plan], Velocities] | None = None,
         feedback: ErrorFeedback = CLASSIC,
         ranks: Ranks = ALONE,
-        verify_every: int = 0,
+        verify_every: int | str = NEVER,
         dense_ms: float | None = None,
         dense_plan: Plan | None = None,
         predicted_free_ms: float | None = None,
@@ -146,7 +146,7 @@ class CompiledStep:
         self._build = build
         self._guard = StepGuard(training)
         self.variants = Variants(self._guard, self._build_variant)
-        self._verifier = Verifier(training, verify_every)
+        self._verifier = Verifier(training, VerifiedSteps.parse(verify_every), self._is_fresh, self.notes.append)
         self._judge_from_here()
         self._following = following
         self.timed: tuple[Row, ...] = ()
@@ -183,31 +183,36 @@ class CompiledStep:
         watch = self._watch_of(kind) if not verify else None
         begin = self.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
-        checked = self._verifier.checked(batch, variant.captured, self.runtime, self.steps) if verify else nullcontext()
         plain = torch.inference_mode(False), torch.no_grad(), compat.without_autocast()
-        with plain[0], checked, plain[1], plain[2]:
-            result = self._run(variant, leaves, watch)
+        with plain[0]:
+            checking = self._begin_verifying(batch, variant) if verify else None
+            with plain[1], plain[2]:
+                result = self._run(variant, leaves, checking or watch)
         self._count((begin, self.times.look()), kind, verify)
         return result
 
-    def _run(self, variant: Variant, leaves: Sequence[Any], watch: Watch | None) -> Any:
+    def _run(self, variant: Variant, leaves: Sequence[Any], observer: Watch | Verification | None) -> Any:
         if self._feedback.scale_with_lr:
             self._scale_residuals()
         arguments = self.feed(variant, leaves)
-        if watch is None:
+        if observer is None:
             loss, aux = variant.module.step(self.runtime, *arguments)
+        elif isinstance(observer, Verification):
+            loss, aux = observer.run(arguments)
         else:
-            loss, aux = watch.run(self.steps, variant, self.runtime, arguments)
+            loss, aux = observer.run(self.steps, variant, self.runtime, arguments)
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
             self._settle_waiting()
         captured = variant.captured
         if captured.has_aux:
             assert captured.aux_spec is not None, "a step with aux knows its structure"
-            tensors = iter(aux)
-            filled = [next(tensors) if constant is None else constant.value for constant in captured.aux]
-            return loss, pytree.tree_unflatten(filled, captured.aux_spec)
+            return loss, pytree.tree_unflatten(captured.aux_leaves(aux), captured.aux_spec)
         return loss
+
+    def _begin_verifying(self, batch: Any, variant: Variant) -> Verification | None:
+        is_plain = self.plan.is_dense and self.velocities is None and not self.runtime.owed
+        return self._verifier.begin(batch, variant, self.runtime, self.steps, is_plain=is_plain)
 
     def feed(self, variant: Variant, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
         """The arguments of the emitted function, in its order: lists of what the graph's inputs stand for."""

@@ -537,3 +537,11 @@ def test_drawing_with_python_or_numpy_is_refused_and_leaves_their_states(draw: A
     with pytest.raises(errors.DrawsInPython, match=f"(?s){text}"):
         compiled(model)
     assert states() == before
+
+
+def test_tracing_does_not_count_the_batches_of_a_teacher():
+    teacher = nn.Sequential(nn.Linear(20, 10), nn.BatchNorm1d(10)).requires_grad_(False)
+    step = compiled(small(), lambda model, batch: (model(batch[0]) - teacher(batch[0])).square().mean())
+    assert teacher[1].num_batches_tracked == 0
+    step(BATCH)
+    assert teacher[1].num_batches_tracked == 1

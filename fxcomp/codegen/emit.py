@@ -310,13 +310,13 @@ def _unpacked_inputs(gm: GraphModule) -> list[str]:
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
-    """The line where parameters begin to change. Gradients that no bucket showed are shown here."""
+    """The line where parameters begin to change. Gradients that no bucket carries are shown and completed here."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
     unseen = [n for n in local if not any(user.target is PACK for user in n.users)]
     if unseen:
         names = _text([str(info(n).parameter) for n in unseen])
-        lines.append(f"    rt.see({names}, {_text(unseen)})")
+        lines.append(f"    {_text(unseen)} = rt.complete({names}, {_text(unseen)})")
     return [*lines, f"    rt.before_update({loss.name})"]
 
 

@@ -60,3 +60,21 @@ def rebound(module: ModuleType, replacement: Callable[[str, Callable[..., Any]],
     other.__dict__.update(module.__dict__)
     replace_regions(other, replacement)
     return FunctionType(module.step.__code__, other.__dict__, "step")
+
+
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
+
+def observed(module: ModuleType, *, rule: Wrap, update: Wrap) -> Any:
+    """The module's step with the optimizer's rules, and the regions that call them, wrapped; its own stay as they are.
+
+    Updates are plain functions: Inductor compiles the other regions alone.
+    """
+    other = ModuleType(module.__name__)
+    other.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if name.startswith("optimizer_step_"):
+            other.__dict__[name] = rule(name, value)
+        elif name.startswith("update_"):
+            other.__dict__[name] = update(name, FunctionType(value.__code__, other.__dict__, name))
+    return FunctionType(module.step.__code__, other.__dict__, "step")

@@ -20,6 +20,7 @@ from fxcomp.errors import BadOption
 from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.stopwatch import Stopwatch
+from fxcomp.sampling import NEVER, NO_STEPS, VerifiedSteps
 
 WINDOW = 20
 """So many timed steps make a median. Two windows in a row are judged together."""
@@ -63,19 +64,20 @@ class Schedule:
 
     every: int
     window: int = WINDOW
-    verify_every: int = 0
-    """Every how-manieth step is verified, counted from the first of the job; 0 for none, 1 leaves nothing to time."""
+    verified: VerifiedSteps = NO_STEPS
+    """Which steps are verified, counted from the first of the job."""
 
     @classmethod
-    def of(cls, step_us: float, verify_every: int = 0) -> Schedule:
+    def of(cls, step_us: float, verify_every: int | str = NEVER) -> Schedule:
         """For steps of about this length: as often as TIMING_SHARE allows, and as verifying leaves steps to time."""
         share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
-        least = 2 if verify_every == 2 else 1  # of each two steps, one is verified
-        return cls(min(MOST_SELDOM, max(least, math.ceil(share))), verify_every=verify_every)
+        verified = VerifiedSteps.parse(verify_every)
+        least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
+        return cls(min(MOST_SELDOM, max(least, math.ceil(share))), verified=verified)
 
     def is_verified(self, step: int) -> bool:
         """Whether a step is compared with eager PyTorch."""
-        return self.verify_every > 0 and step % self.verify_every == 0
+        return step in self.verified
 
     def is_timed(self, step: int, begun: int) -> bool:
         """Whether a step of a plan that is followed since `begun` is timed: the first of each `every` that can be."""

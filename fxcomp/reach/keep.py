@@ -112,14 +112,17 @@ def _what_is_kept(value: Any, depth: int = DEPTH) -> str:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if _is(value, COLLECTIONS):
-        yield from value.values() if _is(value, dict) else value
+    if _is(value, dict):
+        yield from value.values()
+    elif _is(value, COLLECTIONS):
+        yield from value
     if _is(value, FunctionType):
         yield from (_read(cell, "cell_contents") for cell in value.__closure__ or ())
     elif _is(value, partial):
         yield from (*value.args, *value.keywords.values())
-    elif not isinstance(value, type) and type(value).__dictoffset__:
-        yield from vars(value).values()
+    elif not _is(value, type) and type(value).__dictoffset__:
+        attributes: dict[str, Any] = value.__dict__
+        yield from attributes.values()
 
 
 def _is(value: object, kinds: type | tuple[type, ...]) -> bool:

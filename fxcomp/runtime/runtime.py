@@ -272,6 +272,16 @@ class Runtime:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self.on_gradient(parameter, gradient)
 
+    def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Show gradients that no bucket carries, and add what waited for them: one rank alone has no buckets."""
+        self.see(parameters, gradients)
+        if not self.owed:
+            return list(gradients)
+        return [
+            gradient + self.owed[name].view(gradient.shape) if name in self.owed else gradient
+            for name, gradient in zip(parameters, gradients, strict=True)
+        ]
+
     def before_update(self, loss: Tensor) -> None:
         """The last line before parameters change: every gradient has been seen."""
         if self.on_update is not None:

@@ -87,5 +87,19 @@ def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
     rt.on_gradient = lambda name, gradient: seen.update({name: float(gradient.sum())})
     rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(3)), 0.5)
     rt.pack("buffers", (), (torch.ones(7),), 1.0)
-    rt.see(("c",), (torch.ones(4),))
+    (alone,) = rt.complete(("c",), (torch.ones(4),))
     assert seen == {"a": 2.0, "b": 3.0, "c": 4.0}
+    assert torch.equal(alone, torch.ones(4))
+
+
+def test_what_waits_for_a_gradient_is_added_but_not_shown(rt: Runtime):
+    seen: dict[str, float] = {}
+    rt.on_gradient = lambda name, gradient: seen.update({name: float(gradient.sum())})
+    rt.owed = {"a": torch.full((2,), 3.0), "c": torch.full((4,), 5.0)}
+    packed = rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(1)), 0.5)
+    broadcast = torch.ones(1).expand(2, 2)  # gradients may overlap in memory: they are not added to in place
+    alone, other = rt.complete(("c", "d"), (broadcast, broadcast))
+    assert packed.tolist() == [2.0, 2.0, 0.5]
+    assert alone.tolist() == [[6.0] * 2] * 2
+    assert other.tolist() == [[1.0] * 2] * 2
+    assert seen == {"a": 2.0, "b": 1.0, "c": 4.0, "d": 4.0}

@@ -1,0 +1,49 @@
+"""Which steps are compared with eager PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxcomp.errors import BadOption
+
+SAMPLED = "sampled"
+NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedSteps:
+    """Which steps of a job, counted from 0, are verified: the same ones on every rank."""
+
+    every: int | None = 0
+    """Every how-manieth; 0 for none, None for a sample that thins out."""
+
+    @classmethod
+    def parse(cls, option: object) -> VerifiedSteps:
+        """Raises BadOption for what is no option."""
+        if option == SAMPLED:
+            return cls(None)
+        if option == NEVER:
+            return cls(0)
+        if isinstance(option, int) and option >= 0:
+            return cls(int(option))
+        raise BadOption(
+            f"verify_every must be {SAMPLED!r}, {NEVER!r} or a number of steps, 0 for never; it is {option!r}.\n"
+            f"  {SAMPLED!r} verifies steps 2, 5, 10, 20, 50, 100 and so on."
+        )
+
+    def __contains__(self, step: int) -> bool:
+        if self.every is not None:
+            return self.every > 0 and step % self.every == 0
+        while step > 0 and step % 10 == 0:
+            step //= 10
+            if step == 1:
+                return True
+        return step in (2, 5)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no step is left to be timed."""
+        return self.every == 1
+
+
+NO_STEPS = VerifiedSteps()
