@@ -16,6 +16,8 @@ parameters must start equal, and the first backward passes are compared between 
   recompilations than torch allows, is an error then, and not eager code that reduces nothing.
 - Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
   mean of sums; error feedback carries over from one micro-batch to the next.
+- Collectives of the model's own stay where they are. One that ends at a parameter's gradient is its reduction, and is
+  never done twice.
 - Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
 - What compression left out, and what else compressors remember, is saved with `compiled_model(model).state_dict()` on
   every rank, and taken back with `.load_state_dict(state)`, as of a compiled step.
