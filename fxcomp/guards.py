@@ -41,6 +41,19 @@ class TensorType(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """What differs between two keys, or two batches."""
+
+    what: str
+    before: str
+    after: str
+    remedy: str = "Pass it as a tensor in the batch, or keep it out of what the loss function and the model read."
+
+    def __str__(self) -> str:
+        return f"{self.what} changed from {self.before} to {self.after}"
+
+
+@dataclass(frozen=True, slots=True)
 class BatchType:
     """Structure, shapes, dtypes and devices of a batch; values that are no tensors are part of it."""
 
@@ -61,6 +74,29 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
     """The type of a batch, and its leaves."""
     leaves, structure = pytree.tree_flatten(batch)
     return BatchType(structure, tuple(map(_leaf_type, leaves))), leaves
+
+
+def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None:
+    """The first thing that differs between the types of an earlier batch and of this one."""
+    if before.structure != now.structure:
+        return Change("the structure of the batch", str(before.structure), str(now.structure), _PAD)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    for path, was, new in zip(paths, before.leaves, now.leaves, strict=True):
+        if was == new:
+            continue
+        if isinstance(was, TensorType) and isinstance(new, TensorType):
+            if was.shape != new.shape:
+                return Change(f"the shape of batch{path}", str(list(was.shape)), str(list(new.shape)), _PAD)
+            return Change(f"the type of batch{path}", str(was), str(new), "Convert it before the call.")
+        return Change(f"batch{path}", _plain_text(was), _plain_text(new), "Pass it as a tensor.")
+    return None
+
+
+_PAD = "Pad batches to a few sizes, and give all of them one structure."
+
+
+def _plain_text(leaf: Hashable) -> str:
+    return "a tensor" if isinstance(leaf, TensorType) else str(cast("tuple[object, ...]", leaf)[-1])
 
 
 def _leaf_type(leaf: Any) -> Hashable:
@@ -91,18 +127,6 @@ class Key(NamedTuple):
     """The number of what Python could read; the same numbers mean the same on this rank alone."""
     options: tuple[Hashable, ...]
     surroundings: tuple[Hashable, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What differs between two keys, or two batches."""
-
-    what: str
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{self.what} changed from {self.before} to {self.after}"
 
 
 WORLDS = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from fxcomp.drift.watch import Replan, Watch
 from fxcomp.errors import CannotReplan, FxcompError, StepChanged
 from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source
-from fxcomp.guards import BatchType, StepGuard, batch_type
+from fxcomp.guards import BatchType, Key, StepGuard, batch_type
 from fxcomp.handover import Exchange, Holding, hand_over
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
@@ -157,7 +157,7 @@ class CompiledStep:
         self._given_up: GivenUp | None = None
         self._returns = 0
         self._adopted: Variant | None = None
-        self._first_around: Hashable = ()
+        self._first_key: Key | None = None
         self._dense_ms, self._dense_plan = dense_ms, dense_plan
         self._report = report
         self.predicted_free_ms = predicted_free_ms
@@ -343,12 +343,13 @@ class CompiledStep:
     def adopt(self, batch: Any, variant: Variant, stage: int = 0) -> None:
         """Take over a variant that was built for this batch while compiling."""
         kind, _ = batch_type(batch)
-        self._first_type, self._first_around = kind, self._guard.key()
+        self._first_type, self._first_key = kind, self._guard.key()
         self._adopt(variant, stage)
 
     def _adopt(self, variant: Variant, stage: int) -> None:
         assert self._first_type is not None, "adopt knows the batch"
-        self.variants.adopt(self._first_type, stage, self._first_around, variant)
+        assert self._first_key is not None, "and what was around it"
+        self.variants.adopt(self._first_type, stage, self._first_key, variant)
         if stage == self._stage:
             self.variant = variant
         if stage == max(0, len(self._stages) - 1):

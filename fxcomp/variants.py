@@ -9,11 +9,12 @@ Everything here is bounded: graphs, the keys that lead to them, and what is reme
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
@@ -21,7 +22,8 @@ from fxcomp.capture import Captured
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import CaptureFailed
 from fxcomp.graph.info import Source, info
-from fxcomp.guards import BatchType, StepGuard, settled
+from fxcomp.guards import BatchType, Key, StepGuard, batch_change, settled
+from fxcomp.recaptures import Recaptures
 
 CAPTURES = 8
 """How many captured variants are kept: the one that was not used for longest goes."""
@@ -94,6 +96,13 @@ class _Family:
                 self.varying[leaf] = self.varying.get(leaf, frozenset()) | differing
 
 
+class _Around(NamedTuple):
+    """What else than the batch a capture is for."""
+
+    stage: int
+    key: Key
+
+
 class Variants:
     """The captures of one step, the least recently used of which go."""
 
@@ -102,26 +111,34 @@ class Variants:
         self._of_key: OrderedDict[Hashable, Variant] = OrderedDict()
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._kept: OrderedDict[int, Variant] = OrderedDict()
+        self._latest: tuple[BatchType, _Around] | None = None
+        self._recaptures = Recaptures()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], stage: int) -> Variant:
         """The variant for a batch as everything else is now; captured here alone if there is none."""
-        around = (stage, self._guard.key())
+        around = _Around(stage, self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
         found = self._of_key.get(key) or self._find_symbolic(kind, leaves, around)
+        self._recaptures.count_step()
         if found is None:
+            start = time.perf_counter()
             found = self._capture(batch, kind, around)
-            around = (stage, self._guard.key())  # a model that sets itself up has changed it
+            self._say_why(batch, kind, around, time.perf_counter() - start)
+            around = _Around(stage, self._guard.key())  # a model that sets itself up has changed it
             key = (str(kind.structure), kind.leaves, around)
+        self._latest = kind, around
         self._remember(key, found)
         return found
 
-    def adopt(self, kind: BatchType, stage: int, around: Hashable, variant: Variant) -> None:
+    def adopt(self, kind: BatchType, stage: int, key: Key, variant: Variant) -> None:
         """Take over a variant that was built for such a batch, with the guard's key of that time."""
-        self._family(kind, (stage, around)).add(kind)
-        self._remember((str(kind.structure), kind.leaves, (stage, around)), variant)
+        around = _Around(stage, key)
+        self._latest = kind, around
+        self._family(kind, around).add(kind)
+        self._remember((str(kind.structure), kind.leaves, around), variant)
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -133,6 +150,14 @@ class Variants:
         for key in [key for key, variant in self._of_key.items() if variant is known]:
             self._remember(key, other)
         self._drop(known)
+
+    def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
+        """Tell what a capture was for, as far as it was not another stage."""
+        if self._latest is None or self._latest[1].stage != around.stage:
+            return
+        was, before = self._latest
+        change = batch_change(batch, was, kind) or self._guard.change(before.key, around.key)
+        self._recaptures.add(change, seconds, stacklevel=4)  # the line that called the step
 
     def _find_symbolic(self, kind: BatchType, leaves: Sequence[Any], around: Hashable) -> Variant | None:
         family = self._families.get((kind.like(), around))

@@ -18,6 +18,7 @@ FLOORS = [
     ["capture", "passes", "search", "codegen"],
     ["identity", "training", "wire"],
     ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],
+    ["recaptures"],
     ["variants", "saved_state"],
     ["step"],
     ["calibrate"],
