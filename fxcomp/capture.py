@@ -18,7 +18,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from fxcomp.graph.names import free_name
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
 from fxcomp.on_fakes import swapped, untouched
+from fxcomp.values import is_plain, what_is
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -58,7 +59,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf of the auxiliary result that is no tensor: it is what it was when the step was captured."""
+    """A leaf of the auxiliary result that neither tensors nor sizes decide: it is what it was when it was captured."""
 
     value: Any
 
@@ -70,7 +71,7 @@ class Captured:
     graph: GraphModule
     aux_spec: pytree.TreeSpec | None
     aux: tuple[Constant | None, ...]
-    """The leaves of the auxiliary result: None for a tensor, which the graph returns."""
+    """The leaves of the auxiliary result: None for a tensor, or what follows from sizes, which the graph returns."""
     has_aux: bool
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
@@ -204,11 +205,14 @@ def capture(
     """Trace one training step on fake tensors; nothing of the user's is changed.
 
     `dynamic_dims` names the dimensions of batch tensors (by leaf index) whose size may vary. Outputs of the graph: the
-    loss, then the auxiliary tensors; buffers and parameters change in place.
+    loss, then the auxiliary results; buffers and parameters change in place.
     """
     _check_optimizer(optimizer)  # its options may have changed since the first capture
     fakes = _Fakes(model, owned, batch, dynamic_dims or {})
     body, layout = _trace_forward_backward(model, loss_fn, owned, fakes)
+    if dynamic_dims and _names_a_size(layout.aux, fakes):  # right for these sizes alone
+        only = capture(model, loss_fn, optimizer, batch, owned, max_grad_norm=max_grad_norm)
+        return replace(only, guard=_fits_nothing_else)
     _check_body(body, model)
     return _assemble(body, layout, optimizer, owned, fakes, max_grad_norm)
 
@@ -227,6 +231,7 @@ class _Fakes:
             compat.fake_with_dynamic_dims(self.mode, leaf, dynamic.get(i, frozenset()), f"batch_{i}")
             for i, leaf in enumerate(leaves)
         ]
+        self.symbols = compat.symbols(self.batch)
         self.trainable = [owner.name for owner in owned]
 
     def stand_ins(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -276,13 +281,15 @@ def _trace_forward_backward(
             _Layout(
                 has_aux=has_aux,
                 aux_spec=aux_spec if has_aux else None,
-                aux=tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in aux_leaves),
+                aux=tuple(map(_constant, aux_leaves)),
                 gradient_names=tuple(name for name, g in named if g is not None),
                 without_gradient=tuple(name for name, g in named if g is None),
             )
         )
-        aux_tensors = [leaf.detach() for leaf in aux_leaves if isinstance(leaf, Tensor)]
-        return [value, *aux_tensors, *(g for g in gradients if g is not None)]
+        returned = [
+            leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves if _constant(leaf) is None
+        ]
+        return [value, *returned, *(g for g in gradients if g is not None)]
 
     inputs = ([f for _, _, f in fakes.parameters], [f for _, _, f in fakes.buffers], fakes.batch)
     # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
@@ -322,6 +329,32 @@ def _restore_random_order(body: GraphModule) -> None:
     for node in body.graph.nodes:
         if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
             node.target = _RANDOM_IN_PLACE[node.target]
+
+
+def _constant(leaf: Any) -> Constant | None:
+    """A leaf of the auxiliary result that is always the same for this capture; None if the graph returns it.
+
+    What follows from sizes that may vary is returned. Raises for what can be neither.
+    """
+    if isinstance(leaf, Tensor) or compat.is_open(leaf):
+        return None
+    leaf = compat.as_number(leaf)
+    if not is_plain(leaf):
+        raise errors.UnsupportedResult(
+            f"loss_fn returns a {what_is(leaf)} beside the loss, which a compiled step would not make again.\n"
+            "  Return tensors, numbers, strings and None in tuples, lists and dicts."
+        )
+    return Constant(leaf)
+
+
+def _names_a_size(aux: Sequence[Constant | None], fakes: _Fakes) -> bool:
+    """Whether a text of the auxiliary result was made of a size that may vary: it holds the symbol's name."""
+    texts = [constant.value for constant in aux if constant is not None and isinstance(constant.value, str)]
+    return any(symbol in text for text in texts for symbol in fakes.symbols)
+
+
+def _fits_nothing_else(_: Sequence[Tensor]) -> bool:
+    return False
 
 
 def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:

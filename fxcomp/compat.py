@@ -99,6 +99,32 @@ def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
 
 
+def is_open(value: Any) -> bool:
+    """Whether a number follows from symbols, and not from what tracing has assumed of them."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and _as_constant(value) is None
+
+
+def as_number(value: Any) -> Any:
+    """A number that only looks like a symbol as the number that it is; other values as they are."""
+    is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return _as_constant(value) if is_symbol else value
+
+
+def _as_constant(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """What a symbolic number must be, if there is only one possibility."""
+    expression = getattr(value.node, "expr", None)
+    if expression is None or expression.free_symbols:
+        return value.node.maybe_as_int() if isinstance(value, torch.SymInt) else None
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(value)](expression)
+
+
+def symbols(leaves: Iterable[Any]) -> set[str]:
+    """The names of the symbols in tensors' sizes."""
+    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+    return {str(symbol) for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
 @contextmanager
 def without_locations() -> Generator[None]:
     """Let symbols not note where they are made: torch imports its exporter to tell its own files from the user's."""

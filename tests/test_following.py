@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxcomp
-from fxcomp.errors import CaptureFailed, StepChanged, UnsupportedParameter
+from fxcomp.errors import CaptureFailed, StepChanged, UnsupportedParameter, UnsupportedResult
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -216,6 +217,48 @@ def test_auxiliary_results_keep_what_is_no_tensor():
     (_, aux), (_, expected) = pair.train(rows(0))
     assert (aux["none"], aux["count"], aux["flag"]) == (None, 3, True)
     torch.testing.assert_close(aux["mean"], expected["mean"].detach())
+
+
+def of_sizes(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
+    x = batch[0]
+    rows, columns = x.shape
+    sizes = {
+        "rows": rows,
+        "shape": x.shape,
+        "share": rows / 3,
+        "percent": 100.0 * x.numel() / (rows + 1),
+        "both": (rows, columns),
+    }
+    return square(model, batch), {**sizes, "half": rows // 2, "text": "rows", "none": None, "of": (max(rows, 8), -rows)}
+
+
+def texts_of_sizes(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
+    rows = batch[0].shape[0]
+    return square(model, batch), {"text": f"{rows} rows", "rows": rows}
+
+
+def decided_by_sizes(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
+    rows = batch[0].shape[0]
+    return square(model, batch), {"rows": int(rows), "many": rows > 8, "root": math.sqrt(rows), "length": len(batch[0])}
+
+
+@pytest.mark.parametrize("loss", [of_sizes, texts_of_sizes, decided_by_sizes])
+def test_auxiliary_results_that_follow_from_sizes_are_made_anew(loss: Any):
+    pair = Pair(linear(), sgd(), loss)
+    for length in (6, 7, 8, 9, 11, 20):
+        (_, aux), (_, expected) = pair.train(rows(0, length, 4))
+        assert aux == expected
+        plain = [key for key in aux if key != "shape"]  # flattening makes a tuple of it
+        assert [type(aux[key]) for key in plain] == [type(expected[key]) for key in plain]
+    assert len(pair.step.variants) == (3 if loss is of_sizes else 6)
+
+
+def test_what_cannot_be_returned_again_is_refused_by_name():
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
+        return square(model, batch), {"found": [object(), 1]}
+
+    with pytest.raises(UnsupportedResult, match=r"returns a object beside the loss.*\n.*Return tensors, numbers"):
+        Pair(linear(), sgd(), loss)
 
 
 def test_dropout_behind_the_loss_is_no_checkpointing():
