@@ -14,7 +14,7 @@ mean instead of handing one rank all of it keeps small what each rank compresses
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -111,14 +111,17 @@ def hand_over(
     with what is held.
     """
 
-    def moving() -> list[int]:
-        ranks = exchange.peers.world_size
-        return [k for k, name in enumerate(sizes) if not holding.lies(name, ranks, slots.get(name))]
+    names, ranks = list(sizes), exchange.peers.world_size
 
-    # What moves on one rank moves on all of them: each gets its part of the mean.
-    everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", moving))
-    names = list(sizes)
-    moved = [names[k] for k in sorted(set(itertools.chain(*everyone)))]
+    def looked_at() -> tuple[list[int], list[int]]:
+        moving = [k for k, name in enumerate(names) if not holding.lies(name, ranks, slots.get(name))]
+        return moving, [k for k, name in enumerate(names) if name in holding.waiting and name not in slots]
+
+    everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", looked_at))
+    # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same.
+    moving = {k for theirs, _ in everyone for k in theirs}
+    waits = Counter(k for _, theirs in everyone for k in theirs)
+    moved = [name for k, name in enumerate(names) if k in moving or waits[k] not in (0, ranks)]
 
     def adding() -> tuple[Tensor, dict[str, Tensor]]:
         parts = [sizes[name] for name in moved]

@@ -321,6 +321,18 @@ def test_three_ranks_that_become_two_owe_what_they_owed():
     assert run_virtual(2, work) == [[6.0], [6.0]]
 
 
+def test_what_waits_on_one_rank_waits_on_all():
+    """Ranks that expect different things of the next step would do different things in it."""
+
+    def work(peer: VirtualRank) -> dict[str, list[float]]:
+        waiting = {"a": torch.full((2,), 3.0), "b": torch.ones(1)} if peer.rank == 0 else {"b": torch.ones(1)}
+        holding = Holding.of(2, {}, waiting)
+        found = hand_over(holding, {}, {"a": 2, "b": 1, "c": 1}, peer.exchange())
+        return {name: value.tolist() for name, value in found.items()}
+
+    assert run_virtual(2, work) == [{"a": [1.5, 1.5], "b": [1.0]}] * 2
+
+
 # Velocities
 
 
