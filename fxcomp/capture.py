@@ -13,11 +13,10 @@ learning rate, momenta, betas, weight decay) are inputs of the graph, so that th
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
@@ -38,6 +37,7 @@ from fxcomp.graph.names import free_name
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
 from fxcomp.on_fakes import swapped, untouched
+from fxcomp.untraceable import explaining
 from fxcomp.values import is_plain, what_is
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -295,7 +295,7 @@ def _trace_forward_backward(
     # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
     # operators. Other operators choose oneDNN when they run.
     outside = untouched(model, loss_fn), warnings.catch_warnings()
-    with outside[0], fakes.mode, _as_capture_failure(), outside[1], compat.without_onednn():
+    with outside[0], fakes.mode, explaining(fakes.mode), outside[1], compat.without_onednn():
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         with torch.enable_grad():
             traced = compat.trace(forward_backward, inputs)
@@ -383,31 +383,6 @@ def _check_gradients(named: Sequence[tuple[str, Tensor | None]]) -> None:
                 f"the gradient of {name!r} is sparse ({gradient.layout}), which cannot be put into a bucket.\n"
                 "  Build the layer with sparse=False."
             )
-
-
-@contextlib.contextmanager
-def _as_capture_failure() -> Generator[None]:
-    """Say what to do where torch's tracing gives up."""
-    try:
-        yield
-    except errors.FxcompError:
-        raise
-    except compat.DATA_DEPENDENT as error:
-        raise errors.CaptureFailed(
-            "the step decides by the values of tensors, which one graph cannot.\n"
-            f"  {_first_line(error)}\n"
-            "  Move the decision out of loss_fn, or compute both sides and select with torch.where."
-        ) from error
-    except Exception as error:
-        raise errors.CaptureFailed(
-            f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n"
-            "  The error above this one shows the line. Reentrant activation checkpointing, custom C++ autograd and"
-            " Python that reads tensors' values do not trace."
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _check_body(body: GraphModule, model: nn.Module) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import os
 import platform
@@ -69,6 +70,13 @@ def plain_values() -> Generator[None]:
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
     """Tell a symbol's environment that its value is never outside of these two numbers."""
     symbol.node.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, high)
+
+
+def symbols_of(number: Any) -> list[str]:
+    """The names of the symbols in a number or a size that only the data will tell."""
+    if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return []
+    return sorted(map(str, symbolic_shapes.free_unbacked_symbols(number)))
 
 
 def fake_mode() -> tuple[FakeTensorMode, ShapeEnv]:
@@ -575,13 +583,24 @@ def _refused(refuse: Callable[[str], Any], what: str, *_: Any, **__: Any) -> Any
 
 def users_line(error: BaseException | None = None) -> str | None:
     """Where the code that is neither torch's nor ours stands now, or stood when an error came up: `train.py:41`."""
+    place = _users_place(error)
+    return f"{os.path.basename(place[0])}:{place[1]}" if place is not None else None
+
+
+def users_source(error: BaseException) -> str | None:
+    """The same with the line itself: `train.py:41: if loss > 1:`."""
+    place = _users_place(error)
+    return f"{users_line(error)}: {linecache.getline(*place).strip()}" if place is not None else None
+
+
+def _users_place(error: BaseException | None) -> tuple[str, int] | None:
     if error is None:
-        stack = [(frame, frame.f_lineno) for frame in _frames(sys._getframe(1))]
+        stack = [(frame, frame.f_lineno) for frame in _frames(sys._getframe(2))]
     else:
         stack = list(traceback.walk_tb(error.__traceback__))[::-1]
     own = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(os.__file__), "<")
     lines = ((frame.f_code.co_filename, line) for frame, line in stack)
-    return next((f"{os.path.basename(name)}:{line}" for name, line in lines if not name.startswith(own)), None)
+    return next(((name, line) for name, line in lines if not name.startswith(own)), None)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -15,6 +15,7 @@ of them monotone; where both ends of a range agree, the value is one number, wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,21 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 """Operators that return one of a tensor's values."""
 
 
+_MAKER = "fxcomp_maker"
+"""The attribute of a fake that tells which operator made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A number or a size that only the data will tell."""
+
+    maker: OpOverload | None
+    """What made the tensor, if an operator did."""
+    dtype: torch.dtype
+    is_drawn: bool
+    is_size: bool
+
+
 class StepFakes(compat.FakeMode):
     """torch's fake tensors, told of ranges, and of operators whose fakes know less than they do."""
 
@@ -53,6 +69,8 @@ class StepFakes(compat.FakeMode):
         # Constants of the model (tensors that are no buffers) may come into the graph.
         super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._ranges: dict[StorageWeakRef, Tensor] = {}
+        self.unknown: dict[str, Unknown] = {}
+        """Where numbers and sizes come from that only the data will tell, by symbol."""
 
     @property
     def shapes(self) -> ShapeEnv:
@@ -64,12 +82,13 @@ class StepFakes(compat.FakeMode):
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func is aten._local_scalar_dense.default and (ends := self._range_of(args[0])) is not None:
-            return self._number(func, types, args, ends)
+        if func is aten._local_scalar_dense.default:
+            return self._number(func, types, args)
         if func is aten._grouped_mm.default:
             with self:
                 return _grouped_product(*args, **given)
         out = super().dispatch(func, types, args, given)
+        self._remember(func, args, out)
         if self._ranges or func in _UNIT or func in _UNIFORM:
             self._follow(func, args, given, out)
         return out
@@ -102,16 +121,32 @@ class StepFakes(compat.FakeMode):
             if isinstance(tensor, Tensor):
                 self._ranges.pop(_storage(tensor), None)
 
-    def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], ends: Tensor) -> Any:
-        """A drawn value as a number of Python: itself if no draw changes it, else a symbol with its range."""
-        with compat.plain_values():
-            low, high = ends.min().item(), ends.max().item()
-        if low == high:
-            return low
+    def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any]) -> Any:
+        """A tensor's one value as a number of Python: a symbol, unless it is drawn and no draw changes it."""
+        tensor, ends = args[0], self._range_of(args[0])
+        low = high = None
+        if ends is not None:
+            with compat.plain_values():
+                low, high = ends.min().item(), ends.max().item()
+            if low == high:
+                return low
         symbol = super().dispatch(func, types, args, {})
-        if isinstance(symbol, torch.SymFloat):
+        if isinstance(symbol, torch.SymFloat) and low is not None and high is not None:
             compat.limit(symbol, low, high)
+        found = Unknown(getattr(tensor, _MAKER, None), tensor.dtype, is_drawn=ends is not None, is_size=False)
+        self.unknown |= dict.fromkeys(compat.symbols_of(symbol), found)
         return symbol
+
+    def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
+        """Note what made a tensor, and what tells a size that only the data knows."""
+        if not isinstance(out, Tensor):
+            return
+        maker = getattr(args[0], _MAKER, func) if args and compat.is_view(func) else func
+        setattr(out, _MAKER, maker)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            for size in out.shape:
+                for name in compat.symbols_of(size):
+                    self.unknown[name] = Unknown(func, out.dtype, is_drawn=False, is_size=True)
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

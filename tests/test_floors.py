@@ -15,6 +15,7 @@ FLOORS = [
     ["cost", "describe", "gpt"],
     ["reach", "graph", "ranks"],
     ["capture_collectives", "on_fakes", "fake_mode", "faithful", "shared_buffers"],
+    ["untraceable"],
     ["capture", "passes", "search", "codegen"],
     ["identity", "training", "wire"],
     ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],

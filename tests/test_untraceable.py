@@ -1,0 +1,68 @@
+"""A refusal names the user's line, what Python looked at there, and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.errors import CaptureFailed
+
+
+def by_a_truth(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return out.sum() if (out > 0).all() else out.mean()
+
+
+def by_a_number(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return out.sum() if batch.argmax().item() > 2 else out.mean()
+
+
+def by_a_draw(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return out.sum() if torch.rand([]) < 0.5 else out.mean()
+
+
+def by_a_size(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return torch.stack([out[int(row)].sum() for row in (batch[:, 0] > 0).nonzero()]).sum()
+
+
+def by_a_picked_size(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    picked = out[out > 0]
+    return picked.sum() if len(picked) > 3 else out.mean()
+
+
+def wrongly(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch.reshape(7, 7)).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "line", "seen", "remedy"),
+    [
+        (by_a_truth, r"if \(out > 0\)\.all\(\)", r"the truth that aten\.all\.default gives", "pass what is decided"),
+        (by_a_number, r"argmax\(\)\.item\(\) > 2", r"the number that aten\.argmax\.default gives", "torch.where"),
+        (by_a_draw, r"torch\.rand\(\[\]\) < 0\.5", r"by a draw.*the truth that aten\.lt", "probability to 0"),
+        (by_a_size, r"for row in", r"the size of what aten\.nonzero\.default gives", "Keep the size fixed"),
+        (
+            by_a_picked_size,
+            r"if len\(picked\) > 3",
+            r"the size of what aten\.index\.Tensor gives",
+            "Keep the size fixed",
+        ),
+        (wrongly, r"reshape\(7, 7\)", "RuntimeError: shape", "does not trace|one above"),
+    ],
+)
+def test_a_refusal_names_the_line_the_value_and_a_way_out(loss: Any, line: str, seen: str, remedy: str):
+    model = nn.Linear(6, 4)
+    with pytest.raises(CaptureFailed) as caught:
+        fxcomp.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 6))
+    text = str(caught.value)
+    assert caught.match(rf"(?s)test_untraceable\.py:\d+: .*{line}"), text
+    assert caught.match(f"(?s){seen}"), text
+    assert caught.match(f"(?s){remedy}"), text
