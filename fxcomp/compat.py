@@ -13,9 +13,10 @@ import platform
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -240,22 +241,6 @@ def has_symbols(value: Tensor) -> bool:
     return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
 
 
-def draws(node: Node) -> bool:
-    """Whether a node changes the random generator's state: attention without dropout is tagged random and does not."""
-    if not is_random(node.target):
-        return False
-    target = cast("OpOverload[..., Any]", node.target)
-    places = places_of_arguments(target)
-
-    def given(name: str) -> Any:
-        if name not in places:
-            return None
-        default = target._schema.arguments[places[name]].default_value
-        return node.args[places[name]] if len(node.args) > places[name] else node.kwargs.get(name, default)
-
-    return not (given("dropout_p") == 0 or given("train") is False or given("training") is False)
-
-
 def is_profiler(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
@@ -305,11 +290,12 @@ def compile_training(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_forward(graph: GraphModule, given: Any) -> Callable[..., Any]:
+    def compile_forward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         return boxed_nop(forward(graph), given)
 
-    forwards = {"fw_compiler": compile_forward, "inference_compiler": compile_forward}
-    compiler: Any = aot_autograd(bw_compiler=compile_backward, **forwards)
+    compiler: Any = aot_autograd(
+        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_forward
+    )
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return compiler(gm, inputs)
 
@@ -416,11 +402,56 @@ def default_store() -> dist.Store:
     return dist.PrefixStore("fxcomp", store)
 
 
+def set_once(store: dist.Store, key: str, value: str) -> str:
+    """Write a key unless another rank has; what it holds then. The own value where there is no store any more."""
+    try:
+        return store.compare_set(key, "", value).decode()
+    except (RuntimeError, NotImplementedError):
+        return value
+
+
 def group_timeout() -> timedelta:
     """How long the default process group waits for a rank, as init_process_group was told."""
     group = dist.distributed_c10d._get_default_group()
     backend = group._get_backend(group._device_types[0])
     return backend.options._timeout
+
+
+def default_group() -> Any:
+    """The default process group; another object each time that it is initialised."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def groups_made() -> int:
+    """What torch names the next process group by: the same on all ranks, or they do not find each other."""
+    return dist.distributed_c10d._world.group_count
+
+
+def count_groups_from(number: int) -> None:
+    """Go on naming process groups from here: a rank that failed between two of them has fallen behind."""
+    dist.distributed_c10d._world.group_count = number
+
+
+def destroy_groups(handles: list[Any]) -> None:
+    """Close process groups' connections. The list must hold the only references, and is emptied."""
+    for handle in handles:
+        with suppress(ValueError, RuntimeError):  # the user may have destroyed all of them
+            if dist.get_backend(handle) == "nccl":
+                handle.abort()  # what is under way would be waited for
+            dist.destroy_process_group(handle)
+    handle = None
+    # A group is gone with the last reference, which waits for what is under way; normally nothing is.
+    last = threading.Thread(target=handles.clear, name="fxcomp-closing", daemon=True)
+    with suppress(RuntimeError):  # while Python ends, no thread starts
+        last.start()
+        last.join(0.1)
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is not there, as far as its backend tells."""
+    lost = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
+    text = str(error)
+    return isinstance(error, lost) or "gloo/" in text or "timed out" in text.lower() or "onnection" in text
 
 
 def machine_name() -> str:

@@ -112,7 +112,19 @@ class PeerFailed(FxcompError):
     """Another rank failed or did not arrive within the timeout."""
 
 
+class LostTouch(PeerFailed):
+    """A collective did not end, and nobody has said why."""
+
+
+class RanksApart(FxcompError):
+    """Something was raised inside a step on some rank, and the ranks are no longer at the same one."""
+
+
 # Running
+
+
+class StepClosed(FxcompError):
+    """A compiled step is called after it was closed."""
 
 
 class CannotReplan(FxcompError):

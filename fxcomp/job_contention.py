@@ -54,6 +54,9 @@ class SentAsGathers:
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         return self._transport.broadcast(value, source, level, lane)
 
+    def settle(self) -> None:
+        self._transport.settle()
+
 
 def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster: Cluster) -> list[Transport]:
     """What a dense step is measured on: nowhere, the real network, and as gathers where that tells anything.

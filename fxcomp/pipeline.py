@@ -271,9 +271,44 @@ def compile_step(
     shows that a cost is wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan
     anew at the same step), `off` (nothing is timed).
 
-    Raises FxcompError's subclasses, each naming what is wrong and what to do.
+    Raises FxcompError's subclasses, each naming what is wrong and what to do. Where it fails on one rank, it
+    fails on all.
     """
-    ranks = Ranks.join(cluster, "compile_step")
+    given = Given(
+        cluster=cluster, costs=costs, plan=plan, mode=mode, error_feedback=error_feedback, max_grad_norm=max_grad_norm,
+        skip_nonfinite=skip_nonfinite, verify_every=verify_every, replan=replan,
+    )  # fmt: skip
+    with Ranks.meeting(cluster, "compile_step") as ranks:
+        return _compile(ranks, model, loss_fn, optimizer, example_batch, given)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The options of compile_step as the user gave them."""
+
+    cluster: Cluster | None
+    costs: CostTable | str | Path | None
+    plan: Plan | str | Path | None
+    mode: str
+    error_feedback: ErrorFeedback
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    verify_every: int | str
+    replan: str
+
+
+def _compile(
+    ranks: Ranks,
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    example_batch: Any,
+    given: Given,
+) -> CompiledStep:
+    """Compile a step, with all ranks at once."""
+    cluster, costs, plan, mode, replan = given.cluster, given.costs, given.plan, given.mode, given.replan
+    error_feedback, skip_nonfinite = given.error_feedback, given.skip_nonfinite
+    max_grad_norm, verify_every = given.max_grad_norm, given.verify_every
 
     def checked() -> tuple[Mode, str]:
         check_is_feedback(error_feedback)
@@ -304,9 +339,9 @@ def compile_step(
     shared_buffers = SharedBuffers.agree(captured.graph, ranks)
     shared_buffers.mark(captured.graph)
     table = given_costs(costs, ranks)
-    ranks.share(itertools.chain(model.parameters(), model.buffers()))
     cluster = ranks.cluster_of(cluster)
     transport = ranks.transport(cluster)
+    ranks.share(itertools.chain(model.parameters(), model.buffers()))
     device = training.device
 
     def emitted(captured: Captured, plan: Plan, costs: CostTable) -> Variant:
@@ -330,7 +365,7 @@ def compile_step(
     )  # fmt: skip
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_plan(error_feedback, decided.plan, shapes, cluster, optimizer)
-    groups = ranks.extend(transport, decided.plan, cluster)
+    groups = ranks.extend(transport, decided.plan)
     seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
 
     @cache  # a second or so, when somebody asks for the report
@@ -432,7 +467,7 @@ def _capture_first(
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"
             " skips it. Set requires_grad=False if that is meant.",
-            stacklevel=5,
+            stacklevel=6,
         )
     return training, captured
 

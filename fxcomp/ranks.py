@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +18,9 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.cluster import Cluster, Level, Link
 from fxcomp.cost.timeline import Processors
-from fxcomp.errors import BadCluster, NoProcessGroup
+from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.runtime.agree import Agreement
+from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.transport import Groups, Nowhere, Transport
 from fxcomp.strategy import Device, Plan
 
@@ -23,20 +28,64 @@ T = TypeVar("T")
 
 LOCAL_LINK = Link(alpha_us=30.0, gb_per_s=5.0)  # assumed: loopback; live measurements replace it
 
+WHAT_TO_DO = (
+    "  Load a saved state on every rank (the model's, the optimizer's, and step.load_state_dict), or compile again on\n"
+    "  every rank, for torch.compile after torch._dynamo.reset(): all then start from rank 0's parameters and buffers."
+)
+
 _calls: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
-class Ranks:
-    """All ranks that compile the same thing now. Alone, every method is nothing."""
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where a rank stopped because something was raised, on it or on another rank."""
 
-    def __init__(self, rank: int, world_size: int, agreement: Agreement | None, fits_links: bool):
+    what: str
+    cause: str
+    """What was raised first, and where."""
+    step: int | None = None
+    """The step that it was called for, if it was inside one."""
+    has_begun: bool = True
+    """Whether emitted code has run in that step, so that something may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """How a rank comes to where it meets the others."""
+
+    has_stopped: bool
+    meetings: int
+    lanes: list[str]
+
+
+def _end(leases: dict[str, Lease]) -> None:
+    while leases:
+        leases.popitem()[1].end()
+
+
+class Ranks:
+    """All ranks that compile the same thing now, or run it. Alone, every method is nothing."""
+
+    def __init__(self, rank: int, world_size: int, root: Agreement | None, fits_links: bool):
         self.rank, self.world_size = rank, world_size
         self.fits_links = fits_links
-        self._agreement = agreement
+        self.stopped: Stop | None = None
+        """Set while the ranks may be at different places: no collective is launched until they have met again."""
+        self._root = root
+        self._talk = root
+        """The conversation under way, or the last one."""
+        self._talks = 0
+        self._meetings = 0
+        """How many times ranks have met again after a stop."""
+        self._cluster: Cluster | None = None
+        self._groups = Groups({})
+        self._leases: dict[str, Lease] = {}
+        """By lane."""
+        weakref.finalize(self, _end, self._leases).atexit = False
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str) -> Ranks:
-        """Meet the others, who must all come here for the same `what`, as many times as this rank."""
+        """Find the others, who must all come here for the same `what`, as many times as this rank."""
         running = dist.is_available() and dist.is_initialized()
         if not running:
             if cluster is not None and cluster.world_size > 1:
@@ -50,44 +99,143 @@ class Ranks:
         if world_size == 1:
             _check_size(cluster, 1)
             return cls(0, 1, None, False)
-        name = f"{what}_{next(_calls[what])}"
-        agreement = Agreement(compat.default_store(), name, rank, world_size, compat.group_timeout())
-        ranks = cls(rank, world_size, agreement, cluster is None)
-        ranks.attempt("checking the cluster", lambda: _check_size(cluster, world_size))
-        return ranks
+
+        store, timeout = compat.default_store(), compat.group_timeout()
+        root = Agreement(store, f"{what}_{next(_calls[what])}", rank, world_size, timeout)
+        while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
+            root = root.named(f"{what}_{next(_calls[what])}")
+        return cls(rank, world_size, root, cluster is None)
+
+    @classmethod
+    @contextmanager
+    def meeting(cls, cluster: Cluster | None, what: str) -> Generator[Ranks]:
+        """Do something with all ranks, as `together`; if it fails, its process groups are given back."""
+        ranks = cls.join(cluster, what)
+        try:
+            with ranks.together(what):
+                ranks.attempt("checking the cluster", lambda: _check_size(cluster, ranks.world_size))
+                yield ranks
+        except BaseException:
+            ranks.release()
+            raise
+
+    # Failing
+
+    @contextmanager
+    def together(self, what: str, *, after_a_stop: bool = False) -> Generator[None]:
+        """Do something that all ranks do: where it fails on one it fails on all, and each names the first cause.
+
+        At an agreement they all learn it there, and may go on afterwards. Anywhere else the rank that fails stops: it
+        tells the others in the store, and closes its connections, so that none waits for it in a collective.
+        `after_a_stop` lets ranks meet again that have stopped, with fresh connections.
+        """
+        if self._root is None:
+            yield
+            return
+        self._talks += 1
+        talk, has_met_again = None, False
+        try:
+            talk = self._talk = _talk(self._root, self._talks)
+            while talk.was_missed:
+                self._talks += 1
+                talk = self._talk = _talk(self._root, self._talks)
+            has_met_again = self._meet(what, after_a_stop)
+            yield
+            talk.attempt("ending", lambda: None)
+            talk.forget()
+        except BaseException as error:
+            if talk is not None and talk.knows(error) and not after_a_stop:
+                raise
+            if talk is not None:
+                talk.give_up(what, error)
+            if has_met_again:
+                self.stopped = None  # not where it was, but here
+            self.stop(what, error)
+            if isinstance(error, PeerFailed) and self.stopped is not None:
+                raise PeerFailed(self.stopped.cause) from None
+            raise
+        if has_met_again:
+            self.stopped = None
+
+    def stop(self, what: str, error: BaseException, *, step: int | None = None, has_begun: bool = True) -> None:
+        """Take part in nothing any more, and let the others know why."""
+        if self._root is None or self.stopped is not None:
+            return
+        root = self._root
+        mine = root.described(what, error)
+        first = compat.set_once(root.store, f"{root.name}/cause/{self._meetings}", mine)
+        self.stopped = Stop(what, first, step, has_begun)
+        with suppress(Exception):  # without a store there is nobody to tell
+            root.store.set(f"{root.name}/stopped/{self._meetings}/{self.rank}", json.dumps(asdict(self.stopped)))
+        self._abandon()
+
+    def all_stops(self) -> list[Stop]:
+        """Where each rank has stopped, in rank order; waits for those that have not noticed yet."""
+        assert self._root is not None, "a rank that is alone does not stop"
+        keys = [f"stopped/{self._meetings}/{rank}" for rank in range(self.world_size)]
+        return [Stop(**self._root.read(key, "stopping", rank)) for rank, key in enumerate(keys)]
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether all ranks raise this error at the same place."""
+        return self._talk is not None and self._talk.knows(error)
+
+    def release(self) -> None:
+        """Give process groups back; nobody else is asked."""
+        _end(self._leases)
+
+    def _meet(self, what: str, after_a_stop: bool) -> bool:
+        """See whether any rank has stopped; if ranks may meet again, they do. Whether they did."""
+        mine = _Standing(self.stopped is not None, self._meetings, list(self._groups.lanes))
+        everyone = [_Standing(**theirs) for theirs in self.gather(what, asdict(mine))]
+        stopped = [rank for rank, theirs in enumerate(everyone) if theirs.has_stopped]
+        if not stopped:
+            return False
+        if not after_a_stop:
+            raise RanksApart(f"{what} was called, but rank {stopped[0]} has stopped.\n{WHAT_TO_DO}")
+        self.stopped = self.stopped or Stop(what, f"rank {stopped[0]} has stopped")
+        self._abandon()
+        self._meetings = max(theirs.meetings for theirs in everyone) + 1
+        for lane in dict.fromkeys(lane for theirs in everyone for lane in theirs.lanes):
+            self._borrow(lane)
+        return True
+
+    def _abandon(self) -> None:
+        while self._leases:
+            self._leases.popitem()[1].abandon()
 
     # Agreeing
 
     def attempt(self, topic: str, work: Callable[[], T]) -> T:
         """Do something that may fail here, and tell the others if it did."""
-        if self._agreement is None:
+        if self._talk is None:
             return work()
         done: list[T] = []
-        self._agreement.attempt(topic, lambda: done.append(work()))
+        self._talk.attempt(topic, lambda: done.append(work()))
         return done[0]
 
     def gather(self, topic: str, value: T) -> list[T]:
         """Every rank's value, which is plain data, in rank order."""
-        return [value] if self._agreement is None else self._agreement.attempt(topic, lambda: value)
+        return [value] if self._talk is None else self._talk.attempt(topic, lambda: value)
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
         """What rank 0 computes, which is plain data."""
-        return work() if self._agreement is None else self._agreement.from_rank_0(topic, work)
+        return work() if self._talk is None else self._talk.from_rank_0(topic, work)
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
         """Raise ModelsDiffer unless all ranks bring the same facts."""
-        if self._agreement is not None:
-            self._agreement.check_same(topic, facts)
+        if self._talk is not None:
+            self._talk.check_same(topic, facts)
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Start from rank 0's values, as DistributedDataParallel does."""
-        if self._agreement is None:
+        """Start from rank 0's values, as DistributedDataParallel does. After `transport`."""
+        if self._root is None:
             return
         with torch.no_grad():
             for tensor in tensors:
                 own = _own_memory(tensor.data)
                 sent = own.contiguous()
-                dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+                # Over groups of our own: the user's default group outlives a rank that fails here.
+                self._groups.broadcast(sent.view(-1).view(torch.uint8), 0, Level.WORLD.value, "main").wait()
                 if sent is not own:
                     own.copy_(sent)
 
@@ -112,23 +260,32 @@ class Ranks:
         """The user's cluster, or one told by the hosts' names; its links are then measured, not looked up."""
         if given is not None:
             return given
-        if self._agreement is None:
+        if self._talk is None:
             return Cluster(1, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
-        names = self._agreement.attempt("naming hosts", compat.host_name)
+        names = self._talk.attempt("naming hosts", compat.host_name)
         return Cluster.placed(_places(names), intra=LOCAL_LINK, inter=LOCAL_LINK)
 
     def transport(self, cluster: Cluster) -> Transport:
         """Groups for everything that is measured before there is a plan."""
-        if self._agreement is None:
+        if self._root is None:
             return Nowhere()
-        return Groups.create(_members(cluster), ["main"], _direct(cluster))
+        self._cluster = cluster
+        self._borrow("main")
+        return self._groups
 
-    def extend(self, transport: Transport, plan: Plan, cluster: Cluster) -> Transport:
+    def extend(self, transport: Transport, plan: Plan) -> Transport:
         """Add the groups of the pool, if the plan offloads anything and there are none yet."""
         offloads = any(bucket.strategy.device is Device.CPU for bucket in plan.buckets)
-        if not offloads or not isinstance(transport, Groups) or "pool" in transport.lanes:
-            return transport
-        return transport.joined(Groups.create(_members(cluster), ["pool"], _direct(cluster)))
+        if offloads and transport is self._groups and "pool" not in self._leases:
+            self._borrow("pool")
+        return transport
+
+    def _borrow(self, lane: str) -> None:
+        assert self._talk is not None, "a rank that is alone needs no groups"
+        assert self._cluster is not None, "groups are of a cluster"
+        lease = lender().borrow(self._talk, lane, _members(self._cluster), _direct(self._cluster))
+        self._leases[lane] = lease
+        self._groups.add(lease.groups)
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
@@ -160,6 +317,10 @@ ALONE = Ranks(0, 1, None, False)
 def _own_memory(tensor: Tensor) -> Tensor:
     """An expanded tensor's elements, each once."""
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def _talk(root: Agreement, number: int) -> Agreement:
+    return root.named(f"{root.name}/{number}")
 
 
 def _places(names: Sequence[str]) -> list[int]:

@@ -55,7 +55,19 @@ def survey(
 
     `threads` are the thread budgets to time compressors with on the CPU (default: the one in force).
     """
-    ranks = Ranks.join(None, "survey")
+    with Ranks.meeting(None, "survey") as ranks:
+        found = _surveyed(ranks, compressors, threads, links_s, tell)
+    ranks.release()
+    return found
+
+
+def _surveyed(
+    ranks: Ranks,
+    compressors: Sequence[Compressor],
+    threads: Sequence[int],
+    links_s: float,
+    tell: Callable[[str], None],
+) -> Survey:
     ranks.check_same("comparing options", {"compressors": [str(c) for c in compressors], "threads": list(threads)})
     device = device_here()
     cluster = ranks.cluster_of(None)

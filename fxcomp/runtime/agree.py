@@ -1,12 +1,16 @@
 """Let all ranks know what one rank knows, through the store, with a timeout: nothing here can hang.
 
-A collective that one rank never reaches blocks the others; a key that never appears only runs into its timeout.
+A collective that one rank never reaches blocks the others; a key that never appears only runs into its timeout. Ranks
+answer each topic in turn, and answers are numbered: rank 1's third answer is the third thing that the others wait for
+from it. So a rank that fails anywhere between two topics can tell them without knowing where they are: it answers
+whatever comes next with its error.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,21 +18,27 @@ import torch.distributed as dist
 
 from fxcomp.errors import ModelsDiffer, PeerFailed
 
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
+
 
 class Agreement:
     """One conversation of all ranks; `name` must be the same on all of them and new."""
 
-    def __init__(
-        self,
-        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
-        name: str,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-    ):
+    def __init__(self, store: Store, name: str, rank: int, world_size: int, timeout: timedelta):
+        self.name = name
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._store = store
-        self._name = name
+        self.store = store
+        self._answered = 0
+        """So many answers this rank has given to all."""
+        self._told = 0
+        """So many answers of rank 0 alone have been given, or heard."""
+        self._known: BaseException | None = None
+
+    def named(self, name: str) -> Agreement:
+        """Another conversation of the same ranks."""
+        return Agreement(self.store, name, self.rank, self.world_size, self.timeout)
+
+    # Topics
 
     def attempt(self, topic: str, work: Callable[[], Any]) -> list[Any]:
         """Do something that may fail here, and learn how it went everywhere: the results in rank order.
@@ -37,28 +47,32 @@ class Agreement:
         """
         try:
             mine = {"value": work()}
-        except Exception as error:
-            self._put(f"{topic}/{self.rank}", {"error": f"{type(error).__name__}: {error}"})
+        except BaseException as error:
+            self._answer(self._failure(topic, error))
+            if isinstance(error, PeerFailed):  # a collective broke off; another rank may know why
+                self._check(topic, self._answers(topic))
+            self._known_to_all(error)
             raise
-        self._put(f"{topic}/{self.rank}", mine)
-        answers = [self._get(f"{topic}/{rank}", topic, rank) for rank in range(self.world_size)]
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise PeerFailed(f"rank {rank} failed in {topic}: {answer['error']}")
+        self._answer({"topic": topic, **mine})
+        answers = self._answers(topic)
+        self._check(topic, answers)
         return [answer["value"] for answer in answers]
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
         """What rank 0 computes, on every rank. `work` runs on rank 0 alone and returns plain data."""
+        number = self._told
         if self.rank == 0:
             try:
-                answer = {"value": work()}
-            except Exception as error:
-                self._put(topic, {"error": f"{type(error).__name__}: {error}"})
+                answer = {"topic": topic, "value": work()}
+            except BaseException as error:
+                self._tell(self._failure(topic, error))
+                self._known_to_all(error)
                 raise
-            self._put(topic, answer)
-        answer = self._get(topic, topic, 0)
-        if "error" in answer:
-            raise PeerFailed(f"rank 0 failed in {topic}: {answer['error']}")
+            self._tell(answer)
+            return answer["value"]
+        self._told += 1
+        answer = self.read(f"told/{number}", topic, 0)
+        self._check(topic, [answer])
         return answer["value"]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
@@ -67,22 +81,96 @@ class Agreement:
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
                 if everyone[0].get(key) != theirs.get(key):
-                    raise ModelsDiffer(
+                    error = ModelsDiffer(
                         f"rank {rank} and rank 0 bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank"
                         f" {rank} and {everyone[0].get(key, 'missing')!r} on rank 0.\n"
                         "  Build the same model and optimizer on every rank, and pass the same arguments."
                     )
+                    self._known_to_all(error)
+                    raise error
 
-    def _put(self, key: str, value: dict[str, Any]) -> None:
-        self._store.set(f"{self._name}/{key}", json.dumps(value))
+    # Failing
 
-    def _get(self, key: str, topic: str, rank: int) -> dict[str, Any]:
-        key = f"{self._name}/{key}"
+    def knows(self, error: BaseException) -> bool:
+        """Whether all ranks raise at the same topic as this rank raised this error: none of them is anywhere else."""
+        return self._known is error
+
+    def described(self, what: str, error: BaseException) -> str:
+        """An error as the other ranks will read it; what this rank has heard from another one, in that one's words."""
+        if isinstance(error, PeerFailed):
+            return str(error)
+        return f"rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
+
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Answer whatever the others wait for next with an error; this rank says nothing more here."""
+        answer = json.dumps({**self._failure(what, error), "gone": True})
+        # What comes next may be half said already.
+        keys = [f"{self._answered}/{self.rank}", f"{self._answered + 1}/{self.rank}"]
+        if self.rank == 0:
+            keys += [f"told/{self._told}", f"told/{self._told + 1}"]
+        for key in keys:
+            with suppress(Exception):  # without a store there is nobody to tell
+                self.store.set(f"{self.name}/{key}", answer)
+
+    @property
+    def was_missed(self) -> bool:
+        """Whether another rank has waited here for this one in vain, and given up: there is nobody to meet any more."""
+        return self.store.check([f"{self.name}/missed/{self.rank}"])
+
+    def forget(self) -> None:
+        """Clear the store of what this rank has said before its last answer, which all ranks have read by now."""
+        keys = [f"{number}/{self.rank}" for number in range(self._answered - 1)]
+        keys += [f"told/{number}" for number in range(self._told)] if self.rank == 0 else []
+        for key in keys:
+            with suppress(Exception):  # not every store can
+                self.store.delete_key(f"{self.name}/{key}")
+
+    # The store
+
+    def _check(self, topic: str, answers: list[dict[str, Any]]) -> None:
+        """Raise PeerFailed for the first rank that failed, or is elsewhere."""
+        failed = [answer for answer in answers if "error" in answer]
+        failed.sort(key=lambda answer: answer["heard"])
+        if failed:
+            error = PeerFailed(failed[0]["error"])
+            if not any("gone" in answer for answer in failed):
+                self._known = error
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer["topic"] != topic:
+                raise PeerFailed(
+                    f"rank {rank} is at {answer['topic']}, rank {self.rank} at {topic}.\n"
+                    "  Make the same calls on every rank, in the same order."
+                )
+
+    def _failure(self, topic: str, error: BaseException) -> dict[str, Any]:
+        return {"topic": topic, "error": self.described(topic, error), "heard": isinstance(error, PeerFailed)}
+
+    def _answers(self, topic: str) -> list[dict[str, Any]]:
+        number = self._answered - 1
+        return [self.read(f"{number}/{rank}", topic, rank) for rank in range(self.world_size)]
+
+    def _known_to_all(self, error: BaseException) -> None:
+        if not isinstance(error, PeerFailed):  # a collective that broke off breaks off anywhere
+            self._known = error
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self.store.set(f"{self.name}/{self._answered}/{self.rank}", json.dumps(answer))
+        self._answered += 1
+
+    def _tell(self, answer: dict[str, Any]) -> None:
+        self.store.set(f"{self.name}/told/{self._told}", json.dumps(answer))
+        self._told += 1
+
+    def read(self, key: str, topic: str, rank: int) -> dict[str, Any]:
+        """What a rank writes about a topic. Raises PeerFailed if it does not come in time."""
         try:
-            self._store.wait([key], self.timeout)
+            self.store.wait([f"{self.name}/{key}"], self.timeout)
         except Exception as error:  # the store raises DistStoreError or RuntimeError, by version and kind
+            with suppress(Exception):
+                self.store.set(f"{self.name}/missed/{rank}", topic)
             raise PeerFailed(
                 f"rank {rank} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
                 "  It may have died, or never made this call: every rank must. The timeout is init_process_group's."
             ) from error
-        return json.loads(self._store.get(key))
+        return json.loads(self.store.get(f"{self.name}/{key}"))

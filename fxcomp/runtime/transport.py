@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
+from fxcomp.errors import LostTouch
 
 
 class Work(Protocol):
@@ -38,8 +40,12 @@ class Transport(Protocol):
         """Give every rank rank `source`'s `value`, in place."""
         ...
 
+    def settle(self) -> None:
+        """Wait for what nobody has waited for, where every rank has launched it."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Group:
     """A process group, its ranks in order, and whether payloads may go straight from rank to rank.
 
@@ -47,9 +53,48 @@ class _Group:
     """
 
     handle: Any
+    """None once the group has been given up."""
     ranks: tuple[int, ...]
     is_direct: bool
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
+    under_way: set[_UnderWay] = field(default_factory=set["_UnderWay"])
+    """Each keeps the connections open as long as it is known."""
+
+    @property
+    def live(self) -> Any:
+        # Without a handle, torch would take the default group, which is the user's.
+        if self.handle is None:
+            raise LostTouch("the process group of this collective has been given up")
+        return self.handle
+
+    def started(self, work: Any) -> Work:
+        assert work is not None, "this rank is not in the group"
+        flying = _UnderWay(work, self.under_way)
+        self.under_way.add(flying)
+        return flying
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A collective of a group. Its wait raises LostTouch where another rank has gone, or does not come."""
+
+    work: Any
+    """None once the group has been given up."""
+    others: set[_UnderWay]
+
+    def wait(self) -> None:
+        work = self.work
+        if work is None:
+            raise LostTouch("the process group of this collective has been given up")
+        try:  # not with: this runs in every step
+            work.wait()
+        except RuntimeError as error:
+            _TRANSLATED.__exit__(type(error), error, None)
+            raise
+        self.others.discard(self)
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
 
 
 class Groups:
@@ -71,48 +116,40 @@ class Groups:
         to each rank: right where no two ranks share a link, for there a ring would send fewer bytes over it.
         """
         mine: dict[tuple[str, str], _Group] = {}
+        me, timeout = dist.get_rank(), compat.group_timeout()
         for lane in lanes:
             for level, lists in members.items():
                 for ranks in lists:
                     backend = "gloo" if lane == "pool" else None
-                    handle: Any = dist.new_group(list(ranks), timeout=compat.group_timeout(), backend=backend)  # pyright: ignore[reportUnknownMemberType]  # untyped
-                    if dist.get_rank() in ranks:
+                    with _TRANSLATED:
+                        handle: Any = dist.new_group(list(ranks), timeout=timeout, backend=backend)  # pyright: ignore[reportUnknownMemberType]  # untyped
+                    if me in ranks:
                         is_direct = level in direct and dist.get_backend(handle) == "gloo"
                         mine[level, lane] = _Group(handle, tuple(ranks), is_direct)
         return cls(mine)
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
-        group = self._groups[level, lane].handle
+        group = self._groups[level, lane]
         op = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
-        return _started(dist.all_reduce(value, op, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
+        with _TRANSLATED:
+            return group.started(dist.all_reduce(value, op, group=group.live, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
 
     def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
         group = self._groups[level, lane]
-        if group.is_direct and value.device.type == "cpu":
-            return self._exchange(value, out, group)
-        return _started(compat.all_gather(out, value, group=group.handle, async_op=True))
+        with _TRANSLATED:
+            if group.is_direct and value.device.type == "cpu":
+                return _exchange(value, out, group)
+            return group.started(compat.all_gather(out, value, group=group.live, async_op=True))
 
     def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return _started(compat.reduce_scatter(out, value, group=self._groups[level, lane].handle, async_op=True))
+        group = self._groups[level, lane]
+        with _TRANSLATED:
+            return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
-        return _started(dist.broadcast(value, source, group=self._groups[level, lane].handle, async_op=True))
-
-    def _exchange(self, value: Tensor, out: Tensor, group: _Group) -> Work:
-        """A gather as sends and receives, all at once.
-
-        gloo's own all_gather takes turns: two ranks over 300 Mbit/s need 630 ms for 15 MB each, and 425 ms like this
-        (measured, 2026-11).
-        """
-        tag = next(group.tags)
-        size = value.numel()
-        parts = {rank: out[place * size : (place + 1) * size] for place, rank in enumerate(group.ranks)}
-        me = dist.get_rank()
-        others = [rank for rank in group.ranks if rank != me]
-        receives = [dist.irecv(parts[rank], rank, group=group.handle, tag=tag) for rank in others]
-        sends = [dist.isend(value, rank, group=group.handle, tag=tag) for rank in others]
-        parts[me].copy_(value)
-        return _All([_started(work) for work in (*receives, *sends)])
+        group = self._groups[level, lane]
+        with _TRANSLATED:
+            return group.started(dist.broadcast(value, source, group=group.live, async_op=True))
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -121,16 +158,73 @@ class Groups:
     def group(self, level: str, lane: str) -> tuple[Any, tuple[int, ...]]:
         """The process group itself and its ranks, for collectives that no step contains."""
         found = self._groups[level, lane]
-        return found.handle, found.ranks
+        return found.live, found.ranks
 
-    def joined(self, other: Groups) -> Groups:
-        """These groups and others."""
-        return Groups({**self._groups, **other._groups})
+    def add(self, other: Groups) -> None:
+        """Take in other groups, in the place of those of the same level and lane."""
+        self._groups.update(other._groups)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every collective that was launched has been waited for."""
+        return not any(group.under_way for group in self._groups.values())
+
+    def settle(self) -> None:
+        """Wait for what nobody has waited for, where every rank has launched it."""
+        for group in self._groups.values():
+            for flying in list(group.under_way):
+                flying.wait()
+
+    def give_up(self) -> None:
+        """Close the groups' connections: other ranks that wait, or will, in one of them get an error at once.
+
+        Whatever is under way here may go on until the others have noticed; nobody waits for it.
+        """
+        handles: list[Any] = []
+        for group in self._groups.values():
+            for flying in list(group.under_way):
+                flying.work = None
+            group.under_way.clear()
+            if group.handle is not None:
+                handles.append(group.handle)
+                group.handle = None
+        compat.destroy_groups(handles)
 
 
-def _started(work: Any) -> Work:
-    assert work is not None, "this rank is not in the group"
-    return work
+def _exchange(value: Tensor, out: Tensor, group: _Group) -> Work:
+    """A gather as sends and receives, all at once.
+
+    gloo's own all_gather takes turns: two ranks over 300 Mbit/s need 630 ms for 15 MB each, and 425 ms like this
+    (measured, 2026-11).
+    """
+    tag = next(group.tags)
+    size = value.numel()
+    parts = {rank: out[place * size : (place + 1) * size] for place, rank in enumerate(group.ranks)}
+    me = dist.get_rank()
+    others = [rank for rank in group.ranks if rank != me]
+    receives = [group.started(dist.irecv(parts[rank], rank, group=group.live, tag=tag)) for rank in others]
+    sends = [group.started(dist.isend(value, rank, group=group.live, tag=tag)) for rank in others]
+    parts[me].copy_(value)
+    return _All([*receives, *sends])
+
+
+class _Translated:
+    """Raises LostTouch for what backends raise when another rank has gone, or does not come."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and compat.is_lost_connection(error):
+            told = str(error).partition("\n")[0]
+            error.__traceback__ = None  # its frames would keep the group's connections open
+            raise LostTouch(f"a collective did not end, because another rank left it or never came: {told}") from None
+
+
+_TRANSLATED = _Translated()
+"""One for all: an object costs each collective a tenth of a generator."""
 
 
 def call_when_done(work: Work, done: Callable[[], object]) -> None:
@@ -185,3 +279,6 @@ class Nowhere:
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:  # noqa: ARG002
         return _Done()
+
+    def settle(self) -> None:
+        return
