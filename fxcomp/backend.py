@@ -31,7 +31,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info,
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.handover import Exchange
+from fxcomp.lockstep import Lockstep
 from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout, state_layout
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
@@ -140,13 +141,14 @@ def _compile_backward(
     if compiled is not None:
         labelled = label_backward(graph, names)
         _check_same_parameters(compiled, found, gradients(labelled))
-    else:
-        ranks = Ranks.join(chosen.cluster, "torch_compile")
+        return _emitted(labelled, compiled)
+    with Ranks.meeting(chosen.cluster, "torch_compile") as ranks:
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks)
-        compiled.watch()
-        _models.append(compiled)
-    return _emitted(labelled, compiled)
+        emitted = _emitted(labelled, compiled)
+    compiled.watch()
+    _models.append(compiled)
+    return emitted
 
 
 # Options
@@ -392,7 +394,7 @@ class CompiledModel:
 
     decided: Decided
     cluster: Cluster
-    rank: int
+    ranks: Ranks
     transport: Transport
     runtime: Runtime
     residuals: Residuals
@@ -408,6 +410,10 @@ class CompiledModel:
     passes: int = 0
     seen: int = 0
     hook: RemovableHandle | None = None
+    lockstep: Lockstep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lockstep = Lockstep(self.ranks)
 
     @property
     def plan(self) -> Plan:
@@ -424,16 +430,19 @@ class CompiledModel:
 
     def state_dict(self) -> dict[str, Any]:
         """What error feedback and compressors carry on this rank."""
-        return self._carried.state_dict(self.rank, self.cluster.world_size)
+        return self._carried.state_dict(self.ranks.rank, self.cluster.world_size)
 
     def load_state_dict(self, state: Given) -> None:
         """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
-        ranks = Ranks.join(self.cluster, "load_state_dict")
+        self.lockstep.check_open()
+        with self.ranks.together("load_state_dict", after_a_stop=True):
+            self._load_together(state)
 
+    def _load_together(self, state: Given) -> None:
         def sum_over_ranks(value: Tensor) -> None:
             self.transport.all_reduce(value, "world", "main").wait()
 
-        exchange = Exchange(ranks, sum_over_ranks, "load_state_dict", self.residuals.device)
+        exchange = Exchange(self.ranks, sum_over_ranks, "load_state_dict", self.residuals.device)
         pairs = [zip(bucket.names, bucket.sizes, strict=True) for bucket in self.plan.buckets]
         trained = dict(itertools.chain(*pairs))
         here = Here(trained, sorted(trained), {self.plan.digest}, self.residuals.slices)
@@ -448,7 +457,7 @@ class CompiledModel:
         )
 
     def close(self) -> None:
-        self.runtime.close()
+        self.lockstep.close(self.runtime)
         if self.hook is not None:
             self.hook.remove()
 
@@ -489,6 +498,9 @@ fxcomp_backend.reset = reset  # pyright: ignore[reportFunctionMemberAccess]
 
 def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> CompiledModel | None:
     """The model that a graph belongs to, if it had one before."""
+    for compiled in _models:
+        if not compiled.is_alive:
+            compiled.close()
     _models[:] = [compiled for compiled in _models if compiled.is_alive]
     for compiled in _models:
         if compiled.model is not None and compiled.model() is model:
@@ -553,23 +565,23 @@ def _start(
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
     facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
     ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered})
+    cluster = ranks.cluster_of(chosen.cluster)
+    transport = ranks.transport(cluster)
     if chosen.model is not None:
         ranks.share(shared.values())
     else:
         _check_same_start(covered, ranks)
     device = next(iter(covered.values())).device
-    cluster = ranks.cluster_of(chosen.cluster)
-    transport = ranks.transport(cluster)
     decided = _decide(labelled, chosen, cluster, ranks, transport, device)
     shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
     check_plan(chosen.error_feedback, decided.plan, shapes, cluster, None)
     log.info("%s\n%s", cluster, decided.plan)
-    transport = ranks.extend(transport, decided.plan, cluster)
+    transport = ranks.extend(transport, decided.plan)
     seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
     return CompiledModel(
         decided,
         cluster,
-        ranks.rank,
+        ranks,
         transport,
         Runtime(transport, device),
         Residuals(residual_layout(decided.plan, cluster, ranks.rank, chosen.error_feedback), device),
@@ -624,7 +636,7 @@ def _decide(
 def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[Any]], Sequence[Any]]:
     """Rewrite a graph for the model's plan and make it a function. Local: no communication."""
     costs, feedback = compiled.decided.costs, compiled.feedback
-    final = follow(compiled.plan, labelled, costs, compiled.cluster, compiled.rank, feedback)
+    final = follow(compiled.plan, labelled, costs, compiled.cluster, compiled.ranks.rank, feedback)
     compiled.source = emit(final, title="One backward pass, gradients averaged")
     log.debug("%s", compiled.source)
     module = load(compiled.source, final, compat.cache_directory() / "steps")
@@ -646,13 +658,23 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
         values.clear()
         with torch.no_grad():
             _, results = module.step(compiled.runtime, (), (), (), (), (), residuals, states, given)
+            compiled.runtime.finish()
             compiled.runtime.owed.clear()
             compiled.passes += 1
             if compiled.model is None and compiled.passes <= COMPARED_PASSES:
                 _compare(compiled, {name: results[place] for name, place in places.items()})
         return results
 
-    return backward
+    def together(values: list[Any]) -> Sequence[Any]:
+        compiled.lockstep.enter(compiled.passes)
+        compiled.lockstep.has_begun = True
+        try:
+            return backward(values)
+        except BaseException as error:
+            compiled.lockstep.leave(error, compiled.runtime)
+            raise
+
+    return together
 
 
 def _compare(compiled: CompiledModel, averaged: Mapping[str, Tensor]) -> None:

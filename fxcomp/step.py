@@ -28,6 +28,7 @@ from fxcomp.feedback import CLASSIC, ErrorFeedback, Stage
 from fxcomp.graph.info import InputKind, Source
 from fxcomp.guards import BatchType, Key, StepGuard, batch_type
 from fxcomp.handover import Exchange, Holding, hand_over
+from fxcomp.lockstep import Lockstep
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
@@ -123,7 +124,7 @@ class CompiledStep:
         following: Following | None = None,
         report: Callable[[CompiledStep], str] | None = None,
     ):
-        self._ranks = ranks
+        self._ranks, self._lockstep = ranks, Lockstep(ranks)
         self._loads = 0
         self._handovers = 0
         self._feedback = feedback
@@ -176,6 +177,27 @@ class CompiledStep:
     # Running
 
     def __call__(self, batch: Any) -> Any:
+        self._lockstep.enter(self.steps)
+        try:
+            return self._step(batch)
+        except BaseException as error:
+            self._lockstep.leave(error, self.runtime)
+            raise
+
+    def close(self) -> None:
+        """End the pool's thread and give back the process groups; other ranks need not be there.
+
+        A step that nobody refers to any more is closed by itself. A `with` statement closes one at its end.
+        """
+        self._lockstep.close(self.runtime)
+
+    def __enter__(self) -> CompiledStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step(self, batch: Any) -> Any:
         self._enter_stage()
         kind, leaves = batch_type(batch)
         variant = self.variant = self.variants.find(batch, kind, leaves, self._stage)
@@ -195,12 +217,14 @@ class CompiledStep:
         if self._feedback.scale_with_lr:
             self._scale_residuals()
         arguments = self.feed(variant, leaves)
+        self._lockstep.has_begun = True
         if observer is None:
             loss, aux = variant.module.step(self.runtime, *arguments)
         elif isinstance(observer, Verification):
             loss, aux = observer.run(arguments)
         else:
             loss, aux = observer.run(self.steps, variant, self.runtime, arguments)
+        self.runtime.finish()
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
             self._settle_waiting()
@@ -366,10 +390,12 @@ class CompiledStep:
         if not verified and kind == self._first_type:
             self.times.add(looks, counters.waits)
         if self.steps == self._judged_at and self._dense_ms is not None and not self.plan.is_dense:
-            self._reconsider()
+            with self._ranks.together("comparing the plan with dense"):
+                self._reconsider()
         following = self._following
         if following is not None and self._is_warm and following.watch.is_due(self.steps):
-            self._look_for_drift(following)
+            with self._ranks.together("comparing steps with their prediction"):
+                self._look_for_drift(following)
 
     def _judge_from_here(self) -> None:
         """Judge the plan that stays against dense after so many steps from now, or from its first one."""
@@ -547,13 +573,18 @@ class CompiledStep:
                 f"the warm-up of error feedback lasts until step {self._stages[-1].first_step}, this is {self.steps}.\n"
                 "  Plan anew once the plan itself is followed."
             )
-        findings = self._compare(following)
+        self._lockstep.check()
+        with self._ranks.together("replan"):
+            findings = self._compare(following)
+            self._ranks.attempt("looking at what was timed", partial(self._check_timed, following))
+            return self._plan_anew(following, findings) if findings else False
+
+    def _check_timed(self, following: Following) -> None:
         if all(row.first_us is None for row in self.timed):
             raise CannotReplan(
                 f"too few steps have been timed: {following.watch.schedule.judged_every} in a row are needed, with"
                 " batches like the first one.\n  Train on and ask again; the report says what was measured."
             )
-        return self._plan_anew(following, findings) if findings else False
 
     def _plan_anew(self, following: Following, findings: Sequence[Finding]) -> bool:
         variant, costs = self._adopted, self.costs
@@ -588,16 +619,16 @@ class CompiledStep:
             )
         self._dense_ms = dense_ms if dense_ms is not None else new.dense_us * (1 + new.costs.error) / 1e3
         self._dense_plan, self.costs = new.dense_plan, new.costs
-        self._follow(new, following.cluster)
+        self._follow(new)
         self._noted.clear()
         return changed
 
-    def _follow(self, new: Replanned, cluster: Cluster) -> None:
+    def _follow(self, new: Replanned) -> None:
         """Follow another plan from the next step on. Nothing that was left out is lost."""
         self._hand_over(new.residuals)
         new.compressor_states.take_over(self.compressor_states)
         self.plan, self.compressor_states = new.plan, new.compressor_states
-        self.runtime.transport = self._ranks.extend(self.runtime.transport, new.plan, cluster)
+        self.runtime.transport = self._ranks.extend(self.runtime.transport, new.plan)
         self._leave_plan()
         self.times.forget()
         self._judge_from_here()
@@ -670,8 +701,16 @@ class CompiledStep:
         ranks owe the mean gradient stays what it was (see `fxcomp.handover`), and a rank without a state takes from
         the others what all must share: the number of steps, and what compressors of summed payloads remember.
 
-        Raises BadState, or PeerFailed where another rank's state does not fit; nothing may be trained after that.
+        Raises BadState, or PeerFailed where another rank's state does not fit; nothing is trained after that until a
+        state has been loaded. After something was raised inside a step on some rank, this is how ranks go on.
         """
+        self._lockstep.check_open()
+        with self._ranks.together("load_state_dict", after_a_stop=True):
+            self._load_together(state)
+            here = {"the plan": self.plan.digest, "the number of steps": self.steps}
+            self._ranks.check_same("going on from the states", here)
+
+    def _load_together(self, state: Given) -> None:
         self._loads += 1
         exchange = self._exchange(f"load_state_dict, call {self._loads}")
         agreed = read_together(state, self._here, exchange)

@@ -16,7 +16,7 @@ FLOORS = [
     ["reach", "graph", "ranks"],
     ["capture_collectives", "on_fakes", "fake_mode", "faithful", "shared_buffers"],
     ["untraceable"],
-    ["capture", "passes", "search", "codegen"],
+    ["capture", "passes", "search", "codegen", "lockstep"],
     ["identity", "training", "wire"],
     ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],
     ["recaptures"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -82,6 +82,9 @@ class Runtime:
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._last: Future[Any] | None = None
+        self._failures: list[BaseException] = []
+        """What was raised on the pool's thread: the result may be one that nobody reads."""
 
     # Lines of an emitted step
 
@@ -294,6 +297,32 @@ class Runtime:
         counted, self.counters = self.counters, Counters()
         return counted
 
+    def finish(self) -> None:
+        """Wait until the pool has done all of a step, and raise what was raised there, whoever reads its results."""
+        if self._last is not None:
+            wait([self._last])  # one thread: what was handed over before is done, too
+            self._last = None
+        if self._failures:
+            failures, self._failures = self._failures, []
+            raise failures[0]
+
+    def settle(self) -> None:
+        """Bring a step to its end that all ranks have left at the same line: nothing of it goes on afterwards."""
+        if self._last is not None:
+            wait([self._last])
+        self.transport.settle()
+        self._last, self._failures = None, []
+        self.take_counters()
+
+    def drop(self) -> None:
+        """Leave a step alone in which something was raised: what goes on of it touches nothing that is used again."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+        self._last, self._failures = None, []
+        self.forget_buffers()
+        self.take_counters()
+
     def forget_buffers(self) -> None:
         """Give back the memory of lines that will not run again. No line may be running."""
         self._buffers.clear()
@@ -329,7 +358,18 @@ class Runtime:
         # One thread: what is submitted runs in order, so collectives leave in the same order on every rank.
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
-        return self._pool.submit(as_caller_computes(work if self.watch_pool is None else self.watch_pool(work)))
+        work = as_caller_computes(work if self.watch_pool is None else self.watch_pool(work))
+        failures = self._failures
+
+        def run() -> T:
+            try:
+                return work()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        future = self._last = self._pool.submit(run)
+        return future
 
     def _buffer(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False

@@ -1,0 +1,90 @@
+"""Keep ranks at the same step: what is raised inside a step on one rank ends that step on all of them.
+
+Ranks never say which step they are at; each collective pairs with the others' next one, whatever it is for. A rank that
+raised and went on with its next batch would have its gradient of step 8 averaged with the others' of step 7. So a rank
+that raises stops: it says why in the store and closes its connections. The others, which wait for it in a collective,
+get an error at once, read why, and stop too. Before any of them runs another step all compare where they have stopped:
+
+    every rank raised in the same step before anything of it ran     they meet again, and the step runs
+    anything else                                                    RanksApart, until a state is loaded on all ranks
+
+A step in which nothing is raised pays one look at an attribute.
+"""
+
+from __future__ import annotations
+
+from fxcomp import compat
+from fxcomp.errors import PeerFailed, RanksApart, StepClosed, VerificationFailed
+from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
+from fxcomp.runtime.runtime import Runtime
+
+
+class Lockstep:
+    """What keeps one step function at the same step on all ranks. Alone, it only knows whether it was closed."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._step = 0
+        self._is_closed = False
+        self.has_begun = False
+        """Whether emitted code has run in the step under way, so that something may have changed."""
+
+    def enter(self, step: int) -> None:
+        """Begin a step. Raises RanksApart if ranks have stopped at different places, and StepClosed."""
+        self.check_open()
+        if self._ranks.stopped is not None:
+            self._meet_again(self._ranks.stopped, step)
+        self._step, self.has_begun = step, False
+
+    def leave(self, error: BaseException, runtime: Runtime) -> None:
+        """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
+        if isinstance(error, VerificationFailed) or self._ranks.knows(error):
+            runtime.settle()  # all ranks raise it, so what they have launched comes to its end
+            return
+        had_stopped = self._ranks.stopped is not None
+        self._ranks.stop(f"step {self._step}", error, step=self._step, has_begun=self.has_begun)
+        runtime.drop()
+        stop = self._ranks.stopped
+        was_left = isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and compat.is_lost_connection(error))
+        if was_left and stop is not None and not had_stopped:
+            raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
+
+    def check_open(self) -> None:
+        """Raise StepClosed after `close`."""
+        if self._is_closed:
+            raise StepClosed("this compiled step has been closed.\n  Call compile_step again, on all ranks.")
+
+    def check(self) -> None:
+        """Raise RanksApart if ranks have stopped, and StepClosed."""
+        self.check_open()
+        if self._ranks.stopped is not None:
+            raise _apart(self._ranks.stopped, "")
+
+    def close(self, runtime: Runtime) -> None:
+        """End the pool's thread and give back the process groups; no other rank is asked."""
+        if not self._is_closed:
+            self._is_closed = True
+            runtime.close()
+            self._ranks.release()
+
+    def _meet_again(self, mine: Stop, step: int) -> None:
+        try:
+            stops = self._ranks.all_stops()
+        except PeerFailed as error:
+            raise _apart(mine, str(error)) from None
+        if any(stop.step != step or stop.has_begun for stop in stops):
+            raise _apart(mine, "; ".join(f"rank {rank} stopped {_place(stop)}" for rank, stop in enumerate(stops)))
+        with self._ranks.together(f"going on with step {step}", after_a_stop=True):
+            pass
+
+
+def _apart(stop: Stop, details: str) -> RanksApart:
+    lines = [f"the ranks are no longer at the same step: {stop.cause}"]
+    lines += [f"  {details}: gradients of different steps would be averaged."] if details else []
+    return RanksApart("\n".join([*lines, WHAT_TO_DO]))
+
+
+def _place(stop: Stop) -> str:
+    if stop.step is None:
+        return f"in {stop.what}"
+    return f"{'inside' if stop.has_begun else 'before anything had run of'} step {stop.step}"
