@@ -699,5 +699,5 @@ def absent_rank() -> None:
 def test_a_rank_that_never_arrives_ends_the_others_within_the_timeout():
     arrived, _ = try_ranks(2, absent_rank, group_timeout_s=5.0, grace_s=0.0)
     assert arrived.error == "PeerFailed"
-    assert "rank 1 did not arrive at checking the cluster within 5 s" in arrived.text
+    assert "rank 1 did not arrive at compile_step within 5 s" in arrived.text
     assert "every rank must" in arrived.text

@@ -1,0 +1,63 @@
+"""Raise an error where code calls a function, at one call after the other.
+
+Only calls out of files that talk to other ranks count, and of calls that repeat from one line to one function only the
+first few: what a function computes by itself fails like the call of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+import fxcomp
+
+PACKAGE = str(Path(fxcomp.__file__).parent)
+DISTRIBUTED = str(Path(dist.__file__).parent)
+
+TALKING = (
+    *("pipeline", "step", "ranks", "lockstep", "calibrate", "job_contention", "variants", "backend"),
+    *("runtime/agree", "runtime/lending", "runtime/runtime", "runtime/transport", "runtime/state"),
+)
+CALLERS = {f"{PACKAGE}/{name}.py" for name in TALKING}
+
+REPEATS = 2
+"""So many calls of a function from one line count."""
+
+
+class Injected(BaseException):
+    """What running out of memory or an interrupt may look like: no Exception."""
+
+
+def calls_of(work: Callable[[], Any], raises_at: int | None = None) -> tuple[Any, list[str]]:
+    """What `work` returned, and the calls that it made; raises Injected at the one of that number."""
+    seen: Counter[tuple[str, int, Any]] = Counter()
+    calls: list[str] = []
+
+    def on_call(frame: FrameType, event: str, _: Any) -> None:
+        caller = frame.f_back
+        if event != "call" or caller is None or caller.f_code.co_filename not in CALLERS:
+            return
+        code = frame.f_code
+        if not code.co_filename.startswith((PACKAGE, DISTRIBUTED)):
+            return
+        edge = caller.f_code.co_filename, caller.f_lineno, code
+        seen[edge] += 1
+        if seen[edge] > REPEATS:
+            return
+        file, line, name = Path(edge[0]).stem, edge[1], code.co_name
+        calls.append(f"{file}:{line} {name}")
+        if len(calls) - 1 == raises_at:
+            raise Injected(f"at {calls[-1]}")
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        return work(), calls
+    finally:
+        sys.settrace(before)

@@ -1,0 +1,111 @@
+"""Compiling, new shapes and planning anew for hours: what a process holds does not grow."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import cross_entropy, rows
+from ranks import run_ranks
+from test_drift import table
+from test_together import PREPARED
+from torch import nn
+from torch.fx import GraphModule
+
+import fxcomp
+from fxcomp.strategy import Bucket, Plan, Strategy
+
+ON_POOL = Strategy.parse("compress(int8)@cpu > all_gather@world > decompress@cpu")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    descriptors: int
+    tasks: int
+    """Threads, those of backends among them."""
+    python_threads: int
+    graphs: int
+    tensors: int
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        objects = gc.get_objects()
+        graphs = sum(issubclass(type(thing), GraphModule) for thing in objects)
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
+        tasks = len(os.listdir("/proc/self/task"))
+        return cls(len(os.listdir("/proc/self/fd")), tasks, threading.active_count(), graphs, tensors)
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def one_compile(number: int, shapes: int = 1) -> None:
+    """Compile, train on batches of some lengths, and let go; every other plan needs the pool's process groups, too."""
+    model = nn.Linear(20, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bucket = Bucket(("bias", "weight"), (10, 200), ON_POOL if number % 2 else Strategy.parse("all_reduce@world"))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    step = fxcomp.compile_step(
+        model, cross_entropy, optimizer, rows(generator, 6), plan=Plan((bucket,)), costs=table(2.0)
+    )
+    for length in range(shapes):
+        step(rows(generator, 4 + length))
+    if number % 3 == 0:
+        step.close()  # the others are closed by going away
+
+
+def plan_anew(times: int) -> None:
+    """One step that is planned anew again and again."""
+    plan = PREPARED["replan"]()
+    for _ in range(times):
+        plan()
+
+
+def soak(compiles: int, shapes: int, replans: int) -> list[tuple[Held, Held, float]]:
+    """What is held when everything has happened a few times, and after all of it; and by how much memory has grown."""
+
+    def phase(work: Callable[[int], None], first: int, times: int) -> tuple[Held, Held, float]:
+        for number in range(first):
+            work(number)
+        before, resident = Held.now(), resident_mb()
+        for number in range(first, first + times):
+            work(number)
+        return before, Held.now(), resident_mb() - resident
+
+    return [
+        phase(one_compile, 4, compiles),
+        phase(lambda _: one_compile(1, shapes), 1, 2),
+        phase(lambda _: plan_anew(replans), 1, 2),
+    ]
+
+
+def check(phases: list[tuple[Held, Held, float]], most_mb: float) -> None:
+    for before, after, grown_mb in phases:
+        assert after.descriptors <= before.descriptors, (before, after)
+        assert after.tasks <= before.tasks, (before, after)
+        assert after.python_threads <= before.python_threads, (before, after)
+        assert after.graphs <= before.graphs, (before, after)
+        assert after.tensors <= before.tensors + 20, (before, after)
+        assert grown_mb < most_mb, (grown_mb, before, after)
+
+
+def test_what_a_process_holds_does_not_grow():
+    for phases in run_ranks(2, soak, 4, 10, 3):
+        check(phases, 40.0)
+
+
+@pytest.mark.slow
+def test_what_a_process_holds_does_not_grow_in_hours():
+    for phases in run_ranks(2, soak, 50, 30, 20, timeout_s=3600):
+        check(phases, 40.0)
