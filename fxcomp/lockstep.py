@@ -45,7 +45,9 @@ class Lockstep:
         self._ranks.stop(f"step {self._step}", error, step=self._step, has_begun=self.has_begun)
         runtime.drop()
         stop = self._ranks.stopped
-        was_left = isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and compat.is_lost_connection(error))
+        was_left = isinstance(error, PeerFailed) or (
+            isinstance(error, RuntimeError) and compat.is_lost_connection(error)
+        )
         if was_left and stop is not None and not had_stopped:
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
