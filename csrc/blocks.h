@@ -5,6 +5,7 @@
 //
 //     kBits, kIsRandom                              1, 2, 4 or 8; whether `encode` uses u
 //     scale_of<kFeedback>(bucket, residual, size)   a block's scale, not finite where it cannot be sent
+//     largest_value()                               what the largest code decodes to, in units of the scale
 //     divisor_of(scale)                             what `encode` wants to know, computed once a block
 //     encode(value, scale, divisor, u)              the code, and what it decodes to
 //     decode(code, scale)                           that again
@@ -168,6 +169,7 @@ FXCOMP_INLINE void encode_block(const Codec& codec, const float* bucket, float* 
         std::memset(packed, 0, static_cast<size_t>(ceil_divide(size * Codec::kBits, 8)));
         return;
     }
+    scale = std::min(scale, most_scale(codec.largest_value()));
     store_float(scale_out, scale);
     const float divisor = codec.divisor_of(scale);
     constexpr int64_t kMost = kRun<Codec::kBits>;
@@ -402,6 +404,8 @@ struct Integers {
     static constexpr uint8_t kSignBit = 1 << (kBits - 1);
 
     float levels;
+
+    FXCOMP_METHOD float largest_value() const { return levels; }
 
     template <bool kFeedback>
     FXCOMP_METHOD float scale_of(const float* bucket, const float* residual, int64_t size) const {

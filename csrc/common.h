@@ -52,6 +52,12 @@ FXCOMP_INLINE float load_float(const uint8_t* from) {
     return value;
 }
 
+// The largest scale of which `largest` are finite: residuals stay finite at the end of fp32.
+FXCOMP_INLINE float most_scale(float largest) {
+    const float scale = float_of(kInfinityBits - 1) / largest;
+    return magnitude_bits(scale * largest) < kInfinityBits ? scale : float_of(bits_of(scale) - 1);
+}
+
 // v, the vector to compress at i: the gradient, plus what earlier steps left out.
 template <bool kFeedback>
 FXCOMP_INLINE float compensated(const float* bucket, const float* residual, int64_t i) {

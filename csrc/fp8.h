@@ -41,6 +41,8 @@ struct SmallFloats {
 
     float most;  // the format's largest number
 
+    FXCOMP_METHOD float largest_value() const { return most; }
+
     template <bool kFeedback>
     FXCOMP_METHOD float scale_of(const float* bucket, const float* residual, int64_t size) const {
         const float scale = largest_magnitude<kFeedback>(bucket, residual, size) / most;

@@ -8,6 +8,8 @@ struct Quarters {
     static constexpr int kBits = 2;
     static constexpr bool kIsRandom = kStochastic;
 
+    FXCOMP_METHOD float largest_value() const { return kOuter; }
+
     template <bool kFeedback>
     FXCOMP_METHOD float scale_of(const float* bucket, const float* residual, int64_t size) const {
         if (kStochastic) return largest_magnitude<kFeedback>(bucket, residual, size) / kOuter;

@@ -9,6 +9,8 @@ struct PowersOfTwo {
     static constexpr int kBits = 8;
     static constexpr bool kIsRandom = true;
 
+    FXCOMP_METHOD float largest_value() const { return 1.0f; }
+
     template <bool kFeedback>
     FXCOMP_METHOD float scale_of(const float* bucket, const float* residual, int64_t size) const {
         const uint32_t largest = magnitude_bits(largest_magnitude<kFeedback>(bucket, residual, size));

@@ -475,6 +475,8 @@ FXCOMP_EXPORT void fxcomp_powersgd_decode(const float* payloads, int64_t ranks, 
             in_parallel(rows, grain_of(width * ranks), [=](int64_t begin, int64_t end) {
                 widest<reconstruct>(p, q, next, ranks, rank, out, width, begin, end);
             });
+            // powersgd.py refuses columns that leave some over; nobody shall read memory that nobody wrote.
+            std::fill(out + rows * width, out + size, float_of(kNanBits));
             agreed += rank * rows;
         }
         payloads += width > 0 ? rank * width : size;

@@ -69,7 +69,7 @@ FXCOMP_INLINE void encode_block(const float* FXCOMP_RESTRICT bucket, float* FXCO
         std::memset(codes, 0, static_cast<size_t>(size));
         return;
     }
-    const float scale = agreed / levels;
+    const float scale = std::min(agreed / levels, most_scale(levels));
     const float divisor = scale > 0.0f ? scale : 1.0f;
     for (int64_t i = 0; i < size; ++i) {
         const float value = compensated<kFeedback>(bucket, residual, i);
@@ -127,7 +127,7 @@ FXCOMP_BODY void decode(const int8_t* payloads, int64_t ranks, int64_t elements,
     const float factor = mean_factor(ranks);
     for_blocks(shape, begin, end, [&](int64_t, int64_t, int64_t at, int64_t size, int64_t block) {
         const bool is_finite = magnitude_bits(agreed[block]) < kInfinityBits;
-        const float scale = is_finite ? agreed[block] / levels : float_of(kNanBits);
+        const float scale = is_finite ? std::min(agreed[block] / levels, most_scale(levels)) : float_of(kNanBits);
         for (int64_t start = 0; start < size; start += kTile) {
             decode_tile(payloads + at + start, ranks, elements, scale, factor, out + at + start,
                         std::min(kTile, size - start));

@@ -5,6 +5,8 @@ struct Signs {
     static constexpr int kBits = 1;
     static constexpr bool kIsRandom = false;
 
+    FXCOMP_METHOD float largest_value() const { return 1.0f; }
+
     template <bool kFeedback>
     FXCOMP_METHOD float scale_of(const float* bucket, const float* residual, int64_t size) const {
         return mean_magnitude<kFeedback>(bucket, residual, size);

@@ -9,6 +9,7 @@ zeros up to a multiple of four, so that gathered payloads stay aligned. Blocks s
 one of a segment may be short; a segment's codes start with a new byte, so that no byte is of two segments.
 
 A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual stays as it was.
+Other scales are at most `most_scale`, so that what codes decode to is finite, and the residual with it.
 
 A random compressor draws u in [0, 1) for each value, at the value's place in its segment; ranks have streams of their
 own, so their errors do not add up.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -51,6 +53,11 @@ class BlockCompressor(Compressor):
     def kernel_parameters(self) -> tuple[float, ...]:
         """What the kernels want to know besides the block."""
         return ()
+
+    @property
+    def largest_value(self) -> float:
+        """What the largest code stands for, in units of the scale."""
+        return 1.0
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
@@ -99,7 +106,7 @@ class BlockCompressor(Compressor):
         rows = to_blocks(value, segments, self.block)
         scale = self.scales(rows, block_sizes(segments, self.block, device=rows.device))
         is_finite = scale.isfinite()
-        scale = torch.where(is_finite, scale, torch.nan)
+        scale = torch.where(is_finite, scale.clamp_max(most_scale(self.largest_value)), torch.nan)
         uniform = self._uniform(rows, segments, state)
         codes = self.codes(torch.where(is_finite, rows, 0.0), torch.where(is_finite, scale, 0.0), uniform)
         codes = torch.where(is_finite, codes, 0)
@@ -182,6 +189,10 @@ class SymmetricCompressor(BlockCompressor):
         return 2 ** (self.bits - 1) - 1
 
     @property
+    def largest_value(self) -> float:
+        return self.levels
+
+    @property
     def is_random(self) -> bool:
         return self.stochastic
 
@@ -201,6 +212,14 @@ class SymmetricCompressor(BlockCompressor):
 
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
         return whole_values(codes, scale, self.bits)
+
+
+@cache
+def most_scale(largest_value: float) -> float:
+    """The largest scale of which so many are finite. It may be below fp32's largest value divided, which rounds up."""
+    largest = torch.tensor(largest_value)
+    scale = torch.finfo(torch.float32).max / largest
+    return (scale if (scale * largest).isfinite() else scale.nextafter(torch.tensor(0.0))).item()
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ class FP8(BlockCompressor):
         return 8
 
     @property
+    def largest_value(self) -> float:
+        return torch.finfo(self.float8).max
+
+    @property
     @abstractmethod
     def float8(self) -> torch.dtype:
         """What torch calls it."""

@@ -70,6 +70,10 @@ class Int2(BlockCompressor):
         return 2
 
     @property
+    def largest_value(self) -> float:
+        return OUTER
+
+    @property
     def is_random(self) -> bool:
         return self.stochastic
 

@@ -148,6 +148,18 @@ def near_square(size: int) -> tuple[int, int]:
     return rows, size // rows
 
 
+@lru_cache(maxsize=4096)
+def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
+    """Raise BadTensor for columns that no matrix of a segment's size has: some of its values would be in no row."""
+    for index, (size, columns) in enumerate(zip(segments, compressor.columns, strict=True)):
+        if columns < 0 or (columns > 0 and (size == 0 or size % columns)):
+            raise BadTensor(
+                f"no matrix of {size} values has rows of {columns}.\n"
+                f"  segment {index} of {len(segments)}, of {compressor} bound to columns={compressor.columns}\n"
+                "  Bind it with bound_to to the shapes of this bucket's parameters; 0 columns make a segment dense."
+            )
+
+
 @register
 @dataclass(frozen=True, slots=True)
 class PowerSGD(Compressor):
@@ -276,6 +288,7 @@ class PowerSGD(Compressor):
                     f"{self} is bound to {len(self.columns)} parameters, not to {len(segments)}.\n"
                     "  Bind it with bound_to to the parameters of this bucket, one segment each."
                 )
+            _check_columns(self, tuple(segments))
             return self.columns
         return tuple(self._columns_of(size, near_square(size)) for size in segments)
 

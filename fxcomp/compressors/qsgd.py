@@ -69,6 +69,10 @@ class QSGD(BlockCompressor):
         return 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
 
     @property
+    def largest_value(self) -> float:
+        return self.levels
+
+    @property
     def is_random(self) -> bool:
         return True
 

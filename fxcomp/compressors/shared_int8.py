@@ -2,7 +2,7 @@
 
     levels  = floor(127 / ranks)                        the sum over the ranks stays within -127..127
     agreed  = the largest |v| of a block on any rank    the ranks' maximum of their proposals
-    scale   = agreed / levels
+    scale   = agreed / levels, at most fp32's largest value over levels, rounded down
     code    = v / scale, rounded stochastically to a neighbouring integer, within -levels..levels
     decoded = (sum of the codes) * scale
 
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fxcomp.compressors import kernels, randomness
 from fxcomp.compressors.base import BadCompressor, Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.blocks import count_blocks, from_blocks, split, to_blocks
 from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
@@ -51,7 +52,8 @@ def _propose(value: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 def _scales(agreed: Tensor, levels: int) -> Tensor:
     """One row a block; NaN where a value was not finite."""
-    return torch.where(agreed.isfinite(), agreed / levels, torch.nan).view(-1, 1)
+    scale = (agreed / levels).clamp_max(most_scale(levels))
+    return torch.where(agreed.isfinite(), scale, torch.nan).view(-1, 1)
 
 
 def _compress(

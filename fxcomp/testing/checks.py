@@ -23,7 +23,7 @@ from fxcomp.testing.draws import (
     streams_move_on,
 )
 from fxcomp.testing.rounds import Replica, agree, average, decode, encode, fresh_state, replicas_of
-from fxcomp.testing.samples import IN_RANGE, NOT_FINITE, SAMPLES, gaussian, heavy, laplace
+from fxcomp.testing.samples import IN_RANGE, LARGEST, NOT_FINITE, SAMPLES, gaussian, heavy, laplace
 
 LARGE = 5_000_000
 
@@ -342,6 +342,24 @@ def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
         assert_same_bits(replica.residual[at : at + 1], kept[at : at + 1], f"{what} in bucket + residual: the residual")
 
 
+def finite_values_leave_a_finite_residual(compressor: Compressor) -> None:
+    """Up to fp32's largest value, and where adding the residual goes above it."""
+    if not _may_feed_back(compressor):
+        return
+    for segments in ((1,), (600, 0, 41, 2600)):
+        size = sum(segments)
+        signs = gaussian(size, 3).sign()
+        buckets = {"huge": SAMPLES["huge"](size), "one huge": SAMPLES["one huge"](size), "largest": signs * LARGEST}
+        for name, bucket in buckets.items():
+            for old in (0.1 * gaussian(size, 7), signs * (LARGEST / 2), bucket / 2):
+                for way in (contextlib.nullcontext(), plain_torch()):
+                    [replica] = replicas_of(compressor, segments, feedback=True)
+                    replica.residual = old.clone()
+                    with way:
+                        average(compressor, [bucket], [replica], segments)
+                    assert replica.residual.isfinite().all(), f"{name} values, {segments}: the residual is not finite"
+
+
 def _check_spared(compressor: Compressor, bucket: Tensor, old: Tensor, segments: Sequence[int], name: str) -> None:
     bound = compressor.bound_to((), 1)
     [replica] = replicas_of(bound, segments, feedback=True)
@@ -424,6 +442,7 @@ CHECKS: dict[str, Callable[[Compressor], None]] = {
         every_rank_decodes_the_mean,
         what_is_not_finite_is_seen_and_spares_the_residual,
         a_sum_that_is_not_finite_is_seen,
+        finite_values_leave_a_finite_residual,
         the_next_step_is_finite_again,
         bytes_are_all_that_travels,
         state_starts_as_it_should,

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 
+LARGEST = torch.finfo(torch.float32).max
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -65,7 +68,8 @@ SAMPLES: dict[str, Callable[[int], Tensor]] = {
     "large where a sample looks": _large_where_a_sample_looks,
     "ascending": lambda elements: torch.linspace(0, 1, elements),
     "denormal": lambda elements: gaussian(elements) * 1e-44,
-    "huge": lambda elements: gaussian(elements).clamp(-1, 1) * 3.4e38,
+    "huge": lambda elements: gaussian(elements).clamp(-1, 1) * LARGEST,
+    "one huge": _with_one(LARGEST),
     "one nan": _with_one(torch.nan),
     "one inf": _with_one(-torch.inf),
     "one positive inf": _with_one(torch.inf),
@@ -77,5 +81,5 @@ SAMPLES: dict[str, Callable[[int], Tensor]] = {
 
 NOT_FINITE = ("one nan", "one inf", "one positive inf", "first nan", "last nan", "many nan")
 
-IN_RANGE = tuple(name for name in SAMPLES if name not in (*NOT_FINITE, "huge"))
+IN_RANGE = tuple(name for name in SAMPLES if name not in (*NOT_FINITE, "huge", "one huge"))
 """Samples that a sum or a scale cannot push over fp32's largest value."""

@@ -10,7 +10,7 @@ from compressor_cases import WITH_KERNELS
 from ranks import run_ranks
 from torch import Tensor
 
-from fxcomp.compressors import BadCompressor, PowerSGD, compressor_of, parse_compressor
+from fxcomp.compressors import BadCompressor, PowerSGD, compressor_of, kernels, parse_compressor
 from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.rounds import Replica, agree, average, encode, fresh_state, replicas_of
 from fxcomp.testing.samples import gaussian
@@ -266,3 +266,14 @@ def test_a_round_of_several_matrices_and_a_vector_adds_up() -> None:
     mean = average(PowerSGD(2), gradients, replicas, segments, shapes)
     left_out = torch.stack([r.residual for r in replicas if r.residual is not None]).sum(dim=0)
     torch.testing.assert_close(mean + left_out, (gradients[0] + gradients[1]) / 2, rtol=0, atol=1e-5)
+
+
+@WITH_KERNELS
+def test_a_kernel_leaves_nothing_unwritten_of_a_segment_that_columns_do_not_divide() -> None:
+    """Python refuses such columns; the kernel by itself must not pass on memory that nobody wrote."""
+    size, columns, rank = 1000, 64, 2
+    rows = size // columns
+    payload, agreed, out = gaussian(rank * columns), gaussian(rank * rows, 1), torch.zeros(size)
+    kernels.run("fxcomp_powersgd_decode", payload, 1, (size,), (columns,), 1, rank, agreed, out)
+    assert (out[: rows * columns] != 0).all()
+    assert out[rows * columns :].isnan().all()

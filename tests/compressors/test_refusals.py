@@ -145,6 +145,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: PowerSGD(4, columns=(7, 7)).payload_elements((1000,)),
         "is bound to 2 parameters, not to 1.*bound_to",
     ),
+    "columns that leave some over": (
+        lambda: PowerSGD(1, columns=(0, 64)).payload_elements((7, 1000)),
+        "no matrix of 1000 values has rows of 64.*segment 1 of 2, of powersgd\\(1\\).*bound_to",
+    ),
+    "columns below zero": (
+        lambda: PowerSGD(1, columns=(-10,)).proposal_elements((1000,)),
+        "no matrix of 1000 values has rows of -10",
+    ),
+    "columns of nothing": (
+        lambda: PowerSGD(1, columns=(10,)).state_elements(0),
+        "no matrix of 0 values has rows of 10",
+    ),
     "a scaled copy": (
         lambda: scale_copy(torch.zeros(9), 0.5, torch.zeros(8)),
         "9 values on cpu cannot be copied to 8 contiguous elements on cpu.*as many elements",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.fp8 import FP8
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
@@ -43,6 +44,7 @@ def _encode(
     codes_at: Value,
     end: Value,
     most: Value,
+    most_of_scale: Value,
     BLOCK: constexpr,
     WIDTH: constexpr,
     ROWS: constexpr,
@@ -55,7 +57,7 @@ def _encode(
     value, old = compensated(bucket, residual, start + place, is_there)
     largest = largest_magnitude(value)
     is_finite = (largest < INFINITY)[:, None]
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), most)
+    scale = tl.minimum(tl.div_rn(largest.to(tl.float32, bitcast=True), most), most_of_scale)
     scale = tl.where(scale < SMALLEST_SCALE, 0.0, scale)
     inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)[:, None]
     scale = tl.where(largest < INFINITY, scale, float("nan"))
@@ -107,8 +109,9 @@ def encode(
     state: Tensor | None,
     agreed: Tensor | None,
 ) -> bool:
-    most, form = torch.finfo(compressor.float8).max, _FORMATS[compressor.float8]
-    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, None, most, **form)
+    most, form = compressor.largest_value, _FORMATS[compressor.float8]
+    numbers = most, most_scale(most)
+    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, None, *numbers, **form)
 
 
 def decode(

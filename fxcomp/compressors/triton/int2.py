@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
@@ -26,6 +27,7 @@ from fxcomp.compressors.triton.blocks import (
 from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, tl
 
 OUTER = constant(1.5)  # the outer level, in units of the scale
+MOST_SCALE = constant(most_scale(1.5))
 
 
 @jit
@@ -52,7 +54,8 @@ def _encode(
         scale = mean_magnitude(bucket, residual, size, BLOCK, ROWS) * OUTER
     else:
         scale = tl.div_rn(largest_magnitude(value).to(tl.float32, bitcast=True), OUTER)
-    is_finite = ((scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY)[:, None]
+    is_sent = (scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
+    scale, is_finite = tl.minimum(scale, MOST_SCALE), is_sent[:, None]
     if state is None:
         is_outer = tl.abs(value) >= scale[:, None]
         code = tl.where(is_outer, 3, 2) ^ tl.where(value < 0, 3, 0)
@@ -61,7 +64,7 @@ def _encode(
         code = whole_below(quotient + OUTER + draw(state, table, place)).to(tl.int32)
         code = tl.minimum(tl.maximum(code, 0), 3)
     code = tl.where(is_finite & is_there, code, 0)
-    scale = tl.where((scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY, scale, float("nan"))
+    scale = tl.where(is_sent, scale, float("nan"))
     store_scales(payload, first_block, size, scale, BLOCK, ROWS)
     store_codes(payload + codes_at + first_byte, code, size, BLOCK, WIDTH, ROWS, 2)
     if residual is not None:

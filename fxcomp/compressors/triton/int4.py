@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
@@ -21,7 +22,9 @@ from fxcomp.compressors.triton.blocks import (
     store_scales,
     tile_of,
 )
-from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
+from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, tl
+
+MOST_SCALE = constant(most_scale(7))
 
 
 @jit
@@ -52,7 +55,8 @@ def _encode(
     value, old = compensated(bucket, residual, start + place, is_there)
     largest = largest_magnitude(value)
     is_finite = largest < INFINITY
-    scale = tl.where(is_finite, tl.div_rn(largest.to(tl.float32, bitcast=True), 7.0), float("nan"))
+    scale = tl.minimum(tl.div_rn(largest.to(tl.float32, bitcast=True), 7.0), MOST_SCALE)
+    scale = tl.where(is_finite, scale, float("nan"))
     if state is None:
         rounded, code = nearest_codes(value, scale, 7)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.qsgd import QSGD
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
@@ -35,6 +36,7 @@ def _encode(
     codes_at: Value,
     end: Value,
     levels: Value,
+    most: Value,
     BLOCK: constexpr,
     WIDTH: constexpr,
     ROWS: constexpr,
@@ -47,7 +49,7 @@ def _encode(
         residual += start
     scale = tl.div_rn(norm(bucket, residual, size, BLOCK, ROWS), levels)
     is_finite = (scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
-    scale = tl.where(is_finite, scale, float("nan"))
+    scale = tl.where(is_finite, tl.minimum(scale, most), float("nan"))
     store_scales(payload, first_block, size, scale, BLOCK, ROWS)
 
     place, is_there = places(size, BLOCK, WIDTH, ROWS)
@@ -101,8 +103,8 @@ def encode(
     state: Tensor | None,
     agreed: Tensor | None,
 ) -> bool:
-    levels, bits = float(compressor.levels), compressor.bits
-    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, state, levels, BITS=bits)
+    levels, most, bits = float(compressor.levels), most_scale(compressor.levels), compressor.bits
+    return encode_blocks(_encode, compressor, bucket, residual, payload, segments, state, levels, most, BITS=bits)
 
 
 def decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.triton.blocks import (
     INFINITY,
@@ -40,12 +41,15 @@ def _propose(
 
 
 @jit
-def _scales(agreed: Value, first_block: Value, size: Value, levels: Value, BLOCK: constexpr, ROWS: constexpr):
+def _scales(
+    agreed: Value, first_block: Value, size: Value, levels: Value, most: Value, BLOCK: constexpr, ROWS: constexpr
+):
     """Of a tile's blocks, and which of them are finite."""
     row = tl.arange(0, ROWS)
     largest = tl.load(agreed + first_block + row, row * BLOCK < size, other=0.0)
     is_finite = (largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
-    return tl.where(is_finite, tl.div_rn(largest, levels), float("nan"))[:, None], is_finite[:, None]
+    scale = tl.minimum(tl.div_rn(largest, levels), most)
+    return tl.where(is_finite, scale, float("nan"))[:, None], is_finite[:, None]
 
 
 @jit
@@ -57,6 +61,7 @@ def _encode(
     agreed: Value,
     table: Value,
     levels: Value,
+    most: Value,
     BLOCK: constexpr,
     WIDTH: constexpr,
     ROWS: constexpr,
@@ -65,7 +70,7 @@ def _encode(
     start, size, first_block, _ = tile_of(table, ALIGNMENT)
     place, is_there = places(size, BLOCK, WIDTH, ROWS)
     value, old = compensated(bucket, residual, start + place, is_there)
-    scale, is_finite = _scales(agreed, first_block, size, levels, BLOCK, ROWS)
+    scale, is_finite = _scales(agreed, first_block, size, levels, most, BLOCK, ROWS)
     quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0))
     quotient = tl.minimum(tl.maximum(quotient, -levels), levels)
     code = (quotient + ROUND) - ROUND
@@ -87,6 +92,7 @@ def _decode(
     table: Value,
     elements: Value,
     levels: Value,
+    most: Value,
     factor: Value,
     RANKS: constexpr,
     BLOCK: constexpr,
@@ -96,7 +102,7 @@ def _decode(
 ):
     start, size, first_block, _ = tile_of(table, ALIGNMENT)
     place, is_there = places(size, BLOCK, WIDTH, ROWS)
-    scale, _ = _scales(agreed, first_block, size, levels, BLOCK, ROWS)
+    scale, _ = _scales(agreed, first_block, size, levels, most, BLOCK, ROWS)
     total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         total += tl.load(payloads + start + place, is_there, other=0).to(tl.float32) * scale
@@ -117,6 +123,10 @@ def propose(
     return True
 
 
+def _numbers(compressor: SharedInt8) -> tuple[float, float]:
+    return float(compressor.levels), most_scale(compressor.levels)
+
+
 def encode(
     compressor: SharedInt8,
     bucket: Tensor,
@@ -127,7 +137,7 @@ def encode(
     agreed: Tensor | None,
 ) -> bool:
     tiles = cut(segments, compressor.block, 1, bucket.device)
-    arguments = (bucket, residual, payload, state, agreed, tiles.table, float(compressor.levels))
+    arguments = (bucket, residual, payload, state, agreed, tiles.table, *_numbers(compressor))
     launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
     raise_step(state)
     return True
@@ -143,6 +153,6 @@ def decode(
     state: Tensor | None,
 ) -> bool:
     tiles = cut(segments, compressor.block, 1, out.device)
-    arguments = (payloads, agreed, out, tiles.table, len(out), float(compressor.levels), 1.0 / ranks)
+    arguments = (payloads, agreed, out, tiles.table, len(out), *_numbers(compressor), 1.0 / ranks)
     launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
     return True
