@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-
 LARGEST = torch.finfo(torch.float32).max
 
 
