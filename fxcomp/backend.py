@@ -12,8 +12,10 @@ only what needs no optimizer; `model`, to start all ranks from rank 0's paramete
 trainable parameters that the graph does not reach; `ignore`, names of those that need no reduction. Without `model`,
 parameters must start equal, and the first backward passes are compared between ranks.
 
-- Every trainable parameter must be reached through one graph. Compile with `fullgraph=True`: a graph break, or more
-  recompilations than torch allows, is an error then, and not eager code that reduces nothing.
+- Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
+  compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
+  `fullgraph=True`: a graph break, or more recompilations than torch allows, is an error then, and not eager code that
+  reduces nothing.
 - Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
   mean of sums; error feedback carries over from one micro-batch to the next.
 - Collectives of the model's own stay where they are. One that ends at a parameter's gradient is its reduction, and is
@@ -73,6 +75,7 @@ from fxcomp.saved_state import Carried, Given, Here, read_together, restore
 from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.strategy import Plan
+from fxcomp.unreached import refuse_gradients, warn_unreached
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +149,8 @@ def _compile_backward(
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks)
         emitted = _emitted(labelled, compiled)
-    compiled.watch()
+    reduced = {id(found.parameters[name]) for name in gradients(labelled)}
+    compiled.watch(_uncovered(chosen.model, chosen.ignore, reduced) if chosen.model is not None else {})
     _models.append(compiled)
     return emitted
 
@@ -409,7 +413,7 @@ class CompiledModel:
     """The backward pass that was emitted last."""
     passes: int = 0
     seen: int = 0
-    hook: RemovableHandle | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
     lockstep: Lockstep = field(init=False)
 
     def __post_init__(self) -> None:
@@ -423,10 +427,11 @@ class CompiledModel:
     def is_alive(self) -> bool:
         return any(parameter() is not None for parameter in self.parameters.values())
 
-    def watch(self) -> None:
+    def watch(self, uncovered: Mapping[str, nn.Parameter]) -> None:
         """Notice gradients that no compiled backward pass averaged: torch falls back to eager code without an error."""
         parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
-        self.hook = parameter.register_hook(self._on_gradient)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        hook = parameter.register_hook(self._on_gradient)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        self.hooks = [hook, *refuse_gradients(uncovered)]
 
     def state_dict(self) -> dict[str, Any]:
         """What error feedback and compressors carry on this rank."""
@@ -458,8 +463,8 @@ class CompiledModel:
 
     def close(self) -> None:
         self.lockstep.close(self.runtime)
-        if self.hook is not None:
-            self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
 
     def _on_gradient(self, _: Tensor) -> None:
         if self.passes == self.seen:
@@ -521,7 +526,10 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: _Found, ch
             f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
         )
     if chosen.model is not None:
-        _check_covered(chosen.model, chosen.ignore, reduced, found.break_)
+        uncovered = _uncovered(chosen.model, chosen.ignore, reduced)
+        if uncovered and found.break_ is not None:
+            _refuse_behind_break(next(iter(uncovered)), found.break_)
+        warn_unreached(uncovered, stacklevel=2)
     elif found.break_ is not None:
         warnings.warn(
             f"fxcomp: the compiled graph ends early, at {found.break_}. Parameters that are used after it get no"
@@ -531,14 +539,18 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: _Found, ch
     return labelled
 
 
-def _check_covered(model: nn.Module, ignore: Sequence[str], reduced: set[int], break_: str | None) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in reduced and name not in ignore:
-            raise UnsynchronizedGradient(
-                f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it.\n"
-                + (f"  The graph broke at {break_}\n" if break_ else "")
-                + f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
-            )
+def _uncovered(model: nn.Module, ignore: Sequence[str], reduced: set[int]) -> dict[str, nn.Parameter]:
+    """The trainable parameters that a compiled graph makes no gradient of."""
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and id(p) not in reduced and name not in ignore}
+
+
+def _refuse_behind_break(name: str, break_: str) -> None:
+    raise UnsynchronizedGradient(
+        f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it.\n"
+        f"  The graph broke at {break_}\n"
+        f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
+    )
 
 
 def _check_same_parameters(compiled: CompiledModel, found: _Found, reduced: Mapping[str, Node]) -> None:

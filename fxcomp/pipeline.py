@@ -9,7 +9,6 @@ import itertools
 import math
 import re
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -84,6 +83,7 @@ from fxcomp.shared_buffers import SharedBuffers
 from fxcomp.step import CompiledStep, Following, GivenUp, Replanned
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 from fxcomp.training import Training
+from fxcomp.unreached import warn_unreached
 from fxcomp.variants import Replay, Variant
 
 P = ParamSpec("P")
@@ -463,12 +463,7 @@ def _capture_first(
     fresh = materialize_state(optimizer, owned)
     training = Training(model, loss_fn, optimizer, owned, max_grad_norm, fresh)
     captured = settled(StepGuard(training), lambda: _capture(training, batch, {}))
-    for name in captured.without_gradient:
-        warnings.warn(
-            f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"
-            " skips it. Set requires_grad=False if that is meant.",
-            stacklevel=6,
-        )
+    warn_unreached(captured.without_gradient, stacklevel=6)
     return training, captured
 
 

@@ -243,9 +243,16 @@ def break_with_model() -> None:
     step(compiled(model, model=model))
 
 
-def unused() -> None:
+def unused() -> str:
     model = seeded(Unused)
     step(compiled(model, model=model))
+    return f"no gradient for {[name for name, p in model.named_parameters() if p.grad is None]}"
+
+
+def used_outside() -> None:
+    model = seeded(Unused)
+    net = compiled(model, model=model)
+    (net(torch.randn(3, 4)).sum() + model.unused.weight.sum()).backward()
 
 
 def unused_but_ignored() -> float:
@@ -386,6 +393,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "break": break_without_model,
     "break_with_model": break_with_model,
     "unused": unused,
+    "used_outside": used_outside,
     "ignored": unused_but_ignored,
     "wrapped": wrapped,
     "wraps_inside": wraps_inside,
@@ -431,7 +439,14 @@ def texts() -> list[dict[str, str]]:
             ],
         ),
         ("break_with_model", ["UnsynchronizedGradient: the gradient of 'second.weight' never", "The graph broke at"]),
-        ("unused", ["UnsynchronizedGradient: the gradient of 'unused.weight' never", "\"ignore\": ['unused.weight']"]),
+        (
+            "unused",
+            ["does not depend on 'unused.weight'", "skipped, as eager PyTorch", "for ['unused.weight', 'unused.bias']"],
+        ),
+        (
+            "used_outside",
+            ["UnsynchronizedGradient: the gradient of 'unused.weight' never", "\"ignore\": ['unused.weight']"],
+        ),
         ("wrapped", ["UnsupportedFeature: the model is wrapped in DistributedDataParallel", "unwrapped"]),
         ("wraps_inside", ["UnsupportedFeature: the model is wrapped in DistributedDataParallel"]),
         (

@@ -15,7 +15,7 @@ FLOORS = [
     ["cost", "describe", "gpt"],
     ["reach", "graph", "ranks"],
     ["capture_collectives", "on_fakes", "fake_mode", "faithful", "shared_buffers"],
-    ["untraceable"],
+    ["unreached", "untraceable"],
     ["capture", "passes", "search", "codegen", "lockstep"],
     ["identity", "training", "wire"],
     ["drift", "feedback", "guards", "report", "step_times", "verify", "handover"],
