@@ -259,6 +259,31 @@ def test_right_steps_raise_no_alarm(job: str, loss: Any):
         step(JOBS[job].batch(number))
 
 
+def test_gradients_that_share_memory_are_clipped_once_each():
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.one + self.two + x).sum()
+
+    step = compiled(Sum(), lambda model, batch: model(batch), batch=torch.ones(3), max_grad_norm=0.1)
+    for _ in range(2):
+        step(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["_is_expected", "_step_own"])
+def test_an_update_that_cannot_be_copied_for_want_of_memory_is_taken(monkeypatch: pytest.MonkeyPatch, name: str):
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    plain, step = compiled(other, verify_every=0), compiled(model)
+    monkeypatch.setattr(f"fxcomp.verify.update.UpdateCheck.{name}", _fails)
+    step(BATCH)
+    plain(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
 # Precision
 
 

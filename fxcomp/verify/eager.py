@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Eager:
     aux: list[Any]
     structure: pytree.TreeSpec
     gradients: dict[str, Tensor]
-    """Of the parameters that the compiled step updates; zero where eager has none."""
+    """Of the parameters that the compiled step updates, each in memory of its own; zero where eager has none."""
     unexpected: tuple[str, ...]
     """Parameters with a gradient that the compiled step does not update."""
     buffers: dict[str, Tensor]
@@ -51,14 +51,26 @@ def run_eagerly(training: Training, captured: Captured, batch: Any) -> Eager:
     leaves, structure = pytree.tree_flatten(aux)
     gradients: dict[str, Tensor | None] = dict(zip(names, found, strict=True))
     expected = {name: gradients.pop(name) for name in captured.gradient_names}
+    others = [*parameters.values(), *training.model.buffers()]
     return Eager(
         loss.detach(),
         [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         structure,
-        {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in expected.items()},
+        _apart({name: torch.zeros_like(parameters[name]) if g is None else g for name, g in expected.items()}, others),
         tuple(name for name, gradient in gradients.items() if gradient is not None),
         buffers,
     )
+
+
+def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Copies of those gradients that share memory: of a sum's terms they are one tensor, and of ones a single value."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+    for name, gradient in gradients.items():
+        memory = gradient.untyped_storage().data_ptr()
+        if memory in taken or 0 in compat.strides(gradient):
+            gradients[name] = gradient.clone(memory_format=torch.contiguous_format)
+        taken.add(memory)
+    return gradients
 
 
 def _copied(batch: Any) -> Any:

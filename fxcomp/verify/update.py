@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxcomp import compat
 from fxcomp.capture import Owned, fresh_optimizer
 from fxcomp.training import Training
 from fxcomp.verify.compare import FLOOR, difference, largest, moved_otherwise
@@ -107,29 +108,39 @@ class UpdateCheck:
     def _check(self, run: Callable[[], None], parameter: Tensor, gradient: Tensor) -> None:
         owner = self._owners[id(parameter)]
         state: dict[str, Any] = self._training.optimizer.state.get(owner.parameter, {})
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        if not self._is_expected(owner.name, gradient):
+        tensors = {"": parameter.detach(), **{key: v for key, v in state.items() if isinstance(v, Tensor)}}
+        try:
+            if not self._is_expected(owner.name, gradient):
+                return
+            before = {key: value.clone() for key, value in tensors.items()}
+            own = self._step_own(owner, state, before, gradient)
+        except compat.OUT_OF_MEMORY:  # then this one goes unseen
+            run()
+            self._count(owner)
             return
-        before = parameter.detach().clone()
-        states_before = {key: value.clone() for key, value in tensors.items()}
-        own = before.clone()
-        given = {key: states_before[key].clone() if key in tensors else value for key, value in state.items()}
-        fresh = self._is_fresh(owner)
-        own_state = self._own.step(owner.group, own, gradient, {} if fresh else given)
         if parameter._version != self._versions[owner.name]:
             self.wrong = f"{owner.name!r} was changed before the optimizer's update"
             return
         run()
-        self._compare(owner.name, "", before, parameter.detach(), own)
-        for key, value in tensors.items():
-            if not self.wrong and isinstance(own_state.get(key), Tensor):
-                self._compare(owner.name, key, states_before[key], value, own_state[key])
+        for key in tensors:
+            if not self.wrong and isinstance(own.get(key), Tensor):
+                self._compare(owner.name, key, before[key], tensors[key], own[key])
         if self.wrong:
-            parameter.detach().copy_(before)
             for key, value in tensors.items():
-                value.copy_(states_before[key])
-            return
-        self._versions[owner.name] = parameter._version
+                value.copy_(before[key])
+        else:
+            self._count(owner)
+
+    def _step_own(
+        self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor
+    ) -> dict[str, Any]:
+        """The parameter, under no name, and its state as the user's optimizer leaves them."""
+        value = before[""].clone()
+        given = {key: before[key].clone() if key in before else other for key, other in state.items()}
+        return {"": value, **self._own.step(owner.group, value, gradient, {} if self._is_fresh(owner) else given)}
+
+    def _count(self, owner: Owned) -> None:
+        self._versions[owner.name] = owner.parameter._version
         self._times[owner.name] += 1
         self.updated += 1
 

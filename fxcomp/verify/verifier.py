@@ -153,7 +153,10 @@ class Verification:
         if self._eager is None or self._wrong:
             return
         expected = self._eager.gradients[name]
-        off = self._off(gradient, expected, FLOOR * self._relative * self._updates.largest)
+        try:
+            off = self._off(gradient, expected, FLOOR * self._relative * self._updates.largest)
+        except compat.OUT_OF_MEMORY:  # then this one goes unseen
+            off = None
         if off is not None:
             self._wrong.append(
                 f"the gradient of {name!r} differs from eager by up to {off:.3g}, where it reaches"
@@ -187,10 +190,10 @@ class Verification:
         if ranks > 1:
             chunk: list[Tensor] = []
             for name in self._captured.gradient_names:
-                chunk.append(gradients[name])
-                if sum(value.numel() for value in chunk) >= CHUNK:
+                if sum(value.numel() for value in (*chunk, gradients[name])) > CHUNK:
                     self._average(chunk, ranks)
                     chunk = []
+                chunk.append(gradients[name])
             self._average(chunk, ranks)
         limit = self._training.max_grad_norm
         if limit is not None:
@@ -206,6 +209,10 @@ class Verification:
 
     def _average(self, values: Sequence[Tensor], ranks: int) -> None:
         if not values:
+            return
+        if len(values) == 1 and values[0].is_contiguous():
+            self._runtime.transport.all_reduce(values[0].view(-1), "world", "main").wait()
+            values[0].div_(ranks)
             return
         flat = torch.cat([value.reshape(-1) for value in values])
         self._runtime.transport.all_reduce(flat, "world", "main").wait()
