@@ -416,6 +416,7 @@ class Colour(enum.IntEnum):
 VALUES = [1j, complex("nan"), b"text", "text", None, True, 3, 0.5, float("nan"), Colour.RED, torch.float64]
 
 
+@pytest.mark.filterwarnings("ignore:fxcomp. batch:UserWarning")  # each value captures the step again
 def test_plain_values_of_every_kind_may_stand_in_a_batch():
     def loss(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
         x, target, value = batch
