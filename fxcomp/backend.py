@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -430,8 +430,8 @@ class CompiledModel:
     def watch(self, uncovered: Mapping[str, nn.Parameter]) -> None:
         """Notice gradients that no compiled backward pass averaged: torch falls back to eager code without an error."""
         parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
-        hook = parameter.register_hook(self._on_gradient)  # pyright: ignore[reportUnknownMemberType]  # untyped
-        self.hooks = [hook, *refuse_gradients(uncovered)]
+        register = cast("Callable[..., RemovableHandle]", parameter.register_hook)  # pyright: ignore[reportUnknownMemberType]
+        self.hooks = [register(self._on_gradient), *refuse_gradients(uncovered)]
 
     def state_dict(self) -> dict[str, Any]:
         """What error feedback and compressors carry on this rank."""

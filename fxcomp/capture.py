@@ -400,7 +400,7 @@ def _check_body(body: GraphModule, model: nn.Module) -> None:
                     f"the step reads the parameter {name!r} from outside the model, so that it would stay at its"
                     " present value.\n  Reach every parameter through the model's own attributes."
                 )
-        if seen_loss and node.op == "call_function" and compat.is_random(node.target):
+        if seen_loss and compat.draws(node):
             raise errors.RandomRecomputation(
                 f"the backward pass draws random numbers ({node.target}): activation checkpointing around dropout.\n"
                 "  Its recomputation would draw other numbers than the forward pass drew, and gradients would be"

@@ -241,6 +241,22 @@ def has_symbols(value: Tensor) -> bool:
     return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
 
 
+def draws(node: Node) -> bool:
+    """Whether a node changes the random generator's state: attention without dropout is tagged random and does not."""
+    if not is_random(node.target):
+        return False
+    target = cast("OpOverload[..., Any]", node.target)
+    places = places_of_arguments(target)
+
+    def given(name: str) -> Any:
+        if name not in places:
+            return None
+        default = target._schema.arguments[places[name]].default_value
+        return node.args[places[name]] if len(node.args) > places[name] else node.kwargs.get(name, default)
+
+    return not (given("dropout_p") == 0 or given("train") is False or given("training") is False)
+
+
 def is_profiler(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
@@ -290,7 +306,7 @@ def compile_training(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_forward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+    def compile_forward(graph: GraphModule, given: Any) -> Callable[..., Any]:
         return boxed_nop(forward(graph), given)
 
     compiler: Any = aot_autograd(

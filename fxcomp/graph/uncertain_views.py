@@ -8,13 +8,15 @@
 
 A view is traced where a fake's strides allow one. Fakes follow torch's rules for strides, but not every kernel does,
 and devices differ. A reshape is a view wherever one is possible, so it costs nothing where the fake was right.
-`as_strided`, whose meaning depends on the strides, is refused there.
+`as_strided`, whose meaning depends on the strides, is refused there unless it moves nothing.
 """
 
 # Names of operators begin with an underscore where they are not for users.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,7 +71,8 @@ def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = Tru
         tensor = node.args[0] if node.args and isinstance(node.args[0], Node) else None
         if tensor is not None and tensor not in certain:
             if node.target is aten.as_strided.default:
-                _refuse(tensor)
+                _refuse_unless_nothing_moves(node, tensor)
+                node.target, node.args = aten.alias.default, (tensor,)
             if node.target in _VIEWS:
                 node.target, node.args = aten.reshape.default, node.args[:2]
         if _is_certain(node, certain):
@@ -95,7 +98,16 @@ def _lies_in_one_way(value: object) -> bool:
     )
 
 
-def _refuse(tensor: Node) -> None:
+def _refuse_unless_nothing_moves(node: Node, tensor: Node) -> None:
+    """Pooling to one pixel sets strides of dimensions that have one element: every value stays where it is."""
+    size, stride, *offset = node.args[1:]
+    value: Any = tensor.meta["val"]
+    wanted, present = (
+        [(n, s) for n, s in zip(sizes, strides, strict=False) if n != 1]
+        for sizes, strides in ((cast("Any", size), cast("Any", stride)), (value.shape, value.stride()))
+    )
+    if list(cast("Any", size)) == list(value.shape) and wanted == present and not any(offset):
+        return
     maker = tensor
     while not compat.is_operator(maker.target) and isinstance(maker.args[0], Node):  # one of several results
         maker = maker.args[0]

@@ -58,7 +58,7 @@ class Before:
     def _copy(self, place: Place) -> None:
         owner: Any = place.owner
         if _is(owner, dict):
-            self._tables.append((f"{place.name}[{{!r}}]", owner, dict(owner)))
+            self._tables.append((f"{place.name}[{{!r}}]", owner, dict(_items(owner))))
         elif _is(owner, (list, set, deque)):
             self._rows.append((place.name, owner, list(owner)))
         if not isinstance(place, NamespacePlace | ClassPlace) and type(owner).__dictoffset__:
@@ -76,14 +76,19 @@ class Before:
 
 
 def _clean_table(name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[str]:
-    for key in [key for key, value in table.items() if before.get(key, MISSING) is not value]:
-        if kept := _what_is_kept(table[key]):
+    for key, value in [(key, value) for key, value in _items(table) if before.get(key, MISSING) is not value]:
+        if kept := _what_is_kept(value):
             if key in before:
                 table[key] = before[key]
             else:
                 del table[key]
             if kept == "tensor":
                 yield name.format(key)
+
+
+def _items(table: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """What a dict holds; a subclass may make something new of it whenever a value is asked for."""
+    return dict[Any, Any].items(table)
 
 
 def _clean_row(name: str, row: Any, before: list[Any]) -> Iterator[str]:
@@ -108,7 +113,7 @@ def _what_is_kept(value: Any, depth: int = DEPTH) -> str:
 
 def _parts(value: Any) -> Iterable[Any]:
     if _is(value, dict):
-        yield from value.values()
+        yield from (part for _, part in _items(value))
     elif _is(value, COLLECTIONS):
         yield from value
     if _is(value, FunctionType):

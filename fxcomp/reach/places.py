@@ -327,8 +327,14 @@ def _slots_of(base: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+_Table = dict[Any, Any]
+
+
 class CollectionPlace:
-    """A list, tuple, set or dict, and the attributes of one that has some."""
+    """A list, tuple, set or dict, and the attributes of one that has some.
+
+    What a dict holds is read past its class: a subclass may import or make something whenever a value is asked for.
+    """
 
     def __init__(self, name: str, owner: Any, names: Names):
         self.name, self.owner = name, owner
@@ -337,9 +343,8 @@ class CollectionPlace:
     def held(self) -> Held:
         owner = self.owner
         yield "'s class", type(owner)
-        if isinstance(owner, Mapping):
-            table = cast("Mapping[Any, Any]", owner)
-            yield from ((f"[{_text(key)}]", value) for key, value in table.items())
+        if isinstance(owner, dict):
+            yield from ((f"[{_text(key)}]", value) for key, value in _Table.items(cast("_Table", owner)))
         elif isinstance(owner, Set):
             yield from ((f" with {text}", True) for text in sorted(map(_text, cast("Set[Any]", owner))))
         else:
@@ -349,10 +354,9 @@ class CollectionPlace:
 
     def views(self) -> Iterable[View]:
         owner = self.owner
-        if isinstance(owner, Mapping):
-            table = cast("Mapping[Any, Any]", owner)
-            yield table.values()
-            yield table.keys()
+        if isinstance(owner, dict):
+            yield _Table.values(cast("_Table", owner))
+            yield _Table.keys(cast("_Table", owner))
         elif not isinstance(owner, tuple | frozenset):
             yield owner
         if self._attributes is not None:

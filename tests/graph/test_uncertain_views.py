@@ -71,6 +71,17 @@ def test_a_view_by_strides_of_what_may_lie_otherwise_is_refused():
     trains_as_eager(Between(lambda x: (x * 2).as_strided((3, 8, 5), (40, 1, 8))), square, [torch.randn(3, 5, 6)])
 
 
+def test_pooling_to_one_pixel_is_no_view_by_strides():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        pooled = F.adaptive_avg_pool2d(model(batch).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), 1)
+        return pooled.flatten(1).square().mean()
+
+    trains_as_eager(model, loss, [torch.randn(2, 3, 6, 6)])
+
+
 def test_torch_compile_runs_what_its_fakes_lie_about():
     torch.manual_seed(0)
     model, x = Between(lambda x: normed(x).flatten(1).view(x.shape)), torch.randn(3, 5, 6)
