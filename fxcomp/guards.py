@@ -6,10 +6,8 @@ capture (a key that was not seen yet) or is refused by name.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -20,8 +18,7 @@ from fxcomp import compat
 from fxcomp.capture import live_numbers
 from fxcomp.errors import StepChanged, UnsupportedBatch
 from fxcomp.identity import Identity
-from fxcomp.reach.walk import Facts, NeedsWalk, walk
-from fxcomp.reach.watch import Watch
+from fxcomp.reach.worlds import Change, Worlds
 from fxcomp.training import Training
 from fxcomp.values import is_plain, key_of, what_is
 
@@ -38,19 +35,6 @@ class TensorType(NamedTuple):
     device: str
     strides: tuple[int, ...] | None
     """None where it is contiguous."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What differs between two keys, or two batches."""
-
-    what: str
-    before: str
-    after: str
-    remedy: str = "Pass it as a tensor in the batch, or keep it out of what the loss function and the model read."
-
-    def __str__(self) -> str:
-        return f"{self.what} changed from {self.before} to {self.after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +96,6 @@ def _leaf_type(leaf: Any) -> Hashable:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """What Python could read at some time."""
-
-    places: tuple[str, ...]
-    facts: tuple[Facts, ...]
-
-
 class Key(NamedTuple):
     """Everything but the batch that a capture bakes in."""
 
@@ -129,104 +105,31 @@ class Key(NamedTuple):
     surroundings: tuple[Hashable, ...]
 
 
-WORLDS = 32
-"""So many are told apart from new ones; more than captures are kept."""
-
-
 class StepGuard:
     """Reads everything that a capture depends on, cheaply, before each step."""
 
     def __init__(self, training: Training):
-        self._training = training
+        self._optimizer = training.optimizer
         self._identity = Identity(training.model, training.optimizer)
-        self._numbers = count()
-        self._worlds: OrderedDict[int, World] = OrderedDict()
-        self._number_of: dict[World, int] = {}
-        self._walk(())
+        self._worlds = Worlds(training.model, {"loss_fn": training.loss_fn, **compat.global_module_hooks()})
 
     def key(self) -> Key:
         """Look at everything. Raises StepChanged for what another capture would not be enough for."""
         self._identity.check()
-        if self._watch.has_changed():
-            self._identity.check_structure()
-            self._look_again()
-        return Key(self._world, self._options(), _surroundings())
+        world = self._worlds.number(before_walk=self._identity.check_structure)
+        return Key(world, tuple(map(_baked_options, self._optimizer.param_groups)), _surroundings())
 
-    def change(self, old: Key, new: Key) -> Change:
-        """The first thing that differs between two keys."""
-        before, after = self._worlds.get(old.world), self._worlds.get(new.world)
-        if before is None or after is None:
-            return Change("what the step reads", "what it was", "something else")
-        if before is not after:
-            return _difference(before, after)
+    def change(self, old: Key, new: Key) -> Change | None:
+        """The first thing that differs between two keys; None if nothing does."""
+        if change := self._worlds.difference(old.world, new.world):
+            return change
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
             if was != now:
                 return Change(f"the options of parameter group {number}", str(was), str(now))
-        for (name, was), (_, now) in zip(_named(old.surroundings), _named(new.surroundings), strict=True):
+        for name, was, now in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
             if was != now:
                 return Change(name, str(was), str(now))
-        return Change("nothing", "", "")
-
-    def _walk(self, names: Iterable[str]) -> None:
-        roots = {"loss_fn": self._training.loss_fn, **compat.global_module_hooks()}
-        self._reach = walk(self._training.model, roots, names)
-        self._watch = Watch(self._reach)
-        self._enter_world()
-
-    def _look_again(self) -> None:
-        """Read the places that hold something else; walk again if that is not all plain."""
-        places = self._watch.changed_places()
-        reach = self._reach
-        try:
-            if places is None:
-                raise NeedsWalk
-            for number in places:
-                reach.facts[number] = reach.read(reach.places[number])
-        except NeedsWalk:
-            self._walk(reach.names.found)
-            return
-        self._watch.look()
-        self._enter_world()
-
-    def _enter_world(self) -> None:
-        """Give what is there now its number: the old one if it was so before."""
-        world = World(tuple(place.name for place in self._reach.places), tuple(self._reach.facts))
-        number = self._number_of.get(world)
-        if number is None:
-            number = self._number_of[world] = next(self._numbers)
-            self._worlds[number] = world
-        self._worlds.move_to_end(number)
-        if len(self._worlds) > WORLDS:
-            _, oldest = self._worlds.popitem(last=False)
-            del self._number_of[oldest]
-        self._world = number
-
-    def _options(self) -> tuple[Hashable, ...]:
-        return tuple(map(_baked_options, self._training.optimizer.param_groups))
-
-
-def _difference(before: World, after: World) -> Change:
-    was = {
-        f"{place}{label}": fact
-        for place, facts in zip(before.places, before.facts, strict=True)
-        for label, fact in facts
-    }
-    now = {
-        f"{place}{label}": fact for place, facts in zip(after.places, after.facts, strict=True) for label, fact in facts
-    }
-    for what in {**was, **now}:
-        if was.get(what) != now.get(what):
-            return Change(what, _text(was, what), _text(now, what))
-    return Change("what the step reads", "what it was", "something else")
-
-
-def _text(facts: Mapping[str, Hashable], what: str) -> str:
-    if what not in facts:
-        return "nothing"
-    fact = facts[what]
-    if isinstance(fact, tuple):  # a tensor or an array: what it is, and what it is like
-        return str(cast("tuple[object, ...]", fact)[-1])
-    return str(fact)
+        return None
 
 
 def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
@@ -273,7 +176,3 @@ _SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
 def _surroundings() -> tuple[Hashable, ...]:
     """What torch is told outside the model, and tracing bakes in."""
     return tuple(read() for read in _SURROUNDINGS.values())
-
-
-def _named(surroundings: tuple[Hashable, ...]) -> list[tuple[str, Hashable]]:
-    return list(zip(_SURROUNDINGS, surroundings, strict=True))

@@ -5,10 +5,12 @@ batch['t'] changed: 1, 2, 3, 4
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import warnings
+from pathlib import Path
 
-from fxcomp.guards import Change
+from fxcomp.reach.worlds import Change
 
 VALUES = 4
 """So many different values in a row are worth a word."""
@@ -31,7 +33,7 @@ class Recaptures:
         """Note that a step was run."""
         self._steps_ago += 1
 
-    def add(self, change: Change, seconds: float, *, stacklevel: int) -> None:
+    def add(self, change: Change, seconds: float) -> None:
         """Note a capture, what led to it and what it cost; warn if that happens again and again."""
         if change.what != self._what or self._steps_ago > SOON:
             self._what, self._values, self._seconds = change.what, [change.before], []
@@ -46,5 +48,15 @@ class Recaptures:
             f"fxcomp: {change.what} changed: {', '.join(different[-VALUES:])}. A compiled step takes it for a constant;"
             f" each new value captures the step again, which takes {statistics.median(self._seconds):.2g} s.\n"
             f"  {change.remedy}",
-            stacklevel=stacklevel + 1,
+            stacklevel=_level_of_the_user(),
         )
+
+
+def _level_of_the_user() -> int:
+    """How many calls lie between the warning and the line outside this package that called the step."""
+    here, level = Path(__file__).parent, 1
+    frame = inspect.currentframe()
+    frame = frame.f_back if frame is not None else None  # who warns, which is level 1
+    while frame is not None and here in Path(frame.f_code.co_filename).parents:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -157,7 +157,8 @@ class Variants:
             return
         was, before = self._latest
         change = batch_change(batch, was, kind) or self._guard.change(before.key, around.key)
-        self._recaptures.add(change, seconds, stacklevel=4)  # the line that called the step
+        if change is not None:
+            self._recaptures.add(change, seconds)
 
     def _find_symbolic(self, kind: BatchType, leaves: Sequence[Any], around: Hashable) -> Variant | None:
         family = self._families.get((kind.like(), around))

@@ -4,6 +4,7 @@ code.py    what a function's bytecode names
 places.py  everything that holds values: modules, functions, classes, objects, collections
 walk.py    from roots to places, as far as traced code can look
 watch.py   whether anything that was reached is another object than before
+worlds.py  a number for everything that was read: the same again, the same number
 keep.py    tensors of the trace that the user's Python kept
 draws.py   Python's and NumPy's random numbers while a step is traced
 """

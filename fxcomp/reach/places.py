@@ -52,7 +52,7 @@ class Place(Protocol):
         ...
 
     def views(self) -> Iterable[View]:
-        """Live views of which every item is compared by identity. Empty tables of hooks are among them."""
+        """Live views of which every item is compared by identity."""
         ...
 
     def slots(self) -> Iterable[Slot]:
@@ -135,15 +135,14 @@ class ModulePlace:
         table = vars(self.owner)
         yield table.values()
         yield table.keys()
-        for name in _TABLES:
-            inner = table[name]
-            if inner:
-                yield inner.values()
-                yield inner.keys()
-            else:
-                yield inner
-        for name in _HOOKS:
-            yield table[name].values() if table[name] else table[name]
+        yield from (table[name].values() for name in (*_TABLES, *_HOOKS) if table[name])
+        if table["_buffers"]:
+            yield table["_buffers"].keys()  # by which they are found before each step
+
+    def empty(self) -> Iterable[View]:
+        """Tables in which there is nothing yet."""
+        table = vars(self.owner)
+        return [table[name] for name in (*_TABLES, *_HOOKS) if not table[name]]
 
     def slots(self) -> Iterable[Slot]:
         return ((self.owner, "__class__"),)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -70,8 +70,7 @@ class Same:
         return f"a {type(self.value).__name__}" if self.value is not MISSING else "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(NamedTuple):
     """A plain value: its type counts, and nan is nan."""
 
     kind: type
@@ -81,8 +80,7 @@ class Plain:
         return self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
 
 
-@dataclass(frozen=True, slots=True)
-class At:
+class At(NamedTuple):
     """A place, by the name under which it was reached first."""
 
     name: str

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, is_
 from typing import Any, cast
 
 from torch import Tensor
 
-from fxcomp.reach.places import LARGE, MISSING, View
+from fxcomp.reach.places import LARGE, MISSING, ModulePlace, View
 from fxcomp.reach.walk import Reach, is_plain
 
 _GRADIENT_FLAG = attrgetter("requires_grad")
 _GET: Callable[[dict[str, Any], str, Any], Any] = cast("Any", dict).get
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was there at some time."""
+
+    sizes: list[int]
+    items: list[Any]
+    values: list[Any]
+    attributes: list[Any]
+    data: tuple[list[int], list[bool], list[bytes]]
+
+
 class Watch:
-    """What places held when they were looked at last."""
+    """Reads everything that places hold."""
 
     def __init__(self, reach: Reach):
         views: list[View] = []
@@ -37,43 +49,46 @@ class Watch:
         tables = [slot for slot in slots.values() if isinstance(slot[0], dict)]
         others = [slot for slot in slots.values() if not isinstance(slot[0], dict)]
         self._views = tuple(views)
+        self._empty = tuple(view for p in reach.places if isinstance(p, ModulePlace) for view in p.empty())
         self._tables, self._keys, self._place_of_key = _columns(tables)
         self._owners, self._names, self._place_of_name = _columns(others)
         self._tensors = tuple(reach.tensors)
         self._arrays = tuple(array for array in reach.arrays if array.size <= LARGE)
-        self.look()
 
-    def look(self) -> None:
+    def look(self) -> Seen:
         """Take everything as it is now."""
-        self._sizes = list(map(len, self._views))
-        self._items: list[Any] = list(chain.from_iterable(self._views))
-        self._values = list(self._read_tables())
-        self._attributes = self._read_attributes()
-        self._data = self._read_data()
-
-    def has_changed(self) -> bool:
-        """Whether anything is another object, or a tensor's memory or an array's content another."""
-        return not (
-            list(map(len, self._views)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._views), self._items))
-            and all(map(is_, self._read_tables(), self._values))
-            and all(map(is_, self._read_attributes(), self._attributes))
-            and self._read_data() == self._data
+        return Seen(
+            list(map(len, self._views)),
+            list(chain.from_iterable(self._views)),
+            list(self._read_tables()),
+            self._read_attributes(),
+            self._read_data(),
         )
 
-    def changed_places(self) -> list[int] | None:
-        """Which places hold another plain value than before; None if anything else changed: then a walk is needed."""
-        if list(map(len, self._views)) != self._sizes or self._read_data() != self._data:
+    def is_still(self, seen: Seen) -> bool:
+        """Whether everything is the same object as then, and tensors' memory and arrays' content are the same."""
+        return (
+            list(map(len, self._views)) == seen.sizes
+            and not any(self._empty)
+            and all(map(is_, chain.from_iterable(self._views), seen.items))
+            and all(map(is_, self._read_tables(), seen.values))
+            and all(map(is_, self._read_attributes(), seen.attributes))
+            and self._read_data() == seen.data
+        )
+
+    def changed_places(self, seen: Seen) -> list[int] | None:
+        """Which places hold another plain value than then; None if anything else changed: then a walk is needed."""
+        if list(map(len, self._views)) != seen.sizes or any(self._empty) or self._read_data() != seen.data:
             return None
-        starts = list(accumulate(self._sizes))
+        ends = list(accumulate(seen.sizes))
         changed: dict[int, None] = {}
-        for i, is_simple in _differing(self._items, chain.from_iterable(self._views)):
+        for i, is_simple in _differing(seen.items, chain.from_iterable(self._views)):
             if not is_simple:
                 return None
-            changed[self._place_of_view[bisect_right(starts, i)]] = None
+            changed[self._place_of_view[bisect_right(ends, i)]] = None
         for places, before, now in (
-            (self._place_of_key, self._values, self._read_tables()),
-            (self._place_of_name, self._attributes, self._read_attributes()),
+            (self._place_of_key, seen.values, self._read_tables()),
+            (self._place_of_name, seen.attributes, self._read_attributes()),
         ):
             for i, is_simple in _differing(before, now):
                 if not is_simple:
