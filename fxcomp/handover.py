@@ -44,7 +44,7 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A conversation of all ranks, for topics that begin alike; each topic comes once."""
+    """A conversation of all ranks, for topics that begin alike."""
 
     peers: Peers
     sum_over_ranks: Callable[[Tensor], None]

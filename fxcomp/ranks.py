@@ -146,8 +146,7 @@ class Ranks:
         except BaseException as error:
             if talk is not None and talk.knows(error) and not after_a_stop:
                 raise
-            if talk is not None:
-                talk.give_up(what, error)
+            (talk or _talk(self._root, self._talks)).give_up(what, error)
             if has_met_again:
                 self.stopped = None  # not where it was, but here
             self.stop(what, error)

@@ -125,8 +125,6 @@ class CompiledStep:
         report: Callable[[CompiledStep], str] | None = None,
     ):
         self._ranks, self._lockstep = ranks, Lockstep(ranks)
-        self._loads = 0
-        self._handovers = 0
         self._feedback = feedback
         self._stages: tuple[Stage, ...] = feedback.stages(plan)
         self._stage: int = 0
@@ -446,14 +444,13 @@ class CompiledStep:
         self._patience = self._least_patience
         self._patient_until = self.steps + self._patience * following.watch.schedule.judged_every
         self._noted.clear()
-        dense = self._ranks.attempt(f"emitting the dense step, {self._returns}", partial(following.emit, self.plan))
+        dense = self._ranks.attempt("emitting the dense step", partial(following.emit, self.plan))
         self._adopt(dense, 0)
-        self.agree_on_watching(f"watching the dense step, {self._returns}")
+        self.agree_on_watching("watching the dense step")
 
     def _hand_over(self, residuals: Residuals) -> None:
         """Go on with other residuals and velocities, for the plan that is followed from now on; nothing is lost."""
-        self._handovers += 1
-        exchange = self._exchange(f"changing plans, {self._handovers}")
+        exchange = self._exchange("changing plans")
         sizes, ranks = self._here.trained_sizes, self._ranks.world_size
         before = Holding.of(ranks, self.residuals.slices, self.runtime.owed)
         self.runtime.owed = hand_over(before, residuals.slices, sizes, exchange)
@@ -592,7 +589,7 @@ class CompiledStep:
         assert costs is not None, "and they compare with its costs"
         assert following.decide is not None, "asked only where there is something to decide"
         self._replans += 1
-        topic = f"planning anew, {self._replans}"
+        topic = "planning anew"
 
         def put_right() -> CostTable:
             sheet = sheet_of(variant.graph, variant.timeline)
@@ -633,7 +630,7 @@ class CompiledStep:
         self.times.forget()
         self._judge_from_here()
         self._adopt(new.variant, 0)
-        self.agree_on_watching(f"watching, plan {self._replans}")
+        self.agree_on_watching("watching the new plan")
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
@@ -711,8 +708,7 @@ class CompiledStep:
             self._ranks.check_same("going on from the states", here)
 
     def _load_together(self, state: Given) -> None:
-        self._loads += 1
-        exchange = self._exchange(f"load_state_dict, call {self._loads}")
+        exchange = self._exchange("load_state_dict")
         agreed = read_together(state, self._here, exchange)
         if agreed is None:
             return
