@@ -83,3 +83,38 @@ def test_a_silent_rank_ends_the_wait_after_the_timeout():
     assert isinstance(error, PeerFailed)
     assert "rank 1 did not arrive at meeting within 0.5 s" in str(error)
     assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_gives_up_is_heard_at_whatever_comes_next():
+    def talk(agreement: Agreement) -> Any:
+        agreement.attempt("first", lambda: 1)
+        if agreement.rank == 0:
+            agreement.give_up("between", MemoryError("no more"))
+            return None
+        return agreement.from_rank_0("second", lambda: 2)
+
+    _, one, two = on_threads(3, talk)
+    for error in (one, two):
+        assert isinstance(error, PeerFailed)
+        assert str(error) == "rank 0 failed in between: MemoryError: no more"
+
+
+def test_what_another_rank_said_first_is_passed_on_in_its_words():
+    def talk(agreement: Agreement) -> Any:
+        if agreement.rank == 2:
+            agreement.attempt("a topic", lambda: 1 // 0)
+        try:
+            agreement.attempt("a topic", lambda: 1)
+        except PeerFailed as error:
+            agreement.give_up("later", error)
+            raise
+
+    for error in on_threads(3, talk)[:2]:
+        assert str(error).startswith("rank 2 failed in a topic: ZeroDivisionError")
+
+
+def test_ranks_at_different_topics_say_so():
+    for error in on_threads(2, lambda a: a.attempt(f"topic {a.rank}", lambda: 1)):
+        assert isinstance(error, PeerFailed)
+        assert "is at topic" in str(error)
+        assert "in the same order" in str(error)
