@@ -14,6 +14,7 @@ from fxcomp import compat
 from fxcomp.capture import Owned, fresh_optimizer
 from fxcomp.training import Training
 from fxcomp.verify.compare import FLOOR, difference, largest, moved_otherwise
+from fxcomp.verify.means import Means, square_sum
 
 Rule = Callable[..., None]
 
@@ -45,7 +46,10 @@ class OwnOptimizer:
 
 
 class UpdateCheck:
-    """Watches the updates of one step. It holds one parameter and its state at a time, and the expected gradients."""
+    """Watches the updates of one step.
+
+    It holds one parameter and its state at a time, and on one rank the expected gradients.
+    """
 
     def __init__(self, training: Training, is_fresh: Callable[[Owned], bool], relative: float):
         self._training, self._is_fresh, self._relative = training, is_fresh, relative
@@ -56,7 +60,9 @@ class UpdateCheck:
         self._arrived = 0.0
         self._sent = 0.0
         self.expected: dict[str, Tensor] = {}
-        """What should reach the updates, where that is known."""
+        """What should reach the updates, on one rank."""
+        self.means = Means(training.device)
+        """And on several, where nothing is compressed."""
         self.largest = 0.0
         """Of all expected gradients."""
         self.wrong: str = ""
@@ -78,7 +84,7 @@ class UpdateCheck:
 
     def bucket(self, value: Tensor) -> None:
         """Count what arrived from the other ranks."""
-        self._arrived += _square(value)
+        self._arrived += square_sum(value)
 
     def finish(self, names: tuple[str, ...], *, skipped: bool) -> None:
         """After the last line: whether each parameter was updated once, and no other one."""
@@ -92,14 +98,19 @@ class UpdateCheck:
             if parameter._version != self._versions[name]:
                 self.wrong = f"{name!r} was changed outside of the optimizer's update"
                 return
-        limit = self._training.max_grad_norm
-        if limit is not None and self._arrived > 0 and not skipped:
-            self._check_clipping(limit)
+        if self._arrived > 0 and not skipped:
+            self._check_clipping()
 
-    def _check_clipping(self, limit: float) -> None:
+    @property
+    def _clipping(self) -> float:
+        """What clipping multiplies the averaged gradients by."""
+        limit = self._training.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (math.sqrt(self._arrived) + 1e-6))
+
+    def _check_clipping(self) -> None:
         """Whether the gradients that reached the updates are those that arrived, clipped."""
         arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
-        wanted = min(arrived, limit * arrived / (arrived + 1e-6))
+        wanted = self._clipping * arrived
         if math.isfinite(wanted) and abs(sent - wanted) > 1e-3 * wanted:
             self.wrong = (
                 f"the averaged gradients have the norm {arrived:.6g}, clipped {sent:.6g} instead of {wanted:.6g}"
@@ -147,14 +158,17 @@ class UpdateCheck:
     def _is_expected(self, name: str, gradient: Tensor) -> bool:
         """Whether a gradient is the one that eager PyTorch would have after averaging and clipping."""
         if self._arrived > 0:
-            self._sent += _square(gradient)
+            self._sent += square_sum(gradient)
+        if self.means.is_known and self.means.contradict(name, gradient, self._clipping):
+            self.wrong = f"the gradient that updates {name!r} is not the mean of the ranks' own, clipped if asked for"
+            return False
         expected = self.expected.pop(name, None)
         if expected is None:
             return True
         off = difference(gradient, expected, self._relative, FLOOR * self._relative * self.largest)
         if off is not None:
             self.wrong = (
-                f"the gradient that updates {name!r} differs from the mean of eager's, clipped if asked for, by up to"
+                f"the gradient that updates {name!r} differs from eager's, clipped if asked for, by up to"
                 f" {off:.3g}, where it reaches {largest(expected):.3g}"
             )
         return off is None
@@ -166,7 +180,3 @@ class UpdateCheck:
             self.wrong = (
                 f"{what} differs from {self._own.name}'s by up to {found[0]:.3g}, where it moves it by {found[1]:.3g}"
             )
-
-
-def _square(value: Tensor) -> float:
-    return float(value.detach().double().square().sum().item())

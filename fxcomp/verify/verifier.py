@@ -34,9 +34,6 @@ from fxcomp.verify.eager import Eager, run_eagerly
 from fxcomp.verify.room import has_room, needed_bytes
 from fxcomp.verify.update import UpdateCheck
 
-CHUNK = 1 << 22
-"""So many elements are averaged at once: 16 MB."""
-
 
 class Emitted(Protocol):
     """A step as it was emitted."""
@@ -115,6 +112,7 @@ class Verification:
         self._runtime = runtime
         self._captured = emitted.captured
         self._is_plain = is_plain
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._needed = needed_bytes(training, batch)
         self._relative = tolerance_of(self._captured)
         self._wrong: list[str] = []
@@ -162,7 +160,9 @@ class Verification:
                 f"the gradient of {name!r} differs from eager by up to {off:.3g}, where it reaches"
                 f" {largest(expected):.3g}"
             )
-        if not self._is_plain:
+        if self._is_plain and self._ranks > 1:
+            self._updates.means.add(name, gradient)
+        if self._ranks > 1:
             del self._eager.gradients[name]
 
     def _on_update(self, loss: Tensor) -> None:
@@ -181,20 +181,13 @@ class Verification:
         if skipped:
             self._eager = None
             self._verifier.skip(self._step, self._needed)
-        elif eager is not None and not unplain:
-            self._updates.expected = self._averaged(eager.gradients)
+        elif eager is not None and self._ranks == 1:
+            self._updates.expected = self._clipped(eager.gradients)
+        elif not unplain:
+            self._updates.means.average(self._captured.gradient_names, self._runtime, self._ranks)
 
-    def _averaged(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Eager's gradients after what happens to them on their way, in the same memory but for a chunk."""
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks > 1:
-            chunk: list[Tensor] = []
-            for name in self._captured.gradient_names:
-                if sum(value.numel() for value in (*chunk, gradients[name])) > CHUNK:
-                    self._average(chunk, ranks)
-                    chunk = []
-                chunk.append(gradients[name])
-            self._average(chunk, ranks)
+    def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Eager's gradients after clipping, in the same memory."""
         limit = self._training.max_grad_norm
         if limit is not None:
             stand_ins: list[Tensor] = []
@@ -206,20 +199,6 @@ class Verification:
             for stand_in in stand_ins:
                 stand_in.grad = None
         return gradients
-
-    def _average(self, values: Sequence[Tensor], ranks: int) -> None:
-        if not values:
-            return
-        if len(values) == 1 and values[0].is_contiguous():
-            self._runtime.transport.all_reduce(values[0].view(-1), "world", "main").wait()
-            values[0].div_(ranks)
-            return
-        flat = torch.cat([value.reshape(-1) for value in values])
-        self._runtime.transport.all_reduce(flat, "world", "main").wait()
-        begin = 0
-        for value in values:
-            value.copy_(flat[begin : begin + value.numel()].view(value.shape)).div_(ranks)
-            begin += value.numel()
 
     # Updates
 

@@ -1,0 +1,67 @@
+"""Whether what reaches the updates is the mean of the ranks' gradients, without sending any gradient again.
+
+A weighted sum of a mean is the mean of the weighted sums: ranks exchange two numbers for each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxcomp.runtime.runtime import Runtime
+
+COLUMNS = 128
+
+ROUNDING = 1e-5
+"""How far a weighted sum may be off, relative to the norm: roundings of float32 are independent of each other."""
+
+
+class Means:
+    """Weighted sums of local gradients, then of their mean."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sums: dict[str, tuple[float, float]] = {}
+        """By parameter: the weighted sum, and the sum of squares."""
+        self.is_known = False
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take in a local gradient."""
+        self._sums[name] = weighted_sum(gradient), square_sum(gradient)
+
+    def average(self, names: Sequence[str], runtime: Runtime, ranks: int) -> None:
+        """Average over the ranks; all of them call it with the same names."""
+        mine = [number for name in names for number in self._sums[name]]
+        numbers = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        runtime.transport.all_reduce(numbers, "world", "main").wait()
+        values = [float(number) / ranks for number in numbers.cpu()]
+        self._sums = dict(zip(names, zip(values[0::2], values[1::2], strict=True), strict=True))
+        self.is_known = True
+
+    def contradict(self, name: str, gradient: Tensor, factor: float) -> bool:
+        """Whether a gradient is not the mean times a factor."""
+        expected, squares = self._sums[name]
+        found, allowed = weighted_sum(gradient), ROUNDING * math.sqrt(squares) * factor
+        if not math.isfinite(expected) or not math.isfinite(allowed):
+            return math.isfinite(found)
+        return not abs(found - factor * expected) <= allowed + 1e-30
+
+
+def weighted_sum(value: Tensor) -> float:
+    """A sum in which no two neighbours weigh the same; the weights follow from the place alone, on every machine."""
+    flat = value.detach().double().reshape(-1)
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % COLUMNS)).view(-1, COLUMNS)
+    return float((flat @ _weights(COLUMNS, 127, flat.device) @ _weights(flat.shape[0], 251, flat.device)).item())
+
+
+def square_sum(value: Tensor) -> float:
+    """The sum of squares."""
+    return float(value.detach().double().square().sum().item())
+
+
+def _weights(count: int, prime: int, device: torch.device) -> Tensor:
+    """Numbers between -1 and 1 that seem to have no order."""
+    return (torch.arange(count, dtype=torch.float64, device=device) * 73 + 11).remainder(prime) * (2 / prime) - 1
