@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from public_models import train  # noqa: E402  # benchmarks are on the path
+from public_models import train  # benchmarks are on the path
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own
