@@ -344,10 +344,15 @@ def with_array() -> tuple[Any, Callable[[Any], None]]:
     )  # fmt: skip
 
 
+def with_number() -> tuple[Any, Callable[[Any], None]]:
+    weight = torch.tensor(0.5)
+    return lambda model, batch: weight.item() * cross_entropy(model, batch), lambda _: weight.fill_(0.25)
+
+
 @pytest.mark.parametrize(
     "made",
     [with_closure, with_criterion, with_teacher, with_partial, with_default, with_method, with_callable, with_module,
-     with_array],
+     with_array, with_number],
 )  # fmt: skip
 def test_what_a_loss_function_reads_is_followed(made: Callable[[], tuple[Any, Callable[[Any], None]]]):
     loss, change = made()

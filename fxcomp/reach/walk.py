@@ -109,6 +109,8 @@ class Reach:
     facts: list[Facts] = field(default_factory=list[Facts])
     tensors: list[Tensor] = field(default_factory=list[Tensor])
     arrays: list[np.ndarray[Any, Any]] = field(default_factory=list["np.ndarray[Any, Any]"])
+    numbers: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict[int, "np.ndarray[Any, Any]"])
+    """The bytes of tensors that Python may read as a number, by the tensor's id."""
     generators: dict[str, Any] = field(default_factory=dict[str, Any])
     names: Names = field(default_factory=lambda: Names(set()))
     known: dict[int, Hashable] = field(default_factory=dict[int, Hashable])
@@ -128,10 +130,22 @@ class Reach:
         if known is None:
             raise NeedsWalk
         if isinstance(value, Tensor):
+            if id(value) in self.numbers:
+                number = value.item()
+                return known, Signature.of(value), Plain(type(number), repr(number))
             return known, Signature.of(value)
         if isinstance(value, np.ndarray):
             return known, _content(cast("np.ndarray[Any, Any]", value))
         return known
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether Python may read a tensor outside the model while it is traced, by .item() or as a condition.
+
+    Tracing takes what was read for a constant. Parameters and buffers are left out: they are data.
+    """
+    is_plain_tensor = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
+    return is_plain_tensor and tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
 def _content(array: np.ndarray[Any, Any]) -> Hashable:
@@ -167,6 +181,7 @@ class _Walk:
         self._model = model
         self._queue: deque[_Found] = deque()
         self._others = 0
+        self._buffers: set[int] = set()
 
     def run(self, roots: Mapping[str, Any]) -> Reach:
         for name, value in {"model": self._model, **roots}.items():
@@ -192,6 +207,8 @@ class _Walk:
         reach = self._reach
         if isinstance(value, Tensor):
             reach.tensors.append(value)
+            if _is_number(value) and id(value) not in self._buffers:
+                reach.numbers[id(value)] = value.detach().reshape(1).view(torch.uint8).numpy()
             return Same(value)
         if isinstance(value, np.ndarray):
             array = cast("np.ndarray[Any, Any]", value)
@@ -204,6 +221,8 @@ class _Walk:
         place = None if is_opaque else place_of(value, name, reach.names, self._trained)
         if place is None or not self._may_follow(place, holder):
             return Same(value)
+        if isinstance(place, ModulePlace):
+            self._buffers.update(id(buffer) for buffer in place.owner.buffers())
         if isinstance(place, ModulePlace | ClassPlace):
             self._queue.append(_Found(place, 0, holder.calls))
         elif isinstance(place, FunctionPlace):

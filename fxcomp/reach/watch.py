@@ -53,7 +53,7 @@ class Watch:
         self._tables, self._keys, self._place_of_key = _columns(tables)
         self._owners, self._names, self._place_of_name = _columns(others)
         self._tensors = tuple(reach.tensors)
-        self._arrays = tuple(array for array in reach.arrays if array.size <= LARGE)
+        self._arrays = (*(array for array in reach.arrays if array.size <= LARGE), *reach.numbers.values())
 
     def look(self) -> Seen:
         """Take everything as it is now."""

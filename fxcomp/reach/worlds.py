@@ -143,6 +143,6 @@ def _text(facts: Mapping[str, Hashable], what: str) -> str:
     if isinstance(fact, Plain | At | Same | str):
         return str(fact)
     if isinstance(fact, tuple):  # a tensor or an array: what it is, and what it is like
-        what_it_is, like = cast("tuple[object, object]", fact)
+        what_it_is, *_, like = cast("tuple[object, ...]", fact)
         return str(what_it_is if isinstance(like, bytes) else like)
     return str(fact)
