@@ -19,16 +19,17 @@ TOLERANCE = 2e-5
 
 
 ROUNDS_OTHERWISE = {
-    "option.fused": "the captured update is the plain loop; the fused one rounds otherwise",
-    "option.foreach": "so does the one over lists",
-    "option.tensor_lr": "eager divides float32 tensors where the captured step divides Python's numbers",
-    "lstm": "eager's is oneDNN's, the captured one is made of plain operators",
-    "gru": "eager's gates are computed in place, in slices; kernels round otherwise where memory is not contiguous",
-    "rnn": "as gru",
-    "cells": "as gru",
+    "lstm": "gates are computed in place, in slices; kernels round otherwise where memory is not contiguous",
+    "gru": "as lstm",
+    "rnn": "as lstm",
+    "cells": "as lstm",
     "bce": "eager's operator is made of others, in place, that are captured one by one",
 }
 """Features whose bits need not be eager's, and why."""
+
+
+NOISE = 5e-6
+"""What of a value is noise, where bits need not agree."""
 
 
 def tolerance_of(program: Program) -> float:
@@ -89,7 +90,7 @@ def _options(ours: World, theirs: World) -> str:
 
 def _differ(what: str, mine: Any, expected: Any, tolerance: float) -> str:
     a, form = pytree.tree_flatten(mine)
-    b, other = pytree.tree_flatten(expected)
+    b, other = pytree.tree_flatten(pytree.tree_map(lambda leaf: leaf, expected))  # which makes torch.Size a tuple
     if form != other:
         return f"{what}: another structure, {form} and {other}"
     for place, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -112,7 +113,8 @@ def _leaves_differ(x: Any, y: Any, tolerance: float) -> str:
         return "NaN where eager has none, or none where it has"
     x, y = x.nan_to_num(0.0, 1e300, -1e300), y.nan_to_num(0.0, 1e300, -1e300)
     difference, largest = float((x - y).abs().max()), float(y.abs().max())
-    if difference <= tolerance * largest + (1e-9 if tolerance else 0.0):
+    # Gradients that ought to be zero, as of what a norm takes out again, are noise, and Adam makes steps of them.
+    if difference <= tolerance * largest + (NOISE if tolerance else 0.0):
         return ""
     return f"differs by {difference:.3g} where eager reaches {largest:.3g}"
 

@@ -123,11 +123,11 @@ class _Run:
         if ours.reseed is None and eager_error:
             kind = "raised" if outcome is not None else "unraised"
             outcome = Outcome(kind, eager_error, step)
-        everyone = self.ranks.share(f"step {step}", outcome.kind if outcome else "")
+        everyone = self.ranks.share(f"step {step}", f"{outcome.kind}, {outcome.text[:150]}" if outcome else "")
         if outcome is not None:
             return outcome
         if any(everyone):
-            return Outcome("wrong", "this rank went on where another one failed", step)
+            return Outcome("wrong", f"this rank went on where another one failed: {everyone}", step)
         if self.lossy:
             return self._replicas_differ(step)
         theirs.eager_update()

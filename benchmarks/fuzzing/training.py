@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +125,25 @@ def change_option(optimizer: torch.optim.Optimizer, r: random.Random) -> None:
     group[key] = value
 
 
+@contextmanager
+def plainly(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Step as the captured update does, to the bit: parameter by parameter, with Python's numbers.
+
+    Fused updates, those over lists, and those with a tensor as learning rate round otherwise.
+    """
+    before = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update(foreach=False, fused=False, lr=float(group["lr"]))
+    try:
+        yield
+    finally:
+        for group, was in zip(optimizer.param_groups, before, strict=True):
+            group.update(foreach=was["foreach"], fused=was["fused"], lr=was["lr"])
+
+
 def apply_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, clip: float | None) -> None:
     """What follows the backward pass."""
     if clip is not None:
         torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], clip)
-    optimizer.step()
+    with plainly(optimizer):
+        optimizer.step()
