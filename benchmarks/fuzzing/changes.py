@@ -209,10 +209,6 @@ def _transposed_data(world: World, r: random.Random) -> None:
         chosen.data = chosen.data.t().contiguous().t()
 
 
-def _double(world: World, _: random.Random) -> None:
-    world.model.double()
-
-
 def _there_and_back(world: World, _: random.Random) -> None:
     """To another dtype and back: parameters stay the same objects, with other memory."""
     world.model.double()
@@ -298,7 +294,6 @@ CHANGES: dict[str, Change] = {
     "left_gradients": _left_gradients,
     "memory_format": _memory_format,
     "transposed_data": _transposed_data,
-    "double": _double,
     "there_and_back": _there_and_back,
     "checkpoint": _checkpoint,
     "copied": _copied,

@@ -86,7 +86,8 @@ class Net(nn.Module):
             found, self.kind = _block(feature.name, self.kind, program.random(feature.slot))
             if found is None:
                 continue
-            way = program.get(f"wrap.{feature.slot.split('.')[1]}")
+            is_passage = any(feature.name in passages for passages in PASSAGES.values())
+            way = "" if is_passage else program.get(f"wrap.{feature.slot.split('.')[1]}")
             blocks.append(nn.Sequential(found) if way == "sequential" else Wrapped(found, way) if way else found)
         listed = program.has("trait.listed")
         self.blocks = nn.ModuleList(blocks) if listed else nn.Sequential(*blocks)

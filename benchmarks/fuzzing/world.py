@@ -82,9 +82,10 @@ class World:
         is_recurrent = any(isinstance(module, nn.LSTM) for module in self.model.modules())
         autocast = around(self.program) if self.program.get("around") == "autocast" else around(None)
         # The captured LSTM is made of plain operators; oneDNN's rounds otherwise, in bf16 by much.
-        with autocast, torch.backends.mkldnn.flags(enabled=False) if is_recurrent else nullcontext():
-            result = self.loss_fn(self.model, batch)
-        (result[0] if isinstance(result, tuple) else result).backward()
+        with torch.backends.mkldnn.flags(enabled=False) if is_recurrent else nullcontext():
+            with autocast:
+                result = self.loss_fn(self.model, batch)
+            (result[0] if isinstance(result, tuple) else result).backward()
         return result
 
     def eager_update(self) -> None:
