@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from fuzzing import follow as following
 from fuzzing.follow import follow
-from fuzzing.program import Program, draw
+from fuzzing.program import draw
 from fuzzing.world import World
 
-SEEDS = (3, 5, 11, 50, 57)
+SEEDS = (100014, 100007, 100013, 100023, 100004, 100032, 100036, 100015)
 """Programs that together have most of what a program may have."""
 
 
@@ -21,33 +18,14 @@ def test_random_programs_do_what_eager_does():
 
 
 def test_leaving_out_a_feature_moves_no_other():
-    program = draw(57)
+    program = draw(100015)
     smaller = program.without(["block.1", "change.0"])
     assert [f for f in program.features if f.slot not in ("block.1", "change.0")] == list(smaller.features)
     assert program.random("block.0").random() == smaller.random("block.0").random()
 
 
-@pytest.mark.parametrize(
-    ("patched", "said"),
-    [
-        ("eager_update", "the parameter|parameter .* differs"),
-        ("after_step", "option lr"),
-    ],
-)
-def test_a_step_that_is_not_eager_s_is_found(monkeypatch: pytest.MonkeyPatch, patched: str, said: str):
-    worlds: list[World] = []
-    original: Any = getattr(World, patched)
-
-    class Forgetful(World):
-        def __init__(self, program: Program, rank: int):
-            super().__init__(program, rank)
-            worlds.append(self)
-
-    def forget(self: World, *args: Any) -> Any:
-        return None if self is worlds[1] else original(self, *args)
-
-    monkeypatch.setattr(following, "World", Forgetful)
-    monkeypatch.setattr(Forgetful, patched, forget)
-    outcome = follow(PLAIN)
+def test_a_step_that_is_not_eager_s_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(World, "eager_update", lambda _: None)
+    outcome = follow(draw(SEEDS[0]))
     assert outcome.kind == "wrong"
-    assert any(word in outcome.text for word in said.split("|")) or "differs" in outcome.text, outcome.text
+    assert "differs" in outcome.text

@@ -1,4 +1,4 @@
-"""Layers of operators that are hard to capture: drawn numbers, hooks, gradients of their own, writes, reads of values."""
+"""Layers of operators that are hard to capture: drawn numbers, hooks, own gradients, writes, reads of values."""
 
 from __future__ import annotations
 
