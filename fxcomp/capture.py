@@ -37,6 +37,7 @@ from fxcomp.graph.names import free_name
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
 from fxcomp.on_fakes import swapped, untouched
+from fxcomp.shared_memory import check_written
 from fxcomp.untraceable import explaining
 from fxcomp.values import is_plain, what_is
 
@@ -214,6 +215,8 @@ def capture(
         only = capture(model, loss_fn, optimizer, batch, owned, max_grad_norm=max_grad_norm)
         return replace(only, guard=_fits_nothing_else)
     _check_body(body, model)
+    leaves = [(f"leaf {i} of the batch", leaf) for i, leaf in enumerate(pytree.tree_leaves(batch))]
+    check_written(body, [*((repr(name), tensor) for name, tensor, _ in (*fakes.parameters, *fakes.buffers)), *leaves])
     return _assemble(body, layout, optimizer, owned, fakes, max_grad_norm)
 
 
@@ -300,7 +303,8 @@ def _trace_forward_backward(
         with torch.enable_grad():
             traced = compat.trace(forward_backward, inputs)
         flat = [value for part in inputs for value in part]
-        with compat.without_autocast():  # what autocast does is in the trace by now
+        # What autocast does is in the trace by now, and so is what autograd does: a parameter may be written.
+        with compat.without_autocast(), torch.no_grad():
             body = functional(traced, flat)
     _restore_random_order(body)
     return reshape_uncertain_views(body), layout[0]

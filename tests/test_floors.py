@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
     ["errors", "compat", "presets", "collector", "values"],
-    ["cluster", "compressors", "text", "sampling"],
+    ["shared_memory", "cluster", "compressors", "text", "sampling"],
     ["strategy", "runtime", "job", "hosts", "cluster_file", "testing"],
     ["cost", "describe", "gpt"],
     ["reach", "graph", "ranks"],

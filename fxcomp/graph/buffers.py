@@ -35,6 +35,13 @@ class Write:
         return self.node if self.value.op == "placeholder" else self.value
 
 
+def written_parameters(gm: GraphModule) -> frozenset[str]:
+    """The names of parameters that the forward pass itself writes, as a limit on an embedding's norm does."""
+    copies = [node.args[0] for node in gm.graph.nodes if node.target is _aten.copy_.default]
+    sources = [info(place).source for place in copies if isinstance(place, Node) and place.op == "placeholder"]
+    return frozenset(source.name for source in sources if source and source.kind is InputKind.PARAMETER)
+
+
 def buffers(gm: GraphModule) -> dict[str, Node]:
     """The inputs that are buffers, by name, in the model's order."""
     sources = [(node, info(node).source) for node in gm.graph.nodes if node.op == "placeholder"]

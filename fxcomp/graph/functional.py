@@ -36,6 +36,7 @@ def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     ]
     plain = _plain_writes(writes)
     if plain is None:
+        _keep_strides(traced, writes)
         return compat.trace_functional(traced, inputs)
     for node, (target, value) in plain.items():
         node.target = target
@@ -71,6 +72,26 @@ def _look_instead_of_turning(traced: GraphModule) -> None:
     for node in traced.graph.nodes:
         if node.target in _VIEWS and node.args[0].op != "placeholder":
             node.target = _VIEWS[node.target]
+
+
+def _keep_strides(traced: GraphModule, writes: Sequence[Node]) -> None:
+    """Let what is written stay as it lies in memory: `masked_fill(%x)` is contiguous where `masked_fill_(%x)` was not.
+
+    Random numbers drawn like it later go in the order of memory, and would land elsewhere.
+    """
+    for node in writes:
+        new, place = compat.functional_operator(cast("Any", node.target)), node.args[0] if node.args else None
+        if new is None or not isinstance(place, Node) or compat.is_random(node.target):
+            continue
+        before = node.meta["val"]
+        if not isinstance(before, Tensor) or before.is_contiguous():
+            continue
+        value = _value(new, node, {})
+        if value.shape == before.shape and value.stride() != before.stride():
+            with traced.graph.inserting_before(node):
+                made = traced.graph.call_function(new, node.args, node.kwargs)
+            made.meta["val"] = value
+            node.target, node.args, node.kwargs = torch.ops.aten.copy_.default, (place, made), {}
 
 
 _Plain = dict[Node, tuple[Any, Any]]

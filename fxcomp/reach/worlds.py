@@ -12,6 +12,7 @@ from torch import nn
 
 from fxcomp.reach.walk import At, Facts, NeedsWalk, Plain, Reach, Same, walk
 from fxcomp.reach.watch import Seen, Watch
+from fxcomp.shared_memory import sharing
 
 KNOWN = 32
 """So many worlds are told apart from new ones; more than captures are kept."""
@@ -118,11 +119,12 @@ class Worlds:
             self._of_number.clear()
             self._at_hand.clear()
             self._states = list(map(self._state, self._reach.facts))
-        key = tuple(self._states)
+        shared = sharing(self._model)
+        key = (*self._states, self._state(shared))
         number = self._number_of.get(key)
         if number is None:
             number = self._number_of[key] = next(self._numbers)
-            self._of_number[number] = World(tuple(p.name for p in self._reach.places), tuple(self._reach.facts))
+            self._of_number[number] = World((*(p.name for p in self._reach.places), ""), (*self._reach.facts, shared))
             if len(self._of_number) > KNOWN:
                 oldest, _ = self._of_number.popitem(last=False)
                 self._number_of = {states: n for states, n in self._number_of.items() if n != oldest}

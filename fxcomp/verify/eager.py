@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.capture import Captured
+from fxcomp.graph.buffers import written_parameters
 from fxcomp.training import Training
 
 
@@ -42,14 +43,16 @@ def run_eagerly(training: Training, captured: Captured, batch: Any) -> Eager:
         torch.inference_mode(False),
         torch.enable_grad(),
         _same_random_numbers(training.model),
-        _same_buffers(training.model, buffers),
+        _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
     ):
         result = training.loss_fn(training.model, _copied(batch))
         loss, aux = result if captured.has_aux else (result, ())
         with compat.without_autocast():
             found: Any = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
     leaves, structure = pytree.tree_flatten(aux)
-    gradients: dict[str, Tensor | None] = dict(zip(names, found, strict=True))
+    # A gradient may be one number, spread: it is written into later, as `.grad` may be.
+    own = [g.contiguous() if isinstance(g, Tensor) and 0 in compat.strides(g) else g for g in found]
+    gradients: dict[str, Tensor | None] = dict(zip(names, own, strict=True))
     expected = {name: gradients.pop(name) for name in captured.gradient_names}
     others = [*parameters.values(), *training.model.buffers()]
     return Eager(
@@ -104,11 +107,11 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def _same_buffers(model: nn.Module, after: dict[str, Tensor]) -> Generator[None]:
-    """Put buffers back; `after` gets what they were made to be."""
+def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
+    """Put buffers back, and parameters that a forward pass writes; `after` gets what buffers were made to be."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Versions do not tell which ones are written: batch norm writes its running statistics without counting.
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
     try:
         yield
         after.update((name, buffer.detach().clone()) for name, buffer in model.named_buffers())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -51,11 +51,14 @@ class UpdateCheck:
     It holds one parameter and its state at a time, and on one rank the expected gradients.
     """
 
-    def __init__(self, training: Training, is_fresh: Callable[[Owned], bool], relative: float):
+    def __init__(
+        self, training: Training, is_fresh: Callable[[Owned], bool], relative: float, written: Collection[str] = ()
+    ):
         self._training, self._is_fresh, self._relative = training, is_fresh, relative
         self._own = OwnOptimizer(training.optimizer)
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
+        self._written = written
         self._times: Counter[str] = Counter()
         self._arrived = 0.0
         self._sent = 0.0
@@ -95,7 +98,7 @@ class UpdateCheck:
                 self.wrong = f"{name!r} was updated {self._times[name]} times"
                 return
         for name, parameter in self._training.model.named_parameters():
-            if parameter._version != self._versions[name]:
+            if name not in self._written and parameter._version != self._versions[name]:
                 self.wrong = f"{name!r} was changed outside of the optimizer's update"
                 return
         if self._arrived > 0 and not skipped:
@@ -129,7 +132,7 @@ class UpdateCheck:
             run()
             self._count(owner)
             return
-        if parameter._version != self._versions[owner.name]:
+        if owner.name not in self._written and parameter._version != self._versions[owner.name]:
             self.wrong = f"{owner.name!r} was changed before the optimizer's update"
             return
         run()

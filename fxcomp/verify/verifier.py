@@ -25,6 +25,7 @@ from fxcomp.capture import Captured, Owned
 from fxcomp.codegen.load import observed
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.errors import VerificationFailed
+from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.info import Role, info
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.sampling import VerifiedSteps
@@ -118,7 +119,9 @@ class Verification:
         self._wrong: list[str] = []
         self._is_exact = True
         """Whether everything so far was equal bit for bit: then whole numbers must be equal too."""
-        self._updates = UpdateCheck(training, verifier.is_fresh, self._relative)
+        self._updates = UpdateCheck(
+            training, verifier.is_fresh, self._relative, written_parameters(self._captured.graph)
+        )
         self._eager = self._run_eagerly(batch)
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0
 

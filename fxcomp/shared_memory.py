@@ -1,0 +1,55 @@
+"""Notice tensors that lie in the same memory: a captured step takes each as an input of its own.
+
+mean    f32[8]   buffer
+tail    f32[4]   buffer, mean[4:]     if the forward pass writes mean, eager sees the change in tail, a graph does not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxcomp.errors import CaptureFailed
+
+
+def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
+    """Refuse a graph that writes one of its inputs where another one lies; `inputs` are in the graph's order."""
+    places = [node for node in body.graph.nodes if node.op == "placeholder"]
+    tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
+    for node in body.graph.nodes:
+        if node.target is not torch.ops.aten.copy_.default or node.args[0] not in tensor_of:
+            continue
+        written, tensor = tensor_of[node.args[0]]
+        for name, other in tensor_of.values():
+            if name != written and _overlap(tensor, other):
+                raise CaptureFailed(
+                    f"the forward pass writes {written}, in whose memory {name} lies too: a captured step would not"
+                    " see the change there.\n  Give each its own memory (clone()), or register one tensor under both"
+                    " names."
+                )
+
+
+def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """Which parameters and buffers of a model are one tensor, or lie in one another's memory."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    places: dict[int, list[tuple[str, int]]] = {}
+    for name, tensor in named:
+        if tensor.layout is torch.strided and tensor.numel():
+            held = places.setdefault(tensor.untyped_storage().data_ptr(), [])
+            held.append((name, int(tensor.storage_offset())))
+    return tuple((f"the memory of {held[0][0]}", tuple(held)) for held in places.values() if len(held) > 1)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if torch.strided not in (one.layout, other.layout) or not one.numel() or not other.numel():
+        return False
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    ends = [
+        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (one, other)
+    ]
+    return one.storage_offset() <= ends[1] and other.storage_offset() <= ends[0]
