@@ -27,5 +27,4 @@ def test_leaving_out_a_feature_moves_no_other():
 def test_a_step_that_is_not_eager_s_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(World, "eager_update", lambda _: None)
     outcome = follow(draw(SEEDS[0]))
-    assert outcome.kind == "wrong"
-    assert "differs" in outcome.text
+    assert outcome.kind == "wrong", outcome
