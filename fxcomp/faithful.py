@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fxcomp import compat
 from fxcomp.errors import CaptureFailed
 
 _DATA: Any = inspect.getattr_static(Tensor, "data")
@@ -30,15 +31,19 @@ def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[None]
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with _DataWritesRefused(names):
+        with _WithoutTraceRefused(names):
             yield
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
 
 
-class _DataWritesRefused(TorchFunctionMode):
-    """Refuse `tensor.data = value`: no operator runs there, so the graph would go on with the old value."""
+_VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+"""Ways to a tensor's memory past all operators; while a step is traced there is nothing in it."""
+
+
+class _WithoutTraceRefused(TorchFunctionMode):
+    """Refuse what no operator does, so that the graph could not: `tensor.data = value`, and values read by numpy."""
 
     def __init__(self, names: Mapping[int, str]):
         super().__init__()
@@ -53,5 +58,12 @@ class _DataWritesRefused(TorchFunctionMode):
             raise CaptureFailed(
                 f"the forward pass assigns to `.data` {what}, which leaves no trace in a captured step.\n"
                 "  Write in place instead: with torch.no_grad(): tensor.copy_(value)."
+            )
+        if func in _VALUES:
+            line = compat.users_line()
+            raise CaptureFailed(
+                f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n"
+                + (f"  {line}\n" if line else "")
+                + "  Compute with torch instead, or pass the number in the batch, as a plain value."
             )
         return func(*args, **(kwargs or {}))

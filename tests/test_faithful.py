@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,6 +71,19 @@ def test_assigning_to_data_in_the_forward_pass_is_refused(name: str):
     model = Normed(name)
     with pytest.raises(CaptureFailed, match=rf"assigns to `\.data` of '{name}'.*\n  Write in place instead"):
         fxcomp.compile_step(model, squares, sgd(model), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("read", [lambda scale: scale.numpy(), np.asarray, np.sqrt, np.from_dlpack])
+def test_reading_values_with_numpy_is_refused_whoever_owns_the_tensor(read: Callable[[Any], Any]):
+    scale, model = torch.tensor(0.5), nn.Linear(4, 4)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum() * float(read(scale))
+
+    with pytest.raises(
+        CaptureFailed, match=r"values with \.\w+\(\), which one graph cannot.\n  test_faithful.py:\d+\n"
+    ):
+        fxcomp.compile_step(model, loss, sgd(model), torch.randn(3, 4))
 
 
 def test_a_step_may_be_compiled_in_inference_mode():
