@@ -19,8 +19,10 @@
 // A helper must be inlined into the body to be compiled for the body's instruction set (levels.h).
 #if defined(__GNUC__)
 #define FXCOMP_INLINE static inline __attribute__((always_inline))
+#define FXCOMP_LAMBDA __attribute__((always_inline))
 #define FXCOMP_RESTRICT __restrict__
 #else
+#define FXCOMP_LAMBDA
 #define FXCOMP_INLINE static inline
 #define FXCOMP_RESTRICT __restrict
 #endif

@@ -47,7 +47,7 @@ FXCOMP_INLINE float largest_of(const float* FXCOMP_RESTRICT bucket, const float*
 template <bool kFeedback>
 FXCOMP_INLINE void propose_all(const float* bucket, const float* residual, const Shape& shape, float* out,
                                int64_t begin, int64_t end) {
-    for_blocks(shape, begin, end, [&](int64_t, int64_t, int64_t at, int64_t size, int64_t block) {
+    for_blocks(shape, begin, end, [&](int64_t, int64_t, int64_t at, int64_t size, int64_t block) FXCOMP_LAMBDA {
         out[block] = largest_of<kFeedback>(bucket + at, kFeedback ? residual + at : nullptr, size);
     });
 }
@@ -91,7 +91,7 @@ FXCOMP_INLINE void encode_block(const float* FXCOMP_RESTRICT bucket, float* FXCO
 template <bool kFeedback, bool kStochastic>
 FXCOMP_INLINE void encode_all(const float* bucket, float* residual, int8_t* codes, const Shape& shape, float levels,
                               const int64_t* state, const float* agreed, int64_t begin, int64_t end) {
-    for_blocks(shape, begin, end, [&](int64_t s, int64_t first, int64_t at, int64_t size, int64_t block) {
+    for_blocks(shape, begin, end, [&](int64_t s, int64_t first, int64_t at, int64_t size, int64_t block) FXCOMP_LAMBDA {
         const Stream stream = kStochastic ? stream_of(state + 2 * s) : Stream{0, 0};
         encode_block<kFeedback, kStochastic>(bucket + at, kFeedback ? residual + at : nullptr, codes + at, size,
                                              agreed[block], levels, stream, static_cast<uint32_t>(first));
@@ -125,7 +125,7 @@ FXCOMP_INLINE void decode_tile(const int8_t* FXCOMP_RESTRICT codes, int64_t rank
 FXCOMP_BODY void decode(const int8_t* payloads, int64_t ranks, int64_t elements, const Shape& shape, float levels,
                         const float* agreed, float* out, int64_t begin, int64_t end) {
     const float factor = mean_factor(ranks);
-    for_blocks(shape, begin, end, [&](int64_t, int64_t, int64_t at, int64_t size, int64_t block) {
+    for_blocks(shape, begin, end, [&](int64_t, int64_t, int64_t at, int64_t size, int64_t block) FXCOMP_LAMBDA {
         const bool is_finite = magnitude_bits(agreed[block]) < kInfinityBits;
         const float scale = is_finite ? std::min(agreed[block] / levels, most_scale(levels)) : float_of(kNanBits);
         for (int64_t start = 0; start < size; start += kTile) {

@@ -88,7 +88,12 @@ struct Sums {
 
 // Of what exceeds the level.
 FXCOMP_BODY Sums sum_above(const float* magnitudes, int64_t size, double level) {
-    double sums[kLanes] = {}, squares[kLanes] = {};
+    // Lanes behind the values stay zero, and adding zeros changes nothing.
+    int64_t lanes = kLanes;
+    while (lanes / 2 >= size && lanes > 1) lanes /= 2;
+    double sums[kLanes], squares[kLanes];
+    std::fill_n(sums, lanes, 0.0);
+    std::fill_n(squares, lanes, 0.0);
     int64_t count = 0;
     for (int64_t start = 0; start < size; start += kLanes) {
         const float* const row = magnitudes + start;
@@ -103,7 +108,7 @@ FXCOMP_BODY Sums sum_above(const float* magnitudes, int64_t size, double level) 
         }
         count += in_row;
     }
-    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t half = lanes / 2; half > 0; half /= 2) {
         for (int64_t i = 0; i < half; ++i) {
             sums[i] += sums[i + half];
             squares[i] += squares[i + half];

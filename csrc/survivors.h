@@ -4,6 +4,7 @@
 // threads, each collects a range, and the ranges are put together in order.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -69,8 +70,25 @@ FXCOMP_INLINE float value_at(const float* bucket, const float* residual, int64_t
     return residual == nullptr ? bucket[i] : bucket[i] + residual[i];
 }
 
-// The k-th largest magnitude of count >= k, by a histogram for each of three digits of 11, 10 and 10 bits.
+constexpr int64_t kFew = 512;  // up to here sorting beats clearing histograms
+
+// The k-th largest of few magnitudes whose bits under the mask are `prefix`.
+FXCOMP_INLINE Largest select_of_few(const float* values, int64_t count, int64_t k, uint32_t prefix, uint32_t mask) {
+    uint32_t keys[kFew + 1];
+    int64_t taken = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        keys[taken] = magnitude_bits(values[i]);
+        taken += (keys[taken] & mask) == prefix;
+    }
+    std::nth_element(keys, keys + (taken - k), keys + taken);
+    const uint32_t bits = keys[taken - k];
+    return {bits, std::count(keys + (taken - k), keys + taken, bits)};
+}
+
+// The k-th largest magnitude of count >= k, by a histogram for each of three digits of 11, 10 and 10 bits, until few are
+// left.
 FXCOMP_BODY Largest select(const float* values, int64_t count, int64_t k) {
+    if (count <= kFew) return select_of_few(values, count, k, 0, 0);
     uint32_t prefix = 0, prefix_mask = 0;
     int64_t left = k;
     const int shifts[] = {20, 10, 0};
@@ -86,6 +104,7 @@ FXCOMP_BODY Largest select(const float* values, int64_t count, int64_t k) {
         while (histogram[bin] < left) left -= histogram[bin--];
         prefix |= bin << shifts[digit];
         prefix_mask |= digit_mask << shifts[digit];
+        if (histogram[bin] <= kFew) return select_of_few(values, count, left, prefix, prefix_mask);
     }
     return {prefix, left};
 }

@@ -30,14 +30,15 @@ class Pool {
             context_ = context;
             parts_ = parts;
             float_state_ = float_state();
-            helpers_ = std::min(threads - 1, workers_);
-            running_ = helpers_;
+            places_ = std::min(threads - 1, workers_);
             next_.store(0, std::memory_order_relaxed);
             ++round_;
         }
-        wake_.notify_all();
+        for (int64_t helper = 1; helper < threads; ++helper) wake_.notify_one();
         take_parts();
+        // Who has not woken up by now is not waited for: there is nothing left to do.
         std::unique_lock<std::mutex> lock(mutex_);
+        places_ = 0;
         done_.wait(lock, [this] { return running_ == 0; });
     }
 
@@ -63,18 +64,20 @@ class Pool {
     void start_workers(int64_t count) {
         try {
             for (; workers_ < count; ++workers_) {
-                std::thread([this, index = workers_, seen = round_] { work(index, seen); }).detach();
+                std::thread([this, seen = round_] { work(seen); }).detach();
             }
         } catch (const std::system_error&) {
         }
     }
 
-    void work(int64_t index, uint64_t seen) {
+    void work(uint64_t seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             wake_.wait(lock, [&] { return round_ != seen; });
             seen = round_;
-            if (index >= helpers_) continue;
+            if (places_ == 0) continue;
+            --places_;
+            ++running_;
             const FloatState state = float_state_;
             lock.unlock();
             set_float_state(state);
@@ -94,7 +97,8 @@ class Pool {
     void (*body_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
     FloatState float_state_{};  // the caller's: other threads compute as it would
-    int64_t parts_ = 0, workers_ = 0, helpers_ = 0, running_ = 0;
+    int64_t parts_ = 0, workers_ = 0;
+    int64_t places_ = 0, running_ = 0;  // threads that may still join in, and those that have
     std::atomic<int64_t> next_{0};
     uint64_t round_ = 0;
 };

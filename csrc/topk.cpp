@@ -3,7 +3,9 @@
 // 1. naive: sort everything, O(n log n).
 // 2. radix select over all values: a histogram pass, a pass to collect, about 1 ns an element.
 // 3. (here) guess a low threshold from a sample, write the new residual and collect the candidates above the guess in
-//    one pass, then radix select among the candidates only. A bad guess costs time and scratch, never exactness.
+//    one pass, then radix select among the candidates only. A bad guess costs a histogram of all values and a second
+//    pass, never exactness. Where fewer than k values are not zero, all of them are candidates, and the first zeros
+//    follow from their places.
 //
 // Threads cut the bucket, not the list of segments. A segment within one part is that part's own; one that a cut goes
 // through is collected by several parts, its histograms are added up, and each part sends what is above the threshold
@@ -40,6 +42,16 @@ struct Candidates {
         places.resize(values.size());
     }
 
+    void append(const Candidates& other, int64_t begin, int64_t end) {
+        std::copy_n(other.values.data() + begin, end - begin, values.data() + count);
+        std::copy_n(other.places.data() + begin, end - begin, places.data() + count);
+        count += end - begin;
+    }
+
+    void give_back(int64_t most) {
+        if (static_cast<int64_t>(values.size()) > most) *this = Candidates();
+    }
+
     uint32_t* room_for_keys(int64_t size) {
         if (size > static_cast<int64_t>(keys.size())) keys.resize(static_cast<size_t>(2 * size));
         return keys.data();
@@ -50,6 +62,7 @@ constexpr int64_t kBins = 2048;  // of the upper 11 bits of a magnitude
 constexpr int kBinShift = 20;
 constexpr int64_t kLargestSample = 16384;
 constexpr int64_t kSmallestStride = 32;
+constexpr int64_t kLeastKept = 1 << 17;  // candidates: 1.5 MB
 constexpr int64_t kFew = 512;  // up to here sorting beats a histogram
 
 // One segment of the bucket, and its part of the payload.
@@ -69,8 +82,20 @@ struct Span {
 
 struct Part {
     Candidates found;
-    Candidates all;  // only after a bad guess
+    Candidates all;       // only after a bad guess
+    Candidates together;  // of several parts, where fewer than k were found
     Span spans[2];
+
+    void give_back(int64_t most) {
+        for (Candidates* list : {&found, &all, &together}) list->give_back(most);
+    }
+};
+
+// Some candidates.
+struct List {
+    const float* values;
+    const int32_t* places;
+    int64_t count;
 };
 
 // A segment that a cut goes through.
@@ -271,20 +296,102 @@ FXCOMP_INLINE void send_all(const float* values, const int32_t* places, Threshol
     }
 }
 
-// Fewer than k values reached the guess: take all values from where the first pass left them, the collected ones over
-// them, for what is not finite is not in the residual.
-FXCOMP_INLINE void take_all(const float* compensated_values, int64_t n, Candidates& all) {
-    all.count = 0;
-    all.make_room(n);
-    for (int64_t i = 0; i < n; ++i) {
-        all.values[static_cast<size_t>(i)] = compensated_values[i];
-        all.places[static_cast<size_t>(i)] = static_cast<int32_t>(i);
-    }
+FXCOMP_INLINE bool has_non_finite(const List& list) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < list.count; ++i) largest = std::max(largest, magnitude_bits(list.values[i]));
+    return largest >= kInfinityBits;
 }
 
-FXCOMP_INLINE void take_over(const Candidates& found, int64_t begin, int64_t end, Candidates& all) {
-    for (int64_t i = begin; i < end; ++i) {
-        all.values[static_cast<size_t>(found.places[static_cast<size_t>(i)])] = found.values[static_cast<size_t>(i)];
+// Sends all of a list of fewer than k values, and the first zeros among the others, which are all zero.
+template <bool kFeedback, int kForm>
+FXCOMP_INLINE PlacesWriter<kForm> send_with_zeros(const List& list, const float* compensated_values, float* residual,
+                                                  const Segment& segment, const PlacesLayout& layout) {
+    PlacesWriter<kForm> writer(segment.payload + 4 * segment.k, layout, 0);
+    int64_t next = 0, zeros = segment.k - list.count;
+    for (int64_t place = 0; writer.next < segment.k; ++place) {
+        if (zeros == 0) place = list.places[next];
+        const bool is_listed = next < list.count && list.places[next] == place;
+        const float value = is_listed ? list.values[next] : compensated_values[place];
+        store_float(segment.payload + 4 * writer.next, value);
+        writer.write(static_cast<int32_t>(place), true);
+        if (kFeedback && magnitude_bits(value) < kInfinityBits) residual[place] = 0.0f;
+        next += is_listed;
+        zeros -= !is_listed;
+    }
+    return writer;
+}
+
+// A threshold that at least k values reach, by a histogram of all. They are where the first pass left them; what is not
+// finite is in the list alone.
+FXCOMP_INLINE uint32_t exact_threshold(const float* compensated_values, const List& list, const Segment& segment) {
+    int64_t even[kBins] = {}, odd[kBins] = {};  // two, as neighbours often share a bin
+    const auto bin_of = [&](int64_t i) FXCOMP_LAMBDA { return magnitude_bits(compensated_values[i]) >> kBinShift; };
+    for (int64_t i = 0; i + 1 < segment.n; i += 2) {
+        ++even[bin_of(i)];
+        ++odd[bin_of(i + 1)];
+    }
+    if (segment.n % 2 != 0) ++even[bin_of(segment.n - 1)];
+    for (int64_t i = 0; i < list.count; ++i) {
+        if (magnitude_bits(list.values[i]) < kInfinityBits) continue;
+        --odd[bin_of(list.places[i])];
+        ++odd[magnitude_bits(list.values[i]) >> kBinShift];
+    }
+    for (int64_t bin = 0; bin < kBins; ++bin) even[bin] += odd[bin];
+    int64_t left = segment.k;
+    return std::max(find_bin(even, kBins, left) << kBinShift, 1u);
+}
+
+// Puts what is not finite in a list among what was collected again, by place.
+FXCOMP_INLINE void take_over(const List& list, Candidates& all) {
+    Candidates both;
+    both.make_room(all.count + list.count);
+    for (int64_t i = 0, j = 0; i < all.count || j < list.count;) {
+        if (j < list.count && magnitude_bits(list.values[j]) < kInfinityBits) {
+            ++j;
+            continue;
+        }
+        const auto at = static_cast<size_t>(both.count++), from = static_cast<size_t>(i);
+        if (j == list.count || (i < all.count && all.places[from] < list.places[j])) {
+            both.values[at] = all.values[from];
+            both.places[at] = all.places[from];
+            ++i;
+            continue;
+        }
+        both.values[at] = list.values[j];
+        both.places[at] = list.places[j];
+        i += i < all.count && all.places[from] == list.places[j];
+        ++j;
+    }
+    std::swap(both.values, all.values);
+    std::swap(both.places, all.places);
+    all.count = both.count;
+}
+
+// Sends the k largest, from a list of all that reached the guess.
+template <bool kFeedback>
+FXCOMP_INLINE void send_from(List list, uint32_t guess, const float* bucket, float* residual, const Segment& segment,
+                             Part& part) {
+    const float* const compensated_values = kFeedback ? residual : bucket;
+    if (list.count < segment.k && guess > 1) {
+        part.all.count = 0;
+        collect<false>(compensated_values, nullptr, 0, segment.n,
+                       exact_threshold(compensated_values, list, segment), part.all);
+        if (kFeedback && has_non_finite(list)) take_over(list, part.all);
+        list = {part.all.values.data(), part.all.places.data(), part.all.count};
+    }
+    if (list.count >= segment.k) {
+        const Threshold threshold = select(list.values, list.count, segment.k, part.found);
+        send_all<kFeedback>(list.values, list.places, threshold, residual, segment);
+        return;
+    }
+    const PlacesLayout layout = places_layout(segment.n, segment.k);
+    clear_bits(segment, layout);
+    if (layout.form == kBitmap) {
+        send_with_zeros<kFeedback, kBitmap>(list, compensated_values, residual, segment, layout).finish();
+    } else if (layout.form == 8) {
+        send_with_zeros<kFeedback, 8>(list, compensated_values, residual, segment, layout).finish();
+    } else {
+        send_with_zeros<kFeedback, 16>(list, compensated_values, residual, segment, layout).finish();
     }
 }
 
@@ -296,17 +403,8 @@ FXCOMP_INLINE void encode_whole(const Encoding& job, const Segment& segment, Par
     const int64_t before = found.count;
     const uint32_t guess = guess_threshold<kFeedback>(bucket, residual, segment.n, segment.k, found);
     collect<kFeedback>(bucket, residual, 0, segment.n, guess, found);
-    const float* values = found.values.data() + before;
-    const int32_t* places = found.places.data() + before;
-    int64_t count = found.count - before;
-    if (count < segment.k) {
-        take_all(kFeedback ? residual : bucket, segment.n, part.all);
-        take_over(found, before, found.count, part.all);
-        values = part.all.values.data();
-        places = part.all.places.data();
-        count = segment.n;
-    }
-    send_all<kFeedback>(values, places, select(values, count, segment.k, found), residual, segment);
+    const List list{found.values.data() + before, found.places.data() + before, found.count - before};
+    send_from<kFeedback>(list, guess, bucket, residual, segment, part);
     found.count = before;
 }
 
@@ -444,19 +542,20 @@ FXCOMP_BODY void merge_bins(const Encoding& job, Divided& divided, int64_t& left
         return;
     }
     divided.is_done = true;
-    Candidates& all = job.part[0].all;
-    float* const residual = job.residual == nullptr ? nullptr : job.residual + segment.start;
-    take_all(residual == nullptr ? job.bucket + segment.start : residual, segment.n, all);
+    Part& part = job.part[0];
+    part.together.count = 0;
+    part.together.make_room(count);
     for (int64_t p = 0; p < job.parts; ++p) {
         for (const Span& span : job.part[p].spans) {
-            if (span.segment == segment.index) take_over(job.part[p].found, span.begin, span.end, all);
+            if (span.segment == segment.index) part.together.append(job.part[p].found, span.begin, span.end);
         }
     }
-    const Threshold threshold = select(all.values.data(), segment.n, segment.k, all);
-    if (residual != nullptr) {
-        send_all<true>(all.values.data(), all.places.data(), threshold, residual, segment);
+    const List list{part.together.values.data(), part.together.places.data(), count};
+    const float* const bucket = job.bucket + segment.start;
+    if (job.residual != nullptr) {
+        send_from<true>(list, divided.guess, bucket, job.residual + segment.start, segment, part);
     } else {
-        send_all<false>(all.values.data(), all.places.data(), threshold, nullptr, segment);
+        send_from<false>(list, divided.guess, bucket, nullptr, segment, part);
     }
 }
 
@@ -520,4 +619,8 @@ FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint
     for (Divided& each : divided) widest<guess_divided>(job, each, parts[0].found);
     for_parts(part_count, [&](int64_t p) { widest<collect_part_of>(job, p); });
     if (!divided.empty()) finish_divided(job);
+    // A bad guess, or many values of one magnitude, took far more memory than is needed otherwise.
+    int64_t most = kLeastKept;
+    for (int64_t s = 0; s < segment_count; ++s) most += 8 * counts[s];
+    for (int64_t p = 0; p < part_count; ++p) parts[static_cast<size_t>(p)].give_back(most);
 }

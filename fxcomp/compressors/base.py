@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
@@ -348,7 +349,7 @@ def check_encode(
     """Raise BadTensor if these are not what `encode` takes."""
     call = _Call(compressor, "encode", segments, bucket.device)
     _check_input(call, bucket, residual)
-    call.check(payload, compressor.payload_dtype, compressor.payload_elements(segments), "payload")
+    call.check(payload, compressor.payload_dtype, _payload_elements(compressor, tuple(segments)), "payload")
     _check_state(call, state)
     _check_agreed(call, agreed)
 
@@ -366,7 +367,7 @@ def check_propose(
     _check_input(call, bucket, residual)
     if state is not None or compressor.facts.state_from_payload:  # it is what the ranks propose from
         _check_state(call, state)
-    call.check(out, compressor.facts.proposal_dtype, compressor.proposal_elements(segments), "proposal")
+    call.check(out, compressor.facts.proposal_dtype, _proposal_elements(compressor, tuple(segments)), "proposal")
 
 
 def check_decode(
@@ -383,7 +384,7 @@ def check_decode(
     check_segments(compressor, segments)
     if ranks < 1:
         call.refuse(f"there is no mean over {ranks} ranks", "Give the number of ranks whose payloads these are")
-    call.check(payloads, compressor.payload_dtype, ranks * compressor.payload_elements(segments), "payloads")
+    call.check(payloads, compressor.payload_dtype, ranks * _payload_elements(compressor, tuple(segments)), "payloads")
     call.check(out, torch.float32, sum(segments), "out")
     if state is not None or compressor.facts.decode_needs_state:
         _check_state(call, state)
@@ -404,6 +405,24 @@ def check_not_mixed(compressor: Compressor, segments: Sequence[int], first: Tens
         if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
             what = f"tensors are on {first.device} and on {other.device}"
             _Call(compressor, "use", segments, None).refuse(what, f"Move them all with .to({str(first.device)!r})")
+
+
+# Sizes are asked for at every step, and take a few microseconds a segment to work out.
+
+
+@lru_cache(maxsize=4096)
+def _payload_elements(compressor: Compressor, segments: tuple[int, ...]) -> int:
+    return compressor.payload_elements(segments)
+
+
+@lru_cache(maxsize=4096)
+def _proposal_elements(compressor: Compressor, segments: tuple[int, ...]) -> int:
+    return compressor.proposal_elements(segments)
+
+
+@lru_cache(maxsize=4096)
+def _state_elements(compressor: Compressor, segments: tuple[int, ...]) -> int:
+    return compressor.all_state_elements(segments)
 
 
 class _Call(NamedTuple):
@@ -445,7 +464,7 @@ def _check_state(call: _Call, state: Tensor | None) -> None:
             call.refuse(f"{compressor.name} needs its state", "Give state=, at first what fresh_state returns")
         call.refuse(f"{compressor.name} has no state", "Leave state= out")
     if state is not None:
-        call.check(state, compressor.facts.state_dtype, compressor.all_state_elements(call.segments), "state")
+        call.check(state, compressor.facts.state_dtype, _state_elements(compressor, tuple(call.segments)), "state")
 
 
 def _check_agreed(call: _Call, agreed: Tensor | None) -> None:
@@ -456,7 +475,8 @@ def _check_agreed(call: _Call, agreed: Tensor | None) -> None:
             call.refuse(what, "Give agreed=: what the ranks' proposals reduce to")
         call.refuse(f"{compressor.name} works without an agreement", "Leave agreed= out")
     if agreed is not None:
-        call.check(agreed, compressor.facts.proposal_dtype, compressor.proposal_elements(call.segments), "agreement")
+        elements = _proposal_elements(compressor, tuple(call.segments))
+        call.check(agreed, compressor.facts.proposal_dtype, elements, "agreement")
 
 
 def _in_short(segments: Sequence[int]) -> str:

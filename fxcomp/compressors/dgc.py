@@ -39,7 +39,7 @@ from fxcomp.compressors.topk import counts
 _REACHED = 64  # so many values of the sample should reach the threshold
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
     """Odd, and at most so large that the sample has its size."""
     return tuple(max(1, (n // max(ceil(_REACHED / ratio), n // 100) - 1) | 1) for n in segments)

@@ -70,8 +70,32 @@ def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
     """
     library = _library()
     assert library is not None, f"{name} was called, but no kernels are built"
-    library.fxcomp_set_threads(ctypes.c_int64(torch.get_num_threads()))
-    return library[name](*map(_to_c, arguments))
+    return _calls(library).run(name, arguments)
+
+
+class _Calls:
+    """The kernels of a library, looked up once: that takes longer than calling one."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        self._kernels: dict[str, Any] = {}
+        self._threads = 0
+
+    def run(self, name: str, arguments: tuple[Tensor | tuple[int, ...] | float | None, ...]) -> int:
+        threads = torch.get_num_threads()
+        if threads != self._threads:
+            self._library.fxcomp_set_threads(ctypes.c_int64(threads))
+            self._threads = threads
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = self._kernels[name] = self._library[name]
+            kernel.argtypes = list(map(_type_of, arguments))
+        return kernel(*map(_to_c, arguments))
+
+
+@cache
+def _calls(library: ctypes.CDLL) -> _Calls:
+    return _Calls(library)
 
 
 @cache
@@ -107,14 +131,16 @@ def _open(path: Path) -> _Opened:
     return _Opened(library)
 
 
+def _type_of(argument: Tensor | tuple[int, ...] | float | None) -> Any:
+    if isinstance(argument, int):
+        return ctypes.c_int64
+    return ctypes.c_float if isinstance(argument, float) else ctypes.c_void_p
+
+
 def _to_c(argument: Tensor | tuple[int, ...] | float | None) -> Any:
     if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, tuple):
-        return _array(argument)
-    if isinstance(argument, int):
-        return ctypes.c_int64(argument)
-    return None if argument is None else ctypes.c_float(argument)
+        return argument.data_ptr()
+    return _array(argument) if isinstance(argument, tuple) else argument
 
 
 @lru_cache(maxsize=4096)

@@ -141,7 +141,7 @@ class Controller:
 STATE_ELEMENTS = len(fields(Controller))
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
     """Between the sampled runs; odd, 1 where everything is the sample."""
     return tuple(_stride(n, ratio) for n in segments)

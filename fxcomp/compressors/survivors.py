@@ -48,7 +48,7 @@ class Selected(NamedTuple):
     reached: list[int]
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def capacities(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
     """The slots of each segment."""
     return tuple(min(n, (13 * k + 9) // 10) for n, k in zip(segments, counts(segments, ratio), strict=True))

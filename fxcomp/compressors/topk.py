@@ -98,6 +98,11 @@ def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
 
     Raises BadCompressor for a segment whose places do not fit into an int32: no kernel can select from it.
     """
+    return _counts(tuple(segments), ratio)
+
+
+@lru_cache(maxsize=4096)
+def _counts(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
     if segments and max(segments) > _MOST_VALUES:
         index = max(range(len(segments)), key=segments.__getitem__)
         raise BadCompressor(

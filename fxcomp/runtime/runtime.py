@@ -119,7 +119,7 @@ class Runtime:
 
         def run(value: Tensor) -> Tensor:
             if _have_kernel(value, velocity):
-                kernels.run("fxcomp_accumulate", value, velocity, momentum, value.numel())
+                kernels.run("fxcomp_accumulate", value, velocity, float(momentum), value.numel())
             else:
                 torch.add(velocity * momentum, value, out=value)
                 torch.where(value.isfinite(), value, velocity, out=velocity)

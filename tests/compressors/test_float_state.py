@@ -56,7 +56,7 @@ def test_threads_change_no_bit_whether_denormals_are_flushed_or_not(compressor: 
 
 
 def test_the_pool_of_a_runtime_flushes_denormals_as_its_caller_does() -> None:
-    runtime = Runtime(Nowhere())
+    runtime = Runtime(Nowhere(), torch.device("cpu"))
     for flush in (False, True, False):
         torch.set_flush_denormal(flush)
         assert runtime._submit(flushes_denormals).result() == flush
