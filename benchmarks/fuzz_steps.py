@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks2", type=int, default=0, help="of which so many run on two ranks")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds after which a program hangs")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a program hangs")
     parser.add_argument("--record", default="fuzz.jsonl", help="a line for each program, read again when resuming")
     parser.add_argument("--page", action="store_true", help=f"write the numbers into {PAGE.name}")
     parser.add_argument("--seed", type=int, help="run this program alone")
