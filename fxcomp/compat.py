@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -259,6 +260,11 @@ def draws(node: Node) -> bool:
 
 def is_profiler(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "profiler"
+
+
+def suggested_format(tensor: Tensor) -> torch.memory_format:
+    """How kernels lay out what they make of a tensor, if they do not follow its strides."""
+    return suggest_memory_format(tensor)
 
 
 def is_view(target: OpOverload[..., Any]) -> bool:

@@ -3,6 +3,7 @@
     torch.rand([]) < 0.0         False: no draw is below zero, so Python may decide by it
     torch.rand([]) < 0.1         refused: the data decides
     torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
+    batch_norm of a transpose    is contiguous: torch's fake lies as its input does
 
 A value that is drawn from a known range carries that range through arithmetic with plain numbers and comparisons, all
 of them monotone; where both ends of a range agree, the value is one number, whatever is drawn.
@@ -47,6 +48,9 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 """Operators that return one of a tensor's values."""
 
 
+_NORMALISES = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
+"""Batch norm on the CPU, and which argument its input is."""
+
 _MAKER = "fxcomp_maker"
 """The attribute of a fake that tells which operator made it."""
 
@@ -87,7 +91,9 @@ class StepFakes(compat.FakeMode):
         if func is aten._grouped_mm.default:
             with self:
                 return _grouped_product(*args, **given)
-        out = super().dispatch(func, types, args, given)
+        out: Any = super().dispatch(func, types, args, given)
+        if func in _NORMALISES and out[0] is not None:
+            out = (_as_batch_norm_lies(out[0], args[_NORMALISES[func]]), *out[1:])
         self._remember(func, args, out)
         if self._ranges or func in _UNIT or func in _UNIFORM:
             self._follow(func, args, given, out)
@@ -172,6 +178,13 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 # Operators whose fakes know less
+
+
+def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
+    """Batch norm's result, or its input's gradient, as the CPU's kernel lays it out: channels_last, or contiguous."""
+    if fake.device.type != "cpu":
+        return fake
+    return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
 
 
 def _grouped_product(

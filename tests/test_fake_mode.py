@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -104,3 +105,37 @@ def test_a_fake_grouped_product_lies_in_memory_as_the_real_one(a: Any, b: Any, d
             *(mode.from_tensor(tensor) for tensor in arguments), offs=mode.from_tensor(offsets) if len(a) == 2 else None
         )
     assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 2, 0), (0, 1, 2), (0, 3, 1, 2), (2, 3, 0, 1), (3, 0, 1, 2)])
+def test_batch_norm_lies_as_its_kernel_lays_it_out(order: tuple[int, ...]):
+    x = torch.randn(4, 5, 8, 3)[(..., 0) if len(order) == 3 else ...].permute(order)
+    weight, mean, var = (make(x.shape[1]) for make in (torch.ones, torch.zeros, torch.ones))
+
+    def strides(*values: Any) -> list[Any]:
+        out, *saved = torch.ops.aten.native_batch_norm.default(*values, weight, mean, mean, var, True, 0.1, 1e-5)
+        args = weight, mean, var, *saved, True, 1e-5, [True, True, True]
+        back = torch.ops.aten.native_batch_norm_backward.default(values[0], values[0], *args)[0]
+        return [out.stride(), back.stride()]
+
+    fakes = StepFakes()
+    with fakes:
+        faked = strides(fakes.from_tensor(x))
+    assert faked == strides(x)
+
+
+def test_a_bf16_linear_behind_a_transposed_batch_norm_rounds_as_in_eager():
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)).float().square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Normed(), torch.randn(4, 5, 8)
+    expected = copy.deepcopy(model)(batch)
+    step = fxcomp.compile_step(model, lambda m, x: m(x), torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert torch.equal(step(batch), expected.detach())
