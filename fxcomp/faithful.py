@@ -42,6 +42,10 @@ _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 """Ways to a tensor's memory past all operators; while a step is traced there is nothing in it."""
 
 
+_CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
+"""Operators that autocast leaves alone, and that call others which it casts."""
+
+
 class _WithoutTraceRefused(TorchFunctionMode):
     """Refuse what no operator does, so that the graph could not: `tensor.data = value`, and values read by numpy."""
 
@@ -65,5 +69,13 @@ class _WithoutTraceRefused(TorchFunctionMode):
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n"
                 + (f"  {line}\n" if line else "")
                 + "  Compute with torch instead, or pass the number in the batch, as a plain value."
+            )
+        if func in _CASTS_INSIDE and torch.is_autocast_enabled(args[0].device.type):
+            line = compat.users_line()
+            raise CaptureFailed(
+                f"{func.__name__} runs under autocast, which reaches into it: a captured step would compute in another"
+                " precision.\n"
+                + (f"  {line}\n" if line else "")
+                + "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
             )
         return func(*args, **(kwargs or {}))

@@ -86,6 +86,20 @@ def test_reading_values_with_numpy_is_refused_whoever_owns_the_tensor(read: Call
         fxcomp.compile_step(model, loss, sgd(model), torch.randn(3, 4))
 
 
+def test_an_operator_that_autocast_reaches_into_is_refused():
+    model = nn.Bilinear(4, 4, 4)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=batch.shape[0] > 2):
+            return model(batch, batch).float().mean()
+
+    with pytest.raises(
+        CaptureFailed, match=r"bilinear runs under autocast, .*\n  test_faithful.py:\d+\n  Run it outside"
+    ):
+        fxcomp.compile_step(model, loss, sgd(model), torch.randn(3, 4))
+    fxcomp.compile_step(model, loss, sgd(model), torch.randn(2, 4), verify_every=1)(torch.randn(2, 4))
+
+
 def test_a_step_may_be_compiled_in_inference_mode():
     model, batch = nn.Linear(4, 4), torch.randn(3, 4)
     before = model.weight.detach().clone()
