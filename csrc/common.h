@@ -104,5 +104,8 @@ FXCOMP_INLINE int64_t count_trailing_zeros(uint64_t bits) {
 // About 20 us of work at memory speed: what in_parallel gives a thread at least.
 constexpr int64_t kGrain = 65536;
 
+// What a thread gets at least where all wait for each other between stages: half of 2^18 is not worth that.
+constexpr int64_t kStagedGrain = 3 * kGrain;
+
 // Elements decoded for all ranks before going on: the running sum stays in the first-level cache.
 constexpr int64_t kTile = 1024;

@@ -12,7 +12,8 @@ FXCOMP_EXPORT void fxcomp_dgc_encode(const float* bucket, float* residual, uint8
     for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
                      [strides, state](int64_t index, const Segment& segment, Scratch& scratch) {
                          const uint32_t random = random_bits(stream_of(state + 2 * index), 0);
-                         send(segment, sampled_cut(segment, strides[index], random, scratch), scratch);
+                         const Sample sample = take_sample(segment, strides[index], random, scratch);
+                         send(segment, sample.threshold(), scratch, [sample] { return sample.lower_threshold(); });
                      });
     for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
 }

@@ -36,7 +36,7 @@ struct Moments {
     double mean, variance;
 };
 
-struct Sample {
+struct Magnitudes {
     const float* values;  // magnitudes, 0 for what is not finite
     int64_t size;
     int64_t padded;  // the next power of two
@@ -117,7 +117,7 @@ FXCOMP_BODY Sums sum_above(const float* magnitudes, int64_t size, double level) 
     return {count, sums[0], squares[0]};
 }
 
-static Moments moments_above(const Sample& sample, double level) {
+static Moments moments_above(const Magnitudes& sample, double level) {
     const Sums above = widest<sum_above>(sample.values, sample.size, level);
     if (above.count == 0) return {0, 0.0, 0.0};
     const auto divisor = static_cast<double>(above.count);
@@ -144,7 +144,7 @@ FXCOMP_BODY int64_t multiply_mantissas(const float* magnitudes, int64_t size, in
     return exponents;
 }
 
-static double mean_log(const Sample& sample, int64_t count) {
+static double mean_log(const Magnitudes& sample, int64_t count) {
     const int64_t down_to = std::max<int64_t>(1, sample.padded / kGroup);
     const int64_t exponents =
         widest<multiply_mantissas>(sample.values, sample.size, sample.padded, down_to, sample.products);
@@ -226,14 +226,14 @@ static double quantile(const Moments& moments, double share, int64_t fit) {
     return scale / shape * (std::exp(-shape * log_share) - 1.0);
 }
 
-static double gamma_quantile(const Sample& sample, const Moments& moments, double share) {
+static double gamma_quantile(const Magnitudes& sample, const Moments& moments, double share) {
     const double q = std::log(moments.mean) - mean_log(sample, moments.count);
     if (q < 1e-4) return -moments.mean * std::log(share);
     const double shape = (3.0 - q + std::sqrt((q - 3.0) * (q - 3.0) + 24.0 * q)) / (12.0 * q);
     return moments.mean / shape * inverse_gamma(shape, share);
 }
 
-static double fit_threshold(const Sample& sample, double reaching, int64_t stages, int64_t fit) {
+static double fit_threshold(const Magnitudes& sample, double reaching, int64_t stages, int64_t fit) {
     Moments moments = moments_above(sample, 0.0);
     double share = reaching / static_cast<double>(moments.count);
     if (share >= 1.0) return 0.0;
@@ -256,7 +256,8 @@ static bool is_contradicted(int64_t reached, double reaching, int64_t stride) {
 }
 
 // The sample lies in the scratch until the next one is taken.
-static Sample take_sample(const Segment& segment, int64_t stride, int64_t calls, int64_t fit, Scratch& scratch) {
+static Magnitudes take_magnitudes(const Segment& segment, int64_t stride, int64_t calls, int64_t fit,
+                                  Scratch& scratch) {
     const int64_t first = calls % stride, runs = segment.size / kSampleRun;
     const int64_t taken = ceil_divide(runs - first, stride);
     const int64_t size = stride > 1 ? kSampleRun * taken : segment.size;
@@ -316,9 +317,9 @@ static void advance(Controller& c, double fitted, double reached, double most_st
 static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, int64_t fit, double most_stages,
                    Controller& controller, Scratch& scratch) {
     const auto calls = static_cast<int64_t>(controller.calls);
-    const Sample sample = take_sample(segment, stride, calls, fit, scratch);
+    const Magnitudes sample = take_magnitudes(segment, stride, calls, fit, scratch);
     if (widest<count_reaching>(sample.values, sample.size, 1u) == 0) {
-        send(segment, {1u, 1u}, scratch);
+        send(segment, 1u, scratch);
         return;
     }
     const double reaching = static_cast<double>(segment.k) * static_cast<double>(sample.size) /
@@ -327,12 +328,13 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
     uint32_t bits = std::clamp(magnitude_bits(static_cast<float>(threshold)), 1u, kInfinityBits - 1);
     const int64_t reached = widest<count_reaching>(sample.values, sample.size, bits);
     if (controller.resamples > 0.0f) {
-        bits = sampled_cut(segment, dgc_stride, mix_bits(static_cast<uint32_t>(calls)), scratch).bits;
+        const uint32_t random = mix_bits(static_cast<uint32_t>(calls));
+        bits = survivors::take_sample(segment, dgc_stride, random, scratch).threshold();
     } else if (is_contradicted(reached, reaching, stride)) {
         const auto rank = static_cast<int64_t>(std::floor(reaching + 0.5));
         bits = kth_largest(sample.values, sample.size, std::max<int64_t>(1, rank));
     }
-    const Sent sent = send(segment, {bits, bits}, scratch);
+    const Sent sent = send(segment, bits, scratch);
     if (!sent.is_finite) return;
     advance(controller, static_cast<double>(reached) / reaching,
             static_cast<double>(sent.reached) / static_cast<double>(segment.k), most_stages);

@@ -50,11 +50,6 @@ struct Segment {
     int64_t size, k, slots;
 };
 
-// Bit patterns of magnitudes: `second` is for when fewer than k / 2 values reach the first.
-struct Cut {
-    uint32_t bits, second;
-};
-
 struct Sent {
     int64_t reached;
     bool is_finite;  // no survivor is NaN or infinite
@@ -85,8 +80,8 @@ FXCOMP_INLINE Largest select_of_few(const float* values, int64_t count, int64_t 
     return {bits, std::count(keys + (taken - k), keys + taken, bits)};
 }
 
-// The k-th largest magnitude of count >= k, by a histogram for each of three digits of 11, 10 and 10 bits, until few are
-// left.
+// The k-th largest magnitude of count >= k, by a histogram for each of three digits of 11, 10 and 10 bits, until few
+// are left.
 FXCOMP_BODY Largest select(const float* values, int64_t count, int64_t k) {
     if (count <= kFew) return select_of_few(values, count, k, 0, 0);
     uint32_t prefix = 0, prefix_mask = 0;
@@ -179,7 +174,7 @@ FXCOMP_BODY void collect_left(float* residual, int64_t begin, int64_t end, uint3
 // Calls body(begin, end, found) for ranges of a segment, and returns all that was found, in order.
 template <class Body>
 inline Found& in_ranges(int64_t size, Scratch& scratch, const Body& body) {
-    const int64_t parts = std::clamp<int64_t>(size / kGrain, 1, thread_budget());
+    const int64_t parts = std::clamp<int64_t>(size / kStagedGrain, 1, thread_budget());
     if (static_cast<int64_t>(scratch.parts.size()) < parts) scratch.parts.resize(static_cast<size_t>(parts));
     struct Context {
         const Body& body;
@@ -268,7 +263,9 @@ FXCOMP_BODY Sent fill_payload(const Found* found, const Segment* segment) {
     return fill_with_places<16>(*found, *segment, layout);
 }
 
-inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
+// Sends what reaches a magnitude's bit pattern; if fewer than k / 2 values do, what reaches second().
+template <class Second>
+inline Sent send(const Segment& segment, uint32_t bits, Scratch& scratch, const Second& second) {
     const float* const bucket = segment.bucket;
     float* const residual = segment.residual;
     const auto collect_from = [&](uint32_t threshold) -> Found& {
@@ -276,20 +273,25 @@ inline Sent send(const Segment& segment, Cut cut, Scratch& scratch) {
             widest<collect>(bucket, residual, begin, end, threshold, found);
         });
     };
-    Found* found = &collect_from(cut.bits);
-    if (2 * found->count < segment.k && cut.second < cut.bits) {
+    Found* found = &collect_from(bits);
+    const uint32_t lower = 2 * found->count < segment.k ? second() : bits;
+    if (lower < bits) {
         if (residual == nullptr) {
-            found = &collect_from(cut.second);
+            found = &collect_from(lower);
         } else {
             std::swap(scratch.first, *found);  // the second look writes where the first one did
-            const Found& second = in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* left) {
-                widest<collect_left>(residual, begin, end, cut.second, left);
+            const Found& more = in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* left) {
+                widest<collect_left>(residual, begin, end, lower, left);
             });
-            merge(scratch.first, second, residual, scratch.merged);
+            merge(scratch.first, more, residual, scratch.merged);
             found = &scratch.merged;
         }
     }
     return widest<fill_payload>(found, &segment);
+}
+
+inline Sent send(const Segment& segment, uint32_t bits, Scratch& scratch) {
+    return send(segment, bits, scratch, [bits] { return bits; });
 }
 
 // Calls body(index, segment, scratch) for each segment that is not empty; many small ones are shared among threads, and
@@ -324,8 +326,16 @@ FXCOMP_BODY void gather(const float* bucket, const float* residual, int64_t star
     for (int64_t i = begin; i < end; ++i) out[i] = value_at(bucket, residual, start + i * stride);
 }
 
-// The thresholds from every stride-th value; dgc.py has the rule.
-inline Cut sampled_cut(const Segment& segment, int64_t stride, uint32_t random, Scratch& scratch) {
+// Every stride-th value, from which dgc.py's rule takes thresholds.
+struct Sample {
+    const float* values;
+    int64_t count, reaching;
+
+    uint32_t threshold() const { return kth_largest(values, count, reaching); }
+    uint32_t lower_threshold() const { return kth_largest(values, count, 2 * reaching); }
+};
+
+inline Sample take_sample(const Segment& segment, int64_t stride, uint32_t random, Scratch& scratch) {
     const int64_t n = segment.size;
     const int64_t start = std::min<int64_t>(random % stride, n - 1);
     const int64_t count = ceil_divide(n - start, stride);
@@ -335,7 +345,7 @@ inline Cut sampled_cut(const Segment& segment, int64_t stride, uint32_t random, 
         widest<gather>(segment.bucket, segment.residual, start, stride, sample, begin, end);
     });
     const int64_t reaching = std::max<int64_t>(1, (2 * segment.k * count + n) / (2 * n));
-    return {kth_largest(sample, count, reaching), kth_largest(sample, count, 2 * reaching)};
+    return {sample, count, reaching};
 }
 
 }  // namespace survivors

@@ -17,12 +17,15 @@ void run_parts(int64_t parts, void (*body)(void*, int64_t), void* context);
 // Ranges a thread, at most: a thread that wakes up late leaves the others more of them.
 constexpr int64_t kRangesEach = 4;
 
+// So few are done before another thread has woken up.
+constexpr int64_t kFewRanges = 3;
+
 // Cuts 0..units-1 into ranges and calls body(begin, end) for each, in parallel where it pays: `grain` units are work of
-// about 20 us, below which waking another thread costs more than it brings.
+// about 20 us, and waking another thread takes as long as one or two ranges.
 template <class Body>
 inline void in_parallel(int64_t units, int64_t grain, const Body& body) {
     const int64_t threads = thread_budget(), ranges = units / std::max<int64_t>(grain, 1);
-    const int64_t parts = threads == 1 ? 1 : std::clamp<int64_t>(ranges, 1, kRangesEach * threads);
+    const int64_t parts = threads == 1 || ranges <= kFewRanges ? 1 : std::clamp<int64_t>(ranges, 1, kRangesEach * threads);
     if (parts == 1) {
         if (units > 0) body(int64_t{0}, units);
         return;

@@ -8,6 +8,6 @@ FXCOMP_EXPORT void fxcomp_threshold_encode(const float* bucket, float* residual,
     const auto threshold = static_cast<uint32_t>(bits);
     for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
                      [threshold](int64_t, const Segment& segment, Scratch& scratch) {
-                         send(segment, {threshold, threshold}, scratch);
+                         send(segment, threshold, scratch);
                      });
 }

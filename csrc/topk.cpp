@@ -611,7 +611,7 @@ FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint
     static thread_local std::vector<Divided> divided;
     int64_t elements = 0;
     for (int64_t s = 0; s < segment_count; ++s) elements += segments[s];
-    const int64_t part_count = std::clamp<int64_t>(elements / kGrain, 1, thread_budget());
+    const int64_t part_count = std::clamp<int64_t>(elements / kStagedGrain, 1, thread_budget());
     if (static_cast<int64_t>(parts.size()) < part_count) parts.resize(static_cast<size_t>(part_count));
     const Encoding job{bucket,        residual, payload,    segments,     counts,
                        segment_count, elements, part_count, parts.data(), &divided};

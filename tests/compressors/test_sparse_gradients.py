@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fxcomp.compressors import TopK
 from fxcomp.testing.checks import assert_same_bits, plain_torch
-from fxcomp.testing.samples import LARGEST, gaussian
+from fxcomp.testing.samples import gaussian
 
-SIZE = 200_000  # three parts, so that cuts go through the segment
+SIZE = 400_000  # two parts, so that a cut goes through the segment
 RATIO = 0.01
 
 
@@ -53,25 +53,25 @@ BUCKETS = {
 
 @WITH_KERNELS
 @pytest.mark.parametrize("name", BUCKETS)
-@pytest.mark.parametrize("bad", [None, torch.nan, -torch.inf])
+@pytest.mark.parametrize("bad", [None, torch.nan])
 def test_topk_of_a_sparse_bucket_is_the_reference_s(name: str, bad: float | None) -> None:
     bucket = BUCKETS[name].clone()
     if bad is not None:
         bucket[[3, 70_000, SIZE - 1]] = bad
     for ratio in (RATIO, 0.2):
         compressor = TopK(ratio)
-        for segments in ((SIZE,), (SIZE - 3000, 3000)):
-            for old in (None, torch.zeros(SIZE), _scattered(SIZE, RATIO / 2), torch.full((SIZE,), LARGEST / 2)):
-                with plain_torch():
-                    expected = _encoded(compressor, bucket, old, segments)
-                for threads in (1, 3):
-                    with patch.object(torch, "get_num_threads", return_value=threads):
-                        actual = _encoded(compressor, bucket, old, segments)
-                    for one, other in zip(actual, expected, strict=True):
-                        assert_same_bits(one, other, f"{ratio}, {segments}, {threads} threads")
+        for old in (None, _scattered(SIZE, RATIO / 2)):
+            with plain_torch():
+                expected = _encoded(compressor, bucket, old)
+            for threads in (1, 2):
+                with patch.object(torch, "get_num_threads", return_value=threads):
+                    actual = _encoded(compressor, bucket, old)
+                for one, other in zip(actual, expected, strict=True):
+                    assert_same_bits(one, other, f"{ratio}, feedback {old is not None}, {threads} threads")
 
 
-def _encoded(compressor: TopK, bucket: Tensor, old: Tensor | None, segments: tuple[int, ...]) -> list[Tensor]:
+def _encoded(compressor: TopK, bucket: Tensor, old: Tensor | None) -> list[Tensor]:
+    segments = (SIZE - 3000, 3000)
     residual = None if old is None else old.clone()
     payload = torch.full((compressor.payload_elements(segments),), 77, dtype=torch.uint8)
     compressor.encode(bucket, residual, payload, segments)
