@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fuzzing.blocks import ANYWHERE, BLOCKS, PASSAGES
-from fuzzing.changes import CHANGES
+from fuzzing.changes import HOW_OFTEN
 from fuzzing.losses import AUXILIARY, LOSSES, TERMS, WEIGHTS
 from fuzzing.models import INPUTS, TRAITS
 from fuzzing.odd_layers import SELDOM
@@ -107,7 +107,8 @@ def draw(seed: int, ranks: int = 1) -> Program:
     add("plan", PLANS, 0.35 if ranks > 1 else 0.0)
     steps = r.choice((4, 5, 6))
     for number in range(r.choice((0, 1, 1, 2, 2, 3))):
-        found.append(Feature(f"change.{number}", r.choice(list(CHANGES)), r.randrange(1, steps)))
+        name = r.choices(list(HOW_OFTEN), list(HOW_OFTEN.values()))[0]
+        found.append(Feature(f"change.{number}", name, r.randrange(1, steps)))
     return Program(seed, ranks, steps, tuple(found))
 
 
