@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import enum
 import functools
 import math
@@ -16,17 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import JOBS, cross_entropy, mlp
+from followed import BATCH, assert_followed, compiled
+from jobs import cross_entropy, mlp
 from torch import Tensor, nn
 
-import fxcomp
 from fxcomp import errors
 from fxcomp.capture import owned_parameters
 from fxcomp.guards import StepGuard
-from fxcomp.step import CompiledStep
 from fxcomp.training import Training
-
-BATCH = JOBS["mlp"].batch(0)
 
 WEIGHT = 0.5
 TABLE = {"kl": [1.0, 2.0]}
@@ -70,45 +66,6 @@ class Configured(nn.Module):
         if "b" in self.flags:
             x = 2 * x
         return self.offset + (x if cfg.loss is Loss.MEAN else 3 * x)
-
-
-def compiled(model: nn.Module, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return fxcomp.compile_step(model, loss, optimizer, BATCH, **options)
-
-
-def assert_followed(model: nn.Module, loss: Any, *changes: Callable[[Any], Any], captures: int | None = None) -> None:
-    """A step, then one after each change: the bits of eager, which sees every change. A capture each if not said."""
-    reference = copy.deepcopy(model)
-    step = compiled(model, loss)
-    built = count_captures(step)
-    eager = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for i, change in enumerate([lambda _: None, *changes]):
-        batch = JOBS["mlp"].batch(i)
-        change(model)
-        ours = step(batch)
-        change(reference)
-        theirs = loss(reference, batch)
-        eager.zero_grad()
-        theirs.backward()
-        eager.step()
-        assert ours == theirs, f"change {i}"
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert len(built) == (len(changes) if captures is None else captures)
-
-
-def count_captures(step: CompiledStep) -> list[None]:
-    """Grows with every capture of a step from now on."""
-    built: list[None] = []
-    make = step.variants._make
-
-    def counted(*arguments: Any) -> Any:
-        built.append(None)
-        return make(*arguments)
-
-    step.variants._make = counted
-    return built
 
 
 def small() -> nn.Module:
@@ -410,6 +367,10 @@ REFUSED = [
         (
             lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
             "the optimizer has a step post-hook that it had not",
+        ),
+        (
+            lambda _, optimizer: setattr(optimizer, "step", lambda: None),
+            "the optimizer has a step method of its own that it had not",
         ),
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ from fxcomp import compat
 from fxcomp.capture import Captured
 from fxcomp.graph.buffers import written_parameters
 from fxcomp.training import Training
+from fxcomp.verify.outside import unwritten
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ def run_eagerly(training: Training, captured: Captured, batch: Any) -> Eager:
         torch.enable_grad(),
         _same_random_numbers(training.model),
         _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
+        unwritten(captured.graph),
     ):
         result = training.loss_fn(training.model, _copied(batch))
         loss, aux = result if captured.has_aux else (result, ())
