@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
+from typing import Any, cast
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", "fxcomp"}) - {"__main__"}
 """Their functions are not followed: nothing that a training loop changes is a global of theirs."""
@@ -16,6 +17,11 @@ _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 """What a method only sets, as `__init__` does, it does not read."""
+
+_CONSTANTS = ("LOAD_CONST", "RETURN_CONST")
+
+_NAMING = ("BUILD_CONST_KEY_MAP", "CALL_KW", "CALL_FUNCTION_EX")
+"""They take a constant for the keys of a new dict, or for the names of arguments: nothing is read by these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,12 @@ def named_in(code: CodeType) -> Named:
     names: set[str] = set()
     lines: list[tuple[str, str, int]] = []
     for piece in _with_inner(code):
-        names.update(c for c in piece.co_consts if isinstance(c, str) and len(c) <= 64)
         instructions = list(dis.get_instructions(piece))
         for i, instruction in enumerate(instructions):
             name = instruction.argval
+            following = instructions[i + 1].opname if i + 1 < len(instructions) else ""
+            if instruction.opname in _CONSTANTS and following not in _NAMING:
+                names.update(c for c in _leaves((name,)) if isinstance(c, str) and len(c) <= 64)
             if instruction.opname in _GLOBALS:
                 found[name] = None
                 after = instructions[i + 1] if i + 1 < len(instructions) else instruction
@@ -54,6 +62,15 @@ def named_in(code: CodeType) -> Named:
             elif instruction.opname == "IMPORT_NAME":
                 imports[name] = None
     return Named(tuple(found), tuple(imports), frozenset(names), tuple(lines))
+
+
+def _leaves(constants: Iterable[Any]) -> Iterator[Any]:
+    """Constants, and those in tuples and sets."""
+    for constant in constants:
+        if isinstance(constant, tuple | frozenset):
+            yield from _leaves(cast("Iterable[Any]", constant))
+        else:
+            yield constant
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

@@ -1,16 +1,20 @@
-"""Python's and NumPy's random numbers while a step is traced: notice that they were drawn, and put their state back."""
+"""Python's and NumPy's random numbers while a step is traced: notice that they were drawn, and put their state back.
+
+Iterators too: what is taken from one cannot be put back, but traced code that takes from one is refused alike.
+"""
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Hashable, Mapping, Sequence
-from types import ModuleType
+from types import GeneratorType, ModuleType
 from typing import Any, cast
 
 import numpy as np
 
-from fxcomp.reach.places import FunctionPlace
-from fxcomp.reach.walk import Reach
+from fxcomp.reach.calls import FunctionPlace
+from fxcomp.reach.walk import Reach, is_iterator, is_plain
 
 GLOBAL = {"random": random, "numpy.random": np.random}
 
@@ -54,10 +58,19 @@ def _generator(value: Any, attribute: str) -> str | None:
 def _state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
+    if isinstance(generator, GeneratorType):
+        frame = generator.gi_frame
+        return frame and (frame.f_lasti, [repr(v) for v in frame.f_locals.values() if is_plain(v)])
+    if is_iterator(generator):
+        return operator.length_hint(generator), repr(generator)  # itertools.count tells where it is
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 def _restore(generator: Any, state: Any) -> None:
+    if is_iterator(generator):
+        return
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif hasattr(generator, "setstate"):

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.reach.places import COLLECTIONS, MISSING, ClassPlace, FunctionPlace, NamespacePlace, Place
+from fxcomp.reach.base import MISSING, Place
+from fxcomp.reach.calls import ClassPlace, FunctionPlace
+from fxcomp.reach.places import COLLECTIONS, NamespacePlace
 from fxcomp.reach.walk import DEPTH, Reach
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, cast
@@ -21,19 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxcomp.reach.places import (
-    LARGE,
-    MISSING,
-    ClassPlace,
-    FunctionPlace,
-    ModulePlace,
-    Names,
-    Place,
-    Signature,
-    place_of,
-)
+from fxcomp.reach.base import LARGE, MISSING, Names, Place
+from fxcomp.reach.calls import ClassPlace, FunctionPlace, constructors
+from fxcomp.reach.places import ModulePlace, Signature, place_of
 
-DEPTH = 4
+DEPTH = 10
 """So many plain objects and collections may lie between a value and the module, function or class that leads to it."""
 
 CALLS = 6
@@ -50,6 +42,11 @@ _ROUNDS = 5
 """Code that is found last may name what was passed by first: so often it is looked again."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def is_iterator(value: object) -> bool:
+    """Whether a value is used up by reading it, as a generator, iter([1, 2]) or itertools.count()."""
+    return isinstance(value, Iterator) and type(cast("object", value)).__module__ in ("builtins", "itertools")
 
 
 class Same:
@@ -190,9 +187,13 @@ class _Walk:
             found = self._queue.popleft()
             place = found.place
             assert place is not None, "only the roots are held by nothing"
-            facts = tuple((label, self._fact(value, f"{place.name}{label}", found)) for label, value in place.held())
+            held = list(place.held())
+            facts = tuple((label, self._fact(value, f"{place.name}{label}", found)) for label, value in held)
             self._reach.places.append(place)
             self._reach.facts.append(facts)
+            for kind in (value for label, value in held if isinstance(value, type) and label != "'s class"):
+                for label, function in constructors(kind):
+                    self._fact(function, f"{kind.__qualname__}{label}", found)
         return self._reach
 
     def _fact(self, value: Any, name: str, holder: _Found) -> Hashable:
@@ -214,7 +215,7 @@ class _Walk:
             array = cast("np.ndarray[Any, Any]", value)
             reach.arrays.append(array)
             return Same(array)
-        if isinstance(value, GENERATORS):
+        if isinstance(value, GENERATORS) or is_iterator(value):
             reach.generators[name] = value
             return Same(value)
         is_opaque = isinstance(value, Enum | weakref.ref)

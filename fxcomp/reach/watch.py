@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fxcomp.reach.places import LARGE, MISSING, ModulePlace, View
+from fxcomp.reach.base import LARGE, MISSING, View
+from fxcomp.reach.places import ModulePlace
 from fxcomp.reach.walk import Reach, is_plain
 
 _GRADIENT_FLAG = attrgetter("requires_grad")
