@@ -37,7 +37,7 @@ from fxcomp.graph.names import free_name
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
 from fxcomp.on_fakes import swapped, untouched
-from fxcomp.shared_memory import check_written
+from fxcomp.shared_memory import check_written, distinct, first_places
 from fxcomp.untraceable import explaining
 from fxcomp.values import is_plain, what_is
 
@@ -215,7 +215,7 @@ def capture(
         only = capture(model, loss_fn, optimizer, batch, owned, max_grad_norm=max_grad_norm)
         return replace(only, guard=_fits_nothing_else)
     _check_body(body, model)
-    leaves = [(f"leaf {i} of the batch", leaf) for i, leaf in enumerate(pytree.tree_leaves(batch))]
+    leaves = [(f"batch{path}", leaf) for path, leaf in distinct(batch)]
     check_written(body, [*((repr(name), tensor) for name, tensor, _ in (*fakes.parameters, *fakes.buffers)), *leaves])
     return _assemble(body, layout, optimizer, owned, fakes, max_grad_norm)
 
@@ -230,6 +230,7 @@ class _Fakes:
         self.parameters = [(name, p, self.of(p)) for name, p in model.named_parameters()]
         self.buffers = [(name, b, self.of(b)) for name, b in model.named_buffers()]
         leaves, self.batch_spec = pytree.tree_flatten(batch)
+        self.first_places = first_places(leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, dynamic.get(i, frozenset()), f"batch_{i}")
             for i, leaf in enumerate(leaves)
@@ -270,8 +271,9 @@ def _trace_forward_backward(
         inside = _named(fakes.parameters, parameters) | _named(fakes.buffers, buffers)
         rules = faithful(inside, caches_casts=caches_casts), keeping_collectives(model)
         stand_ins = fakes.stand_ins(parameters, buffers)
+        leaves = [batch[place] for place in fakes.first_places]
         with swapped(model, stand_ins), rules[0], rules[1]:
-            loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(batch, fakes.batch_spec)))
+            loss, aux, has_aux = _split_loss(loss_fn(model, pytree.tree_unflatten(leaves, fakes.batch_spec)))
             value = loss.detach().clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(fakes.parameters, parameters, strict=True)}
             # A backward pass is run outside autocast, whatever the forward pass was run in.
@@ -425,7 +427,7 @@ def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
         value = group.get(key)
         values = value if is_sequence(value) else (value,)
         for i, number in enumerate(values):
-            if isinstance(number, Tensor):
+            if hasattr(number, "item"):  # a tensor, or a number of NumPy's
                 number = number.item()
             if isinstance(number, int | float) and not isinstance(number, bool) and (key == "lr" or number != 0):
                 found[f"{key}_{i}" if len(values) > 1 else key] = float(number)

@@ -397,12 +397,19 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     import torch.optim.optimizer as module
 
     tables: dict[str, Any] = {
+        "step method of its own": _replaced_step(optimizer),
         "step pre-hook": optimizer._optimizer_step_pre_hooks,
         "step post-hook": optimizer._optimizer_step_post_hooks,
         "global step pre-hook": module._global_optimizer_pre_hooks,
         "global step post-hook": module._global_optimizer_post_hooks,
     }
     return [kind for kind, table in tables.items() if table]
+
+
+def _replaced_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody put another function in the place of an optimizer's step. Schedulers do, to count."""
+    own = vars(optimizer).get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
 
 
 # Process groups
@@ -795,6 +802,12 @@ def written_arguments(target: OpOverload[..., Any]) -> tuple[str, ...]:
 def is_higher_order(target: Any) -> bool:
     """Whether a node's target takes functions: a loop, a branch, flexible attention."""
     return isinstance(target, HigherOrderOperator)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor lies in: the same number for its views. Tensors without any have their own."""
+    address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return address or id(tensor)
 
 
 def strides(tensor: Tensor) -> Sequence[Any]:

@@ -35,6 +35,11 @@ class TensorType(NamedTuple):
     device: str
     strides: tuple[int, ...] | None
     """None where it is contiguous."""
+    requires_grad: bool
+    same_as: int
+    """The first leaf that is the same tensor, which may be itself."""
+    shares_with: int
+    """The first leaf in the same memory, which may be itself. What is written into one changes the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,9 @@ class BatchType:
 def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
     """The type of a batch, and its leaves."""
     leaves, structure = pytree.tree_flatten(batch)
-    return BatchType(structure, tuple(map(_leaf_type, leaves))), leaves
+    tensors: dict[int, int] = {}
+    memories: dict[int, int] = {}
+    return BatchType(structure, tuple(_leaf_type(x, i, tensors, memories) for i, x in enumerate(leaves))), leaves
 
 
 def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None:
@@ -83,10 +90,13 @@ def _plain_text(leaf: Hashable) -> str:
     return "a tensor" if isinstance(leaf, TensorType) else str(cast("tuple[object, ...]", leaf)[-1])
 
 
-def _leaf_type(leaf: Any) -> Hashable:
+def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[int, int]) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
-        return TensorType(tuple(leaf.shape), leaf.dtype, str(leaf.device), strides)
+        same_as = tensors.setdefault(id(leaf), place)
+        shares_with = memories.setdefault(compat.memory_of(leaf), place)
+        device = str(leaf.device)
+        return TensorType(tuple(leaf.shape), leaf.dtype, device, strides, leaf.requires_grad, same_as, shares_with)
     if is_plain(leaf):
         return key_of(leaf)
     remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"

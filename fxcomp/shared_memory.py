@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -31,6 +32,19 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
                     " see the change there.\n  Give each its own memory (clone()), or register one tensor under both"
                     " names."
                 )
+
+
+def first_places(leaves: Sequence[Any]) -> list[int]:
+    """For each leaf of a batch the first place of the same tensor: Python may ask, and what is written is in both."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
+
+
+def distinct(batch: Any) -> list[tuple[str, Any]]:
+    """The leaves of a batch with their paths; None where a tensor is that was there before."""
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    first = first_places([leaf for _, leaf in leaves])
+    return [(pytree.keystr(path), leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
 
 
 def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:

@@ -26,6 +26,11 @@ def explaining(fakes: StepFakes) -> Generator[None]:
         looked_at = _looked_at(error, fakes)
         if looked_at is not None or isinstance(error, compat.DATA_DEPENDENT):
             raise CaptureFailed(_data_decides(at, looked_at, error)) from error
+        if "mutating a non-functional tensor" in str(error):
+            raise CaptureFailed(
+                "the step writes into views of a tensor that does not belong to the model, which one graph cannot"
+                f" follow.\n{at}  Register that tensor as a buffer of the model."
+            ) from error
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
             "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"

@@ -66,3 +66,17 @@ def test_a_refusal_names_the_line_the_value_and_a_way_out(loss: Any, line: str, 
     assert caught.match(rf"(?s)test_untraceable\.py:\d+: .*{line}"), text
     assert caught.match(f"(?s){seen}"), text
     assert caught.match(f"(?s){remedy}"), text
+
+
+def test_writing_into_a_tensor_that_is_not_the_models_is_refused_where_a_graph_cannot_follow():
+    queue = torch.zeros(6, 4)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch)
+        queue.copy_(torch.cat([queue[3:], out.detach()]))
+        return (out @ queue.T).mean()
+
+    model = nn.Linear(6, 4)
+    with pytest.raises(CaptureFailed, match=r"(?s)not belong to the model.*buffer of the model"):
+        fxcomp.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 6))
+    assert not queue.any()
