@@ -174,6 +174,7 @@ _SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
     "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "torch.backends.cudnn": lambda: (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic),
     "which kernels attention may use": lambda: (
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),

@@ -341,6 +341,16 @@ def test_a_default_dtype_is_baked_in_and_watched():
     assert len(step.variants) == 2
 
 
+def test_whether_cudnn_may_be_used_is_baked_in_and_watched(monkeypatch: pytest.MonkeyPatch):
+    def flip(_: Any) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * (1.0 if torch.backends.cudnn.enabled else 2.0)
+
+    assert_followed(small(), loss, flip)
+
+
 # What needs another plan
 
 
