@@ -79,7 +79,7 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.shared_buffers import SharedBuffers
+from fxcomp.shared_buffers import SharedBuffers, check_parameters_are_read
 from fxcomp.step import CompiledStep, Following, GivenUp, Replanned
 from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
 from fxcomp.training import Training
@@ -323,9 +323,14 @@ def _compile(
         return _checked_mode(mode, max_grad_norm), why_not
 
     chosen_mode, why_not = ranks.attempt("checking options", checked)
-    training, captured = ranks.attempt(
-        "capturing the step", lambda: _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
-    )
+
+    def captured_first() -> tuple[Training, Captured]:
+        training, captured = _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
+        if ranks.world_size > 1:
+            check_parameters_are_read(captured.graph)
+        return training, captured
+
+    training, captured = ranks.attempt("capturing the step", captured_first)
     asked: dict[str, Any] = {
         "mode": mode,
         "verify_every": verify_every,
@@ -352,6 +357,7 @@ def _compile(
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
         if ranks.world_size > 1:
+            check_parameters_are_read(again.graph)
             shared_buffers.mark(again.graph)
         return emitted(again, plan, decided.costs)
 

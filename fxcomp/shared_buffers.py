@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fxcomp.errors import StepChanged
-from fxcomp.graph.buffers import buffers, is_known_early, last_writes
+from fxcomp.errors import CaptureFailed, StepChanged
+from fxcomp.graph.buffers import buffers, is_known_early, last_writes, written_parameters
 from fxcomp.graph.info import Sharing, update_info
 from fxcomp.ranks import ALONE, Ranks
 
@@ -63,6 +63,17 @@ class SharedBuffers:
                     "  Ranks agree on the buffers that they share when they compile: pass compile_step an example batch"
                     " for which the forward pass writes it, on one rank at least."
                 )
+
+
+def check_parameters_are_read(graph: GraphModule) -> None:
+    """Raise CaptureFailed if the forward pass writes a parameter: each rank would, for its own batch, and all drift."""
+    written = sorted(written_parameters(graph))
+    if written:
+        raise CaptureFailed(
+            f"the forward pass writes the parameter {written[0]!r}, as nn.Embedding(max_norm=...) does: of several"
+            " ranks each would write what follows from its own batch, and replicas would drift apart.\n"
+            "  Write it after the step, on all ranks alike: with torch.no_grad(): parameter.copy_(...)."
+        )
 
 
 def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
+from fxcomp.errors import CaptureFailed
 
 LENGTHS = {0: [4, 4, 8, 4, 9], 1: [5, 9, 5, 9, 4]}
 """Rank 1 sees a long batch first; from the third length on, sizes are symbols."""
@@ -206,3 +207,18 @@ def test_a_large_buffer_that_nobody_was_seen_to_write_is_refused_by_name(on_two_
     for numbers in on_two_ranks:
         assert "the buffer 'history' (360 kB) is written for this batch" in numbers["a large one"]
         assert "an example batch" in numbers["a large one"]
+
+
+def refused_to_write_a_parameter() -> str:
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        fxcomp.compile_step(model, lambda model, batch: model(batch).sum(), optimizer, torch.arange(3), plan="int4")
+    except CaptureFailed as error:
+        return str(error)
+    return "compiled"
+
+
+def test_a_forward_pass_that_writes_parameters_is_refused_on_several_ranks_which_would_drift_apart():
+    for text in run_ranks(2, refused_to_write_a_parameter):
+        assert text.startswith("the forward pass writes the parameter '0.weight'")

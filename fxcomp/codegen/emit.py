@@ -20,7 +20,6 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 from typing import Any, cast
 
 import torch
@@ -444,5 +443,19 @@ def _wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
     if len(head.splitlines()[-1]) + len(joined) + len(tail) <= WIDTH:
         return f"{head}{joined}{tail}"
     inner = indent + "    "
-    body = wrap(joined, WIDTH - len(inner) - 1, break_long_words=False, break_on_hyphens=False)
+    body = _lines(joined, WIDTH - len(inner) - 1)
     return f"{head.rstrip()}\n" + "\n".join(inner + line for line in body) + f",\n{indent}{tail.lstrip(',')}"
+
+
+_WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^ "])+')
+"""What a line does not end inside of: a parameter's name may hold spaces, and stands in quotes."""
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """The text on as few lines as it takes; a word that is longer than a line has one of its own."""
+    lines = [""]
+    for word in _WORD.findall(text):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines

@@ -17,7 +17,8 @@ OWN = """
     region region_0 region_1 update_0 optimizer_step_0 float slice complex int8 Int8 pack_0 payload_0 payloads_0 mean_0
     wait_0 all_reduce_0 residual_0 batch_0 lr momentum gradient parameter getitem mul None lambda class print len
 """
-FREE = [name for name in OWN.split() if not hasattr(nn.Module(), name)]
+SPACED = [f'part  {k} of "it", \\ and\n more' for k in range(8)]
+FREE = [name for name in OWN.split() if not hasattr(nn.Module(), name)] + SPACED
 
 
 class Named(nn.Module):
