@@ -7,7 +7,7 @@ demo: .venv/installed          ## install, then train a small GPT with DDP and w
 	$(BIN)/fxcomp demo
 
 test: .venv/installed          ## install, then run the tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: .venv/installed          ## style and types
 	$(BIN)/ruff check .

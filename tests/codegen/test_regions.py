@@ -60,7 +60,6 @@ def trained(
         return [step(batch).item() for batch in batches], list(model.parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [Attending, Dropping, Mixed])
 def test_regions_compiled_by_inductor_train_the_same(make: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
     losses, parameters = trained(make, "eager", monkeypatch)
