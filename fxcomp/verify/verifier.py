@@ -185,9 +185,14 @@ class Verification:
             self._eager = None
             self._verifier.skip(self._step, self._needed)
         elif eager is not None and self._ranks == 1:
-            self._updates.expected = self._clipped(eager.gradients)
+            self._updates.expected = self._clipped(self._with_owed(eager.gradients))
         elif not unplain:
             self._updates.means.average(self._captured.gradient_names, self._runtime, self._ranks)
+
+    def _with_owed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Eager's gradients and what has waited for them, which one rank adds by itself."""
+        owed = {name: self._runtime.owed[name] for name in gradients if name in self._runtime.owed}
+        return gradients | {name: gradients[name] + value.view_as(gradients[name]) for name, value in owed.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Eager's gradients after clipping, in the same memory."""
