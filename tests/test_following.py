@@ -128,7 +128,7 @@ def test_a_tensor_kept_in_an_attribute_is_refused_and_nothing_is_left_behind():
 def test_a_module_that_is_replaced_is_refused_by_name():
     pair = Pair(linear(), sgd())
     pair.model[2] = nn.Linear(8, 3)
-    with pytest.raises(StepChanged, match="'2.weight' is another object"):
+    with pytest.raises(StepChanged, match=r"'2\.weight' is another object"):
         pair.step(rows(0))
 
 

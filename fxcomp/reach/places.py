@@ -41,7 +41,8 @@ class Signature:
 
     def __str__(self) -> str:
         grad = ", requires_grad" if self.requires_grad else ""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{grad}"
+        kind = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{kind} with strides {list(self.stride)} on {self.device}{grad}"
 
 
 # Modules
