@@ -56,7 +56,10 @@ class Pool(Compressor):
     ) -> Compressed:
         value = bucket if residual is None else bucket + residual
         runs = to_blocks(value, segments, self.width)
-        means = runs.sum(dim=1, keepdim=True) / block_sizes(segments, self.width, device=bucket.device)
+        means = (runs / block_sizes(segments, self.width, device=bucket.device)).sum(dim=1, keepdim=True)
+        # At the end of fp32 a value may be too far from its run's mean: such a run waits, whole.
+        overflows = (runs.isfinite() & ~(runs - means).isfinite()).any(dim=1, keepdim=True)
+        means = torch.where(overflows & runs.isfinite().all(dim=1, keepdim=True), 0.0, means)
         none = bucket.new_empty(0)
         if residual is None:
             return Compressed(means.flatten(), none, none)
