@@ -1,4 +1,4 @@
-"""What compiling a step takes, for each node of its graph.
+"""Time compile_step, and divide by the nodes of the graph.
 
     python benchmarks/capture_speed.py --json docs/benchmarks/capture_speed.json [--against DIRECTORY]
 

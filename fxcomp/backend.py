@@ -66,7 +66,16 @@ from fxcomp.graph.ops import ALL_REDUCE, WAIT
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.handover import Exchange
 from fxcomp.lockstep import Lockstep
-from fxcomp.pipeline import Decided, analyze, decide_as_told, decide_best, follow, residual_layout, state_layout
+from fxcomp.pipeline import (
+    Decided,
+    PassRunner,
+    analyze,
+    decide_as_told,
+    decide_best,
+    follow,
+    residual_layout,
+    state_layout,
+)
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
@@ -648,7 +657,8 @@ def _decide(
 def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[Any]], Sequence[Any]]:
     """Rewrite a graph for the model's plan and make it a function. Local: no communication."""
     costs, feedback = compiled.decided.costs, compiled.feedback
-    final = follow(compiled.plan, labelled, costs, compiled.cluster, compiled.ranks.rank, feedback)
+    run = PassRunner(remembers=False)
+    final = follow(run, compiled.plan, labelled, costs, compiled.cluster, compiled.ranks.rank, feedback)
     compiled.source = emit(final, title="One backward pass, gradients averaged")
     log.debug("%s", compiled.source)
     module = load(compiled.source, final, compat.cache_directory() / "steps")

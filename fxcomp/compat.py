@@ -432,10 +432,12 @@ def default_store() -> dist.Store:
 
 
 def set_once(store: dist.Store, key: str, value: str) -> str:
-    """Write a key unless another rank has; what it holds then. The own value where there is no store any more."""
+    """Write a key unless another rank has; return what it holds then, or the own value where no store answers."""
     try:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
+        # Called by a rank that is about to raise: its own error must not give way to that of a store whose host has
+        # died, or of one that cannot compare.
         return value
 
 

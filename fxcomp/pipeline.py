@@ -115,12 +115,20 @@ def rewrite(
     skip_nonfinite: bool = False,
 ) -> Variant:
     """Turn a captured step into the source of one that follows the plan."""
-    gm = follow(plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
-    replay = partial(history_of, plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
-    return finish(captured, gm, replay, costs.processors)
+
+    def followed(run: PassRunner) -> GraphModule:
+        return follow(run, plan, captured.graph, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
+
+    def replay() -> Mapping[str, GraphModule]:
+        run = PassRunner()
+        followed(run)
+        return run.history
+
+    return finish(captured, followed(PassRunner(remembers=False)), replay, costs.processors)
 
 
 def follow(
+    run: PassRunner,
     plan: Plan,
     graph: GraphModule,
     costs: CostTable,
@@ -131,27 +139,10 @@ def follow(
     skip_nonfinite: bool = False,
 ) -> GraphModule:
     """Rewrite a copy of a graph of gradients until it follows the plan."""
-    run = PassRunner(remembers=False)
     gm = labelled(run, clone(graph), cluster)
     gm = carry_out(run, plan, gm, costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
     assert_whole(gm, "one of the passes")
     return gm
-
-
-def history_of(
-    plan: Plan,
-    graph: GraphModule,
-    costs: CostTable,
-    cluster: Cluster,
-    rank: int,
-    feedback: ErrorFeedback = CLASSIC,
-    *,
-    skip_nonfinite: bool = False,
-) -> Mapping[str, GraphModule]:
-    """The graph after each pass of `follow`, by the pass's name; each is checked."""
-    run = PassRunner()
-    carry_out(run, plan, labelled(run, graph, cluster), costs, cluster, rank, feedback, skip_nonfinite=skip_nonfinite)
-    return run.history
 
 
 def labelled(run: PassRunner, graph: GraphModule, cluster: Cluster) -> GraphModule:

@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a job ended on all of its ranks."""
+    """The end of a program on all of its ranks."""
 
     kind: str
     text: str = ""
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def likeness(self) -> str:
-        """What two failures of one cause share: the kind, and the words without numbers and names."""
+        """Drop numbers and names from a failure, so that failures of one cause read alike."""
         return f"{self.kind}: " + re.sub(r"[\d.]+|'[^']*'|\(.*", "…", self.text)[:60]
 
     def shown(self) -> str:
@@ -90,7 +90,7 @@ class Record:
         return [job for job in jobs if job in self.results and self.results[job].is_finding]
 
     def counts(self, jobs: Iterable[Job]) -> dict[str, Any]:
-        """How many ended how, and what was refused."""
+        """Count programs by result, and refusals by error."""
         held = [(job, self.results[job]) for job in jobs if job in self.results]
         kinds = Counter(result.kind for _, result in held)
         refused = Counter(_refusal(result.text) for _, result in held if result.kind == "refused")

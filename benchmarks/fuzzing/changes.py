@@ -1,4 +1,4 @@
-"""What a user does between two steps. Each change is made to both worlds, by equal draws."""
+"""Change something between two steps, as a user would: in both worlds alike, by equal draws."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ROUNDS_OTHERWISE = {
 
 
 NOISE = 5e-6
-"""What of a value is noise, where bits need not agree."""
+"""The largest difference that counts as rounding, relative to the largest element, where bits need not agree."""
 
 
 def tolerance_of(program: Program) -> float:
