@@ -82,7 +82,7 @@ def test_two_ranks_measure_every_collective_and_bring_the_same_table():
         assert measured.fit.samples >= 4
         times = [measured.fit.at(size) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 26)]
         assert times == sorted(times)
-        assert measured.gb_per_s(kind) > 1e-4  # however busy the machine is
+        assert measured.gb_per_s(kind) > 0.01
 
 
 def differing(_: object = None) -> None:

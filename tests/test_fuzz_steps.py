@@ -7,17 +7,14 @@ from fuzzing.follow import follow
 from fuzzing.program import draw
 from fuzzing.world import World
 
-SEEDS = (100014, 100007, 100013, 100023, 100004, 100032, 100036, 100015)
+SEEDS = (100014, 200650, 200420, 200301, 200360, 200472, 200340, 200372)
 """Programs that together have most of what a program may have."""
 
 
 def test_random_programs_do_what_eager_does():
-    equal = 0
     for seed in SEEDS:
         outcome = follow(draw(seed))
-        assert outcome.kind in ("equal", "refused"), f"{draw(seed)}\n{outcome}"
-        equal += outcome.kind == "equal"
-    assert equal >= len(SEEDS) - 2
+        assert outcome.kind == "equal", f"{draw(seed)}\n{outcome}"
 
 
 def test_leaving_out_a_feature_moves_no_other():

@@ -29,7 +29,7 @@ ROUNDS_OTHERWISE = {
 
 
 NOISE = 5e-6
-"""The largest difference that counts as rounding, relative to the largest element, where bits need not agree."""
+"""Added to that: a value that is zero but for rounding."""
 
 
 def tolerance_of(program: Program) -> float:
