@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.job import Job
+from fxcomp.frontends.job import Job
 from fxcomp.runtime.transport import Nowhere
 
 BASELINES = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd")

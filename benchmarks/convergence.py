@@ -33,8 +33,8 @@ from tasks import TASKS, WORKERS, Task, make_task
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, Feedback, parse_compressor
-from fxcomp.describe import SAMPLE, SAMPLE_SHAPE, bits_per_value, examples
 from fxcomp.testing import Replica, average, replicas_of
+from fxcomp.testing.describe_compressors import SAMPLE, SAMPLE_SHAPE, bits_per_value, examples
 from fxcomp.testing.samples import gaussian
 
 OPTIMIZERS = ("sgd", "adamw")

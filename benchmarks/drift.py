@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from fxcomp.hosts import ShapedHosts, join, run_ranks, shape_this_host, why_not
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, join, run_ranks, shape_this_host, why_not
 
 MARK = "@drift "  # begins the line that rank 0 prints for the parent
 LAYERS, WIDTH, ROWS = 6, 512, 128
@@ -31,7 +31,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from torch import nn
 
     import fxcomp
-    from fxcomp.step import SWITCH_STEPS, WARM_STEPS
+    from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 
     join()
     torch.manual_seed(0)

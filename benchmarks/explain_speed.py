@@ -37,11 +37,11 @@ def ask(job: str) -> None:
     def next_phase(name: str) -> None:
         marks.append((name, time.process_time()))
 
-    from fxcomp.cluster import Cluster, Link
-    from fxcomp.collector import without_collecting
-    from fxcomp.job import load_job
-    from fxcomp.report import print_report
-    from fxcomp.whatif import what_if
+    from fxcomp.cluster.cluster import Cluster, Link
+    from fxcomp.frontends.job import load_job
+    from fxcomp.frontends.what_if import what_if
+    from fxcomp.report.terminal import print_report
+    from fxcomp.runtime.collector import without_collecting
 
     next_phase("load the job")
     cluster = Cluster.parse(CLUSTER, intra=Link.parse("100gbit", alpha_us=5.0), inter=Link.parse("10gbit"))

@@ -40,12 +40,12 @@ from torch import nn
 
 import fxcomp
 from fxcomp import compat, pipeline
-from fxcomp.cluster import Level
+from fxcomp.cluster.cluster import Level
+from fxcomp.commands.demo.gpt import GPT
+from fxcomp.commands.demo.shaped_hosts import join, run_ranks
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
-from fxcomp.gpt import GPT
-from fxcomp.hosts import join, run_ranks
-from fxcomp.job import Job
-from fxcomp.strategy import Bucket, Device, Plan, Strategy
+from fxcomp.frontends.job import Job
+from fxcomp.plan.strategy import Bucket, Device, Plan, Strategy
 from fxcomp.testing import SAMPLES, replicas_of
 from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on

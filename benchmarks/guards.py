@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcomp.capture import owned_parameters
-from fxcomp.gpt import GPT
-from fxcomp.guards import StepGuard
-from fxcomp.training import Training
+from fxcomp.capture.step_guard import StepGuard
+from fxcomp.capture.training import Training
+from fxcomp.capture.whole_step import owned_parameters
+from fxcomp.commands.demo.gpt import GPT
 
 BEFORE = "22a9f62"
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 def guard_of(commit: str) -> ModuleType:
     """The guards of an earlier commit, as a module of their own."""
     text = subprocess.run(
-        ["git", "show", f"{commit}:fxcomp/guards.py"], cwd=HERE, check=True, capture_output=True, text=True
+        ["git", "show", f"{commit}:fxcomp/capture/step_guard.py"], cwd=HERE, check=True, capture_output=True, text=True
     ).stdout
     path = Path(tempfile.mkdtemp()) / f"guards_{commit}.py"
     path.write_text(text)

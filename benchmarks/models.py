@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxcomp.gpt import GPTConfig, gpt_job
-from fxcomp.job import Job
+from fxcomp.commands.demo.gpt import GPTConfig, gpt_job
+from fxcomp.frontends.job import Job
 
 Batch = tuple[Tensor, Tensor]
 

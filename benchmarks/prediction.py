@@ -30,9 +30,9 @@ from typing import Any
 from models import MODELS
 from step_time import Reporter, agree, set_rate
 
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, join, run_ranks, why_not
 from fxcomp.errors import FxcompError
-from fxcomp.hosts import ShapedHosts, join, run_ranks, why_not
-from fxcomp.job import Job
+from fxcomp.frontends.job import Job
 
 MARK = "@step_time "
 FREE = "free"  # the dense plan without a network
@@ -123,7 +123,7 @@ def after_one_step(model: str) -> Job:
 def plan_called(name: str, gradients: Sequence[tuple[str, int]]) -> Any:
     """A plan by its name here, over the gradients (name, elements) in their order."""
     from fxcomp.compressors import parse_compressor
-    from fxcomp.strategy import DENSE, Bucket, Plan, Strategy
+    from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
 
     kind, _, buckets = name.partition(", ")
     if not buckets and kind != "mixed":

@@ -28,10 +28,10 @@ from pathlib import Path
 
 from baselines import BASELINES, FREE, FXCOMP, Contestant, make_contestant
 
-from fxcomp.cluster import parse_gb_per_s
+from fxcomp.cluster.cluster import parse_gb_per_s
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, join, run_ranks, sent_by_this_host, shape_this_host, why_not
 from fxcomp.errors import FxcompError
-from fxcomp.hosts import ShapedHosts, join, run_ranks, sent_by_this_host, shape_this_host, why_not
-from fxcomp.job import Job, load_job
+from fxcomp.frontends.job import Job, load_job
 
 EXAMPLE_GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
 NAMES = (*BASELINES, *FXCOMP, *FREE)

@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fxcomp
-from fxcomp.gpt import gpt_job
-from fxcomp.sampling import VerifiedSteps
-from fxcomp.verify.room import needed_bytes
+from fxcomp.commands.demo.gpt import gpt_job
+from fxcomp.plan.verified_steps import VerifiedSteps
+from fxcomp.step.verify.room import needed_bytes
 
 JOB_STEPS = 2000
 WARM = 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxcomp
-from fxcomp.gpt import GPTConfig, gpt_job
+from fxcomp.commands.demo.gpt import GPTConfig, gpt_job
 
 CLASSES = 1000
 PIXELS = 64

@@ -3,7 +3,7 @@
     fxcomp explain examples/gpt.py:job --hosts 2 --inter 1gbit
     python examples/gpt.py                    # trains on one rank; under torchrun, on all of them
 
-The model is in `fxcomp/gpt.py`, because the demo and the benchmark train it too.
+The model is in `fxcomp/commands/demo/gpt.py`, because the demo and the benchmark train it too.
 """
 
 import os
@@ -11,7 +11,7 @@ import os
 import torch.distributed as dist
 
 import fxcomp
-from fxcomp.gpt import gpt_job as job
+from fxcomp.commands.demo.gpt import gpt_job as job
 
 
 def main(steps: int = 100) -> None:

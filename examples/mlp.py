@@ -6,7 +6,7 @@ fxcomp explain examples/mlp.py:job --hosts 2 --inter 1gbit
 import torch
 from torch import nn
 
-from fxcomp.job import Job
+from fxcomp.frontends.job import Job
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,18 +1,18 @@
 """fxcomp decides where gradient compression pays in a PyTorch training step, and compiles the step that does it."""
 
-from fxcomp.collector import without_collecting
+from fxcomp.runtime.collector import without_collecting
 
 with without_collecting():
-    from fxcomp.cluster import Cluster, Link
-    from fxcomp.cluster_file import load_cluster
+    from fxcomp.cluster.cluster import Cluster, Link
+    from fxcomp.cluster.cluster_file import load_cluster
     from fxcomp.cost.table import CostTable
     from fxcomp.errors import FxcompError
-    from fxcomp.feedback import ErrorFeedback
-    from fxcomp.job import Job
+    from fxcomp.frontends.job import Job
     from fxcomp.pipeline import compile_step
+    from fxcomp.plan.error_feedback import ErrorFeedback
+    from fxcomp.plan.strategy import Plan, Strategy
     from fxcomp.ranks import cluster_of_group
-    from fxcomp.step import CompiledStep
-    from fxcomp.strategy import Plan, Strategy
+    from fxcomp.step.compiled_step import CompiledStep
 
 __all__ = [
     "Cluster",

@@ -13,10 +13,10 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from fxcomp.cluster import Cluster, Link, parse_gb_per_s
-from fxcomp.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
-from fxcomp.collector import without_collecting
+from fxcomp.cluster.cluster import Cluster, Link, parse_gb_per_s
+from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.errors import BadOption, FxcompError
+from fxcomp.runtime.collector import without_collecting
 
 if TYPE_CHECKING:
     from fxcomp.cost.table import CostTable
@@ -78,10 +78,10 @@ def _run(words: list[str]) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from fxcomp.cost.table import CostTable
-    from fxcomp.job import load_job
-    from fxcomp.report import print_report, to_json
-    from fxcomp.search.space import Mode
-    from fxcomp.whatif import plan_named, what_if
+    from fxcomp.frontends.job import load_job
+    from fxcomp.frontends.what_if import plan_named, what_if
+    from fxcomp.plan.modes import Mode
+    from fxcomp.report.terminal import print_report, to_json
 
     costs = CostTable.read(arguments.costs) if arguments.costs else None
     cluster, assumed = _cluster(arguments, costs)
@@ -113,10 +113,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _dump(arguments: argparse.Namespace) -> int:
+    from fxcomp.frontends.job import load_job
+    from fxcomp.frontends.what_if import graph_after, plan_named, rewritten
     from fxcomp.graph.dump import dump
-    from fxcomp.job import load_job
-    from fxcomp.report import encodable
-    from fxcomp.whatif import graph_after, plan_named, rewritten
+    from fxcomp.report.terminal import encodable
 
     cluster, _ = _cluster(arguments)
     plan = plan_named(arguments.plan, cluster) if arguments.plan else None
@@ -127,13 +127,13 @@ def _dump(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from fxcomp.costs_command import run_calibrate
+    from fxcomp.commands.costs import run_calibrate
 
     return run_calibrate(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from fxcomp.demo import run_demo
+    from fxcomp.commands.demo.run import run_demo
 
     if not 1 <= arguments.steps <= MOST_STEPS:
         raise BadOption(f"--steps is how many steps each takes, 1 to {MOST_STEPS:,}; it is {arguments.steps}")

@@ -21,39 +21,22 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.calibrate import (
-    StepMeasurement,
-    apportion,
-    hardware,
-    machine_costs,
-    measure_step,
-    with_live_links,
-)
-from fxcomp.capture import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
-from fxcomp.cluster import Cluster, Level
+from fxcomp.capture.shared_buffers import SharedBuffers, check_parameters_are_read
+from fxcomp.capture.step_guard import StepGuard, batch_type, settled
+from fxcomp.capture.training import Training
+from fxcomp.capture.unreached import warn_unreached
+from fxcomp.capture.whole_step import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import UNSHARED, Processors, simulate
-from fxcomp.drift.watch import Replan, Schedule, Watch
 from fxcomp.errors import BadOption, BadPlan, StepChanged
-from fxcomp.feedback import (
-    CLASSIC,
-    ErrorFeedback,
-    check_experiment,
-    check_is_feedback,
-    check_momentum,
-    check_plan,
-    is_adaptive,
-)
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
-from fxcomp.graph.tasks import graph_tasks
 from fxcomp.graph.work import unknowns
-from fxcomp.guards import StepGuard, batch_type, settled
-from fxcomp.job_contention import as_slowest, contention_of, networks
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
@@ -67,24 +50,41 @@ from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_state import thread_state
+from fxcomp.plan.error_budget import POLLUTING_SHARE
+from fxcomp.plan.error_feedback import (
+    CLASSIC,
+    ErrorFeedback,
+    check_experiment,
+    check_is_feedback,
+    check_momentum,
+    check_plan,
+    is_adaptive,
+)
+from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.strategy import Bucket, CollectiveKind, Device, Plan
+from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
+from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
+from fxcomp.planning.measure_step import (
+    StepMeasurement,
+    apportion,
+    hardware,
+    machine_costs,
+    measure_step,
+    with_live_links,
+)
 from fxcomp.ranks import Ranks
-from fxcomp.report import explain_step
+from fxcomp.report.terminal import explain_step
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import BucketLayout, CompressorStates, Residuals, StateLayout, Velocities
 from fxcomp.runtime.transport import Transport
-from fxcomp.sampling import SAMPLED, VerifiedSteps
-from fxcomp.search.budget import POLLUTING_SHARE
 from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
+from fxcomp.search.graph_tasks import graph_tasks
 from fxcomp.search.read_workload import read_workload
-from fxcomp.search.space import Mode, compressors_of
 from fxcomp.search.workload import Workload
-from fxcomp.shared_buffers import SharedBuffers, check_parameters_are_read
-from fxcomp.step import CompiledStep, Following, GivenUp, Replanned
-from fxcomp.strategy import Bucket, CollectiveKind, Device, Plan
-from fxcomp.training import Training
-from fxcomp.unreached import warn_unreached
-from fxcomp.variants import Replay, Variant
+from fxcomp.step.compiled_step import CompiledStep, Following, GivenUp, Replanned
+from fxcomp.step.drift.watch import Replan, Schedule, Watch
+from fxcomp.step.programs import Replay, Variant
 
 P = ParamSpec("P")
 

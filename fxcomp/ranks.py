@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level, Link
 from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
+from fxcomp.plan.strategy import Device, Plan
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.transport import Groups, Nowhere, Transport
-from fxcomp.strategy import Device, Plan
 
 T = TypeVar("T")
 

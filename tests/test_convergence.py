@@ -30,7 +30,7 @@ from tasks import TASKS, WORKERS, Task, make_task
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, Int8, Sign, TopK
-from fxcomp.describe import examples
+from fxcomp.testing.describe_compressors import examples
 
 
 @pytest.fixture(autouse=True, scope="module")

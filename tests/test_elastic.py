@@ -21,7 +21,7 @@ import fxcomp
 from fxcomp import compat
 from fxcomp import ranks as ranks_module
 from fxcomp.compressors import parse_compressor
-from fxcomp.strategy import Strategy
+from fxcomp.plan.strategy import Strategy
 
 JOB = JOBS["mlp"]
 

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxcomp
 from fxcomp import errors
-from fxcomp.cluster import Cluster, Link
+from fxcomp.capture.step_guard import batch_type
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.errors import FxcompError
-from fxcomp.guards import batch_type
-from fxcomp.step import CompiledStep
-from fxcomp.strategy import DENSE, Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Bucket, Plan
+from fxcomp.step.compiled_step import CompiledStep
 
 BATCH = JOBS["mlp"].batch(0)
 

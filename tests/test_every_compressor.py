@@ -18,8 +18,8 @@ from test_parity import TWO_HOSTS, plan_in_turns, replica_fingerprint
 
 import fxcomp
 from fxcomp.compressors import CATALOGUE, parse_compressor
-from fxcomp.feedback import ErrorFeedback
-from fxcomp.strategy import Device, Plan, Strategy
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.strategy import Device, Plan, Strategy
 
 STEPS = 5
 

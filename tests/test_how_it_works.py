@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxcomp.capture import capture, materialize_state, owned_parameters
-from fxcomp.cluster import Cluster, Link
+from fxcomp.capture.whole_step import capture, materialize_state, owned_parameters
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable, Roofline
@@ -19,9 +19,9 @@ from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import analyze, rewrite
+from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose_plan
-from fxcomp.search.space import Mode
-from fxcomp.search.tasks import plan_tasks
+from fxcomp.search.plan_tasks import plan_tasks
 
 PAGE = Path(__file__).parent.parent / "docs" / "how_it_works.md"
 PLACE = re.compile(r"<!-- listing: (\w+) -->\n(?:\n```\w*\n.*?\n```\n)?", re.DOTALL)

@@ -13,7 +13,7 @@ from ranks import run_ranks, try_ranks
 from test_parity import replica_fingerprint
 
 import fxcomp
-from fxcomp.step import CompiledStep
+from fxcomp.step.compiled_step import CompiledStep
 
 JOB = JOBS["mlp"]
 SHARED = ["randomk(0.1)", "randomk(0.3, scaled=true)", "powersgd(2)"]

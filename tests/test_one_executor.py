@@ -20,7 +20,7 @@ from fxcomp.compressors import Int8, Sign, parse_compressor
 from fxcomp.graph.edit import refresh_value
 from fxcomp.graph.ops import PACK
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
-from fxcomp.strategy import Strategy
+from fxcomp.plan.strategy import Strategy
 
 Edit = Callable[[GraphModule], None]
 

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp import pipeline
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.strategy import Bucket, Device, Plan, Strategy
+from fxcomp.plan.strategy import Bucket, Device, Plan, Strategy
 
 STEPS = 20
 

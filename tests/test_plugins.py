@@ -34,7 +34,7 @@ def _installed(folder: Path) -> Path:
 
 def test_an_installed_compressor_is_found_by_name_and_travels_in_a_plan(tmp_path: Path) -> None:
     done = _python(
-        "from fxcomp.strategy import Strategy\n"
+        "from fxcomp.plan.strategy import Strategy\n"
         "text = 'compress(pool(width=16))@gpu > all_reduce@world > decompress@gpu'\n"
         "assert str(Strategy.parse(text)) == text\n"
         "print(type(Strategy.parse(text).compressor).__module__)",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fxcomp
 from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.step import CompiledStep
-from fxcomp.strategy import Device, Strategy
+from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.step.compiled_step import CompiledStep
 
 STEPS = 20
 COMPRESSORS = ["int8", "sign", "topk(0.05)"]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxcomp
-from fxcomp.strategy import Bucket, Plan, Strategy
+from fxcomp.plan.strategy import Bucket, Plan, Strategy
 
 ON_POOL = Strategy.parse("compress(int8)@cpu > all_gather@world > decompress@cpu")
 

@@ -22,8 +22,8 @@ from typing import Any, cast
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
-from fxcomp.cluster import Reach, Way, format_gbit
-from fxcomp.strategy import CollectiveKind
+from fxcomp.cluster.cluster import Reach, Way, format_gbit
+from fxcomp.plan.strategy import CollectiveKind
 
 _sympy = cast(Any, sympy)  # untyped
 

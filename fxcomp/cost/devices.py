@@ -15,7 +15,7 @@ from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.errors import BadOption
-from fxcomp.strategy import Device
+from fxcomp.plan.strategy import Device
 
 PRODUCT_SHARE = 0.7
 """Of the peak that a matrix product reaches (assumed: vendors' libraries reach 0.6 to 0.9 of it on large matrices)."""

@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, compressor_key, format_bytes
 from fxcomp.cost.table import Roofline
-from fxcomp.strategy import CollectiveKind, Device
+from fxcomp.plan.strategy import CollectiveKind, Device
 
 TimeCollective = Callable[[CollectiveKind, Level, int], float]
 """Runs one collective over so many bytes; returns seconds, the slowest rank's, the same number on every rank."""

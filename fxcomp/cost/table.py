@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fxcomp import compat
-from fxcomp.cluster import REACH, Cluster, Level, Link
+from fxcomp.cluster.cluster import REACH, Cluster, Level, Link
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.contention import UNCHANGED, Contention
@@ -24,7 +24,7 @@ from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.cost.timeline import UNSHARED, Processors
 from fxcomp.errors import BadOption
-from fxcomp.strategy import CollectiveKind, Device
+from fxcomp.plan.strategy import CollectiveKind, Device
 
 ASSUMED = "assumed"
 VERSION = 3

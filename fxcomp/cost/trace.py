@@ -30,12 +30,12 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverloadPacket
 
-from fxcomp.cluster import MOST_RANKS, Cluster, Link
+from fxcomp.cluster.cluster import MOST_RANKS, Cluster, Link
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.errors import BadOption
-from fxcomp.strategy import CollectiveKind
+from fxcomp.plan.strategy import CollectiveKind
 
 _K = CollectiveKind
 _COLLECTIVES = {

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import compressor_of
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import is_collective
@@ -41,7 +41,7 @@ from fxcomp.graph.ops import (
     SAVE,
 )
 from fxcomp.graph.work import Basis, basis, work
-from fxcomp.strategy import CollectiveKind, Device
+from fxcomp.plan.strategy import CollectiveKind, Device
 
 _KIND = {
     ALL_REDUCE: CollectiveKind.ALL_REDUCE,

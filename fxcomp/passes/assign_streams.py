@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.timeline import Stream
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role, info, update_info

@@ -30,12 +30,12 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Agreement, Compressor
 from fxcomp.graph.edit import buckets, call, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, WAIT
-from fxcomp.strategy import Bucket, Device, Plan
+from fxcomp.plan.strategy import Bucket, Device, Plan
 
 
 def insert_compression(gm: GraphModule, plan: Plan, cluster: Cluster, local_rank: int) -> GraphModule:

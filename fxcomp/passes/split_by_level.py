@@ -19,12 +19,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.errors import BadPlan
 from fxcomp.graph.edit import buckets, call, collective_of, wait_of
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, PAD, REDUCE_SCATTER, WAIT
-from fxcomp.strategy import Plan
+from fxcomp.plan.strategy import Plan
 
 
 def split_by_level(gm: GraphModule, plan: Plan, cluster: Cluster) -> GraphModule:

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxcomp.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Stream, Task, simulate, step_time_us
-from fxcomp.search.budget import error_limit, is_bursty, strategy_error
-from fxcomp.search.space import Mode, strategies
-from fxcomp.search.tasks import BucketTasks, assemble, broadcast_task, plan_tasks, price_bucket
+from fxcomp.plan.error_budget import error_limit, is_bursty, strategy_error
+from fxcomp.plan.modes import Mode, strategies
+from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
+from fxcomp.search.plan_tasks import BucketTasks, assemble, broadcast_task, plan_tasks, price_bucket
 from fxcomp.search.workload import Workload
-from fxcomp.strategy import DENSE, Bucket, Plan, Strategy
 
 MIB = 1 << 20
 CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)

@@ -13,9 +13,9 @@ import pytest
 from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 
 from fxcomp import pipeline
-from fxcomp.capture import Captured
-from fxcomp.cluster import Cluster
-from fxcomp.strategy import Plan
+from fxcomp.capture.whole_step import Captured
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.plan.strategy import Plan
 
 DENSE = "all_reduce@world"
 INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
@@ -83,11 +83,11 @@ print(digest_of_all())
 
 def digest_of_all() -> str:
     """A fingerprint of everything that is decided and emitted for a real model."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "graph"))
-    from test_tasks import SHARED, captured_step
+    sys.path.insert(0, str(Path(__file__).parent.parent / "search"))
+    from test_graph_tasks import SHARED, captured_step
 
+    from fxcomp.plan.modes import Mode
     from fxcomp.search.choose import choose
-    from fxcomp.search.space import Mode
 
     captured, _ = captured_step("transformer", 1.0)
     choice = choose(pipeline.analyze(captured.graph, COSTS, SHARED), COSTS, SHARED, Mode.AGGRESSIVE)
@@ -103,7 +103,15 @@ def test_plan_source_and_prediction_do_not_depend_on_hashing():
     for pair in (("0", "1"), ("2", "4294967295")):
         running = [
             subprocess.Popen(
-                [sys.executable, "-c", PRINT_DIGEST, str(tests), str(tests / "codegen"), str(tests.parent)],
+                [
+                    sys.executable,
+                    "-c",
+                    PRINT_DIGEST,
+                    str(tests),
+                    str(tests / "helpers"),
+                    str(tests / "codegen"),
+                    str(tests.parent),
+                ],
                 env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 text=True,

@@ -11,7 +11,7 @@ import torch
 
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
-from fxcomp.describe import examples
+from fxcomp.testing.describe_compressors import examples
 from fxcomp.testing.rounds import average, replicas_of
 from fxcomp.testing.samples import gaussian
 
@@ -73,7 +73,7 @@ PRINT_ALL = """
 import torch
 torch.set_num_threads({threads})
 from fxcomp.compressors.gaussian_error import gaussian_error
-from fxcomp.describe import examples
+from fxcomp.testing.describe_compressors import examples
 print([(str(c), gaussian_error(c, ranks).hex()) for c in examples() for ranks in (1, 3)])
 """
 

@@ -6,11 +6,11 @@ import random
 import pytest
 import sympy
 
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level, Link
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.collectives import FORMULAS, HIERARCHICAL, Algorithm, Compression
 from fxcomp.cost.table import CostTable
-from fxcomp.strategy import CollectiveKind
+from fxcomp.plan.strategy import CollectiveKind
 
 K, A = CollectiveKind, Algorithm
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in algorithms]

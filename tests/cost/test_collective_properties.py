@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster import Cluster, Level, Link, Tier
+from fxcomp.cluster.cluster import Cluster, Level, Link, Tier
 from fxcomp.cost.collectives import FORMULAS, HIERARCHICAL, Algorithm, hierarchical_us, reach_us
-from fxcomp.strategy import CollectiveKind
+from fxcomp.plan.strategy import CollectiveKind
 
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in (*algorithms, None)]
 SEEDS = range(60)

@@ -11,7 +11,7 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
 from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
-from fxcomp.strategy import CollectiveKind
+from fxcomp.plan.strategy import CollectiveKind
 
 KIND = CollectiveKind.ALL_REDUCE
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxcomp import calibrate
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level, Link
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.measure import (
@@ -20,8 +19,9 @@ from fxcomp.cost.measure import (
     measure_memory,
 )
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.describe import examples
-from fxcomp.strategy import CollectiveKind, Device
+from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.planning import measure_step as calibrate
+from fxcomp.testing.describe_compressors import examples
 
 FLAT = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
 

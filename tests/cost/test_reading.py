@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxcomp.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.fit import Fit, Piece, fit
@@ -20,7 +20,7 @@ from fxcomp.cost.reading import FLAG, TEXT, number, positive, record, whole
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
 from fxcomp.cost.timeline import Processors, Stream, Task, simulate
 from fxcomp.errors import BadOption
-from fxcomp.strategy import CollectiveKind, Device
+from fxcomp.plan.strategy import CollectiveKind, Device
 
 _K = CollectiveKind
 CLUSTERS = [Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1)), Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))]

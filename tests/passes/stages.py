@@ -3,7 +3,7 @@
 from graphs import COSTS, linear_step
 from torch.fx import GraphModule
 
-from fxcomp.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.bucket_gradients import bucket_gradients
@@ -11,7 +11,7 @@ from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_state import thread_state
-from fxcomp.strategy import Plan
+from fxcomp.plan.strategy import Plan
 
 
 def bucketed(plan: Plan, cluster: Cluster, *, clip: bool = False) -> GraphModule:

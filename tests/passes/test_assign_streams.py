@@ -4,7 +4,7 @@ from before_after import before_after
 from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket
 from stages import compressed
 
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.cost.timeline import Stream
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import info

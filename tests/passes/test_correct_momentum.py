@@ -5,14 +5,14 @@ from before_after import before_after
 from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket, part, two_buckets
 from stages import compressed
 
-from fxcomp.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import ACCUMULATE, KEEP, MASK_VELOCITY
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.correct_momentum import correct_momentum
 from fxcomp.passes.thread_state import thread_state
-from fxcomp.strategy import Plan
+from fxcomp.plan.strategy import Plan
 
 TOPK = "compress(topk(0.1))@gpu > all_gather@world > decompress@gpu"
 INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"

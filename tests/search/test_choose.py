@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable
-from fxcomp.search.budget import error_limit, plan_error
+from fxcomp.plan.error_budget import error_limit, plan_error
+from fxcomp.plan.modes import Mode, strategies
+from fxcomp.plan.strategy import DENSE, Bucket, Plan
 from fxcomp.search.choose import choose, choose_plan, flip_gbit, predict_us, uniform
-from fxcomp.search.space import Mode, strategies
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.strategy import DENSE, Bucket, Plan
 
 
 def brute_force_us(workload: Workload, costs: CostTable, where: Cluster, mode: Mode) -> float:

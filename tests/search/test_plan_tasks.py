@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable, Transport
 from fxcomp.cost.timeline import Processors, Stream, simulate, step_time_us
-from fxcomp.search.space import Mode, strategies
-from fxcomp.search.tasks import plan_tasks
+from fxcomp.plan.modes import Mode, strategies
+from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
 
 INT8 = parse_compressor("int8")
 FLAT = Strategy.flat(INT8)

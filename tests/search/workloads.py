@@ -2,7 +2,7 @@
 
 import random
 
-from fxcomp.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable

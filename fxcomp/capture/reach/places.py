@@ -1,0 +1,240 @@
+"""Everything that holds values which traced Python can read: modules, objects and collections, beside what is called.
+
+A place tells what it holds, under which label, and which live views and slots show cheaply that it holds something
+else.
+"""
+
+# Tables of a module are private, and have no public way in; what is reached may be anything.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+from functools import cache, partial, partialmethod
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp.capture.reach.base import LARGE, MISSING, Held, Names, Place, Slot, View
+from fxcomp.capture.reach.calls import CallPlace, ClassPlace, FunctionPlace, WrapperPlace
+from fxcomp.capture.reach.code import is_library
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What is baked in of a tensor that is an input: everything but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Signature:
+        stride = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        grad = ", requires_grad" if self.requires_grad else ""
+        kind = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{kind} with strides {list(self.stride)} on {self.device}{grad}"
+
+
+# Modules
+
+_ITS_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
+"""Attributes that are looked at as tables, or not at all. Recurrent layers keep their parameters a second time."""
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+"""Hooks that a step runs. Hooks on state dicts are not among them."""
+
+
+class ModulePlace:
+    """A module: its attributes, tables and hooks.
+
+    Parameters of the trained model are inputs and may not be exchanged, so they are not among the values; its buffers
+    are inputs that may be, if what is baked in of them stays.
+    """
+
+    def __init__(self, name: str, owner: nn.Module, is_trained: bool):
+        self.name, self.owner, self._is_trained = name, owner, is_trained
+
+    def held(self) -> Held:
+        module, table = self.owner, vars(self.owner)
+        found: list[tuple[str, Any]] = [(f".{key}", value) for key, value in table.items() if key not in _ITS_OWN]
+        found.sort(key=lambda pair: pair[0])
+        found += [(f".{key}", child) for key, child in module._modules.items()]
+        if self._is_trained:
+            found += [(f".{key}", b if b is None else Signature.of(b)) for key, b in module._buffers.items()]
+        else:
+            found += [(f".{key}", tensor) for t in (module._parameters, module._buffers) for key, tensor in t.items()]
+        for hooks, kind in _HOOKS.items():
+            found += [(f"'s {kind} {i}", hook) for i, hook in enumerate(table[hooks].values())]
+        found.append(("'s class", type(module)))
+        return found
+
+    def views(self) -> Iterable[View]:
+        table = vars(self.owner)
+        yield table.values()
+        yield table.keys()
+        yield from (table[name].values() for name in (*_TABLES, *_HOOKS) if table[name])
+        if table["_buffers"]:
+            yield table["_buffers"].keys()  # by which they are found before each step
+
+    def empty(self) -> Iterable[View]:
+        """Tables in which there is nothing yet."""
+        table = vars(self.owner)
+        return [table[name] for name in (*_TABLES, *_HOOKS) if not table[name]]
+
+    def slots(self) -> Iterable[Slot]:
+        return ((self.owner, "__class__"),)
+
+
+# Objects and collections
+
+
+class ObjectPlace:
+    """A plain object, as a configuration: those attributes that code names; all where methods that nobody reads do."""
+
+    def __init__(self, name: str, owner: Any, names: Names):
+        self.name, self.owner, self._names = name, owner, names
+        self._table: dict[str, Any] = getattr(owner, "__dict__", {})
+        kind = cast("Any", type(owner))
+        makes_up = getattr(kind, "__getattr__", None)
+        # Methods of torch, and of UserDict and ChainMap, are not followed.
+        is_whole = kind.__module__.startswith("torch.") or issubclass(kind, Mapping)
+        self._is_whole = is_whole or (isinstance(makes_up, FunctionType) and not is_library(makes_up.__module__))
+        self._members = [s for base in type(owner).__mro__ for s in _slots_of(base) if s in names.found]
+
+    def held(self) -> Held:
+        yield "'s class", type(self.owner)
+        for key in sorted(self._keys()):
+            yield f".{key}", self._table[key]
+        for key in self._members:
+            yield f".{key}", getattr(self.owner, key, MISSING)
+
+    def views(self) -> Iterable[View]:
+        if type(self.owner).__dictoffset__:
+            yield self._table.keys()  # an attribute may come that hides one of the class
+
+    def slots(self) -> Iterable[Slot]:
+        yield self.owner, "__class__"
+        yield from ((self._table, key) for key in self._keys())
+        yield from ((self.owner, key) for key in self._members)
+
+    def _keys(self) -> list[str]:
+        if self._is_whole and len(self._table) <= LARGE:
+            return [key for key in self._table if key != "_opt_called"]  # that an optimizer has stepped
+        return self._names.of(self._table)
+
+
+def _slots_of(base: type) -> tuple[str, ...]:
+    slots: Any = vars(base).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+_TABLES_OF_VALUES = (dict, MappingProxyType)
+
+
+def _past_its_class(table: Any, method: str) -> Any:
+    kind: Any = dict if isinstance(table, dict) else MappingProxyType
+    return getattr(kind, method)(table)
+
+
+class CollectionPlace:
+    """A list, tuple, set or dict, and the attributes of one that has some.
+
+    What a dict holds is read past its class: a subclass may import or make something whenever a value is asked for.
+    """
+
+    def __init__(self, name: str, owner: Any, names: Names):
+        self.name, self.owner = name, owner
+        self._attributes = ObjectPlace(name, owner, names) if type(owner).__dictoffset__ else None
+
+    def held(self) -> Held:
+        owner = self.owner
+        yield "'s class", type(owner)
+        if isinstance(owner, _TABLES_OF_VALUES):
+            yield from ((f"[{_text(key)}]", value) for key, value in _past_its_class(owner, "items"))
+        elif isinstance(owner, Set):
+            yield from ((f" with {text}", True) for text in sorted(map(_text, cast("Set[Any]", owner))))
+        else:
+            yield from ((f"[{i}]", value) for i, value in enumerate(owner))
+        if self._attributes is not None:
+            yield from self._attributes.held()
+
+    def views(self) -> Iterable[View]:
+        owner = self.owner
+        if isinstance(owner, _TABLES_OF_VALUES):
+            yield _past_its_class(owner, "values")
+            yield _past_its_class(owner, "keys")
+        elif not isinstance(owner, tuple | frozenset):
+            yield owner
+        if self._attributes is not None:
+            yield from self._attributes.views()
+
+    def slots(self) -> Iterable[Slot]:
+        return self._attributes.slots() if self._attributes is not None else ()
+
+
+def _text(key: Any) -> str:
+    return repr(key) if isinstance(key, str | int | float | bool | None) else f"{type(key).__name__} {id(key):x}"
+
+
+class NamespacePlace:
+    """A module of the user's: those of its globals that code names."""
+
+    def __init__(self, owner: ModuleType, names: Names):
+        self.name, self.owner, self._names = owner.__name__, owner, names
+
+    def held(self) -> Held:
+        return [(f".{key}", vars(self.owner)[key]) for key in self._names.of(vars(self.owner))]
+
+    def views(self) -> Iterable[View]:
+        return ()
+
+    def slots(self) -> Iterable[Slot]:
+        return [(vars(self.owner), key) for key in self._names.of(vars(self.owner))]
+
+
+COLLECTIONS = (list, tuple, set, frozenset, dict, deque, MappingProxyType)
+
+
+_CACHED = type(cache(lambda: None))
+
+
+def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | None:
+    """The place that a value is; None for one that holds nothing, or into which nobody looks."""
+    kind = cast("Any", type(value))
+    if isinstance(value, nn.Module):
+        return ModulePlace(name, value, id(value) in trained)
+    if isinstance(value, FunctionType):
+        is_users = not is_library(value.__globals__.get("__name__", ""))
+        return FunctionPlace(name, value, names) if is_users else WrapperPlace.around(name, value)
+    if isinstance(value, MethodType | partial | partialmethod):
+        return CallPlace(name, value)
+    if isinstance(value, type):
+        return ClassPlace(value, names)
+    if isinstance(value, ModuleType):
+        return None if is_library(value.__name__) else NamespacePlace(value, names)
+    if isinstance(value, COLLECTIONS):
+        return CollectionPlace(name, value, names) if len(cast("Collection[Any]", value)) <= LARGE else None
+    if isinstance(value, _CACHED):
+        return WrapperPlace.around(name, value)
+    if kind.__module__.partition(".")[0] in ("fxcomp", "logging", "threading", "io", "re", "enum"):
+        return None
+    if kind.__dictoffset__ or any(map(_slots_of, kind.__mro__)):
+        return ObjectPlace(name, value, names)
+    return None

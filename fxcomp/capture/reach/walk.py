@@ -1,0 +1,239 @@
+"""Follow values from a loss function and a model to everything that traced Python can read.
+
+    loss_fn ── code, defaults, closure, globals that its code names ──► functions, criteria, configurations, teachers
+    model ──── every module: attributes, buffers, hooks, its class's forward ──► helpers, configurations
+
+Functions are followed through functions that they name, but not into torch, NumPy or Python's library. Of a plain
+object only those attributes count that some followed code names: a trainer's history is not the step's business.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fxcomp.capture.reach.base import LARGE, MISSING, Names, Place
+from fxcomp.capture.reach.calls import ClassPlace, FunctionPlace, constructors
+from fxcomp.capture.reach.places import ModulePlace, Signature, place_of
+
+DEPTH = 10
+"""So many plain objects and collections may lie between a value and the module, function or class that leads to it."""
+
+CALLS = 6
+"""So many functions may lie between a value and the loss function, or a forward pass."""
+
+PLACES = 20_000
+"""So many places other than modules are followed; what comes after them is compared by identity."""
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+_PLAIN_TOO = (np.generic, torch.dtype, torch.device, torch.Size, slice, range)
+
+_ROUNDS = 5
+"""Code that is found last may name what was passed by first: so often it is looked again."""
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def is_iterator(value: object) -> bool:
+    """Whether a value is used up by reading it, as a generator, iter([1, 2]) or itertools.count()."""
+    return isinstance(value, Iterator) and type(cast("object", value)).__module__ in ("builtins", "itertools")
+
+
+class Same:
+    """An object that stands for itself alone; lives as long as it may be compared."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __str__(self) -> str:
+        return f"a {type(self.value).__name__}" if self.value is not MISSING else "nothing"
+
+
+class Plain(NamedTuple):
+    """A plain value: its type counts, and nan is nan."""
+
+    kind: type
+    text: str
+
+    def __str__(self) -> str:
+        return self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+
+
+class At(NamedTuple):
+    """A place, by the name under which it was reached first."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name or "a function"
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is what it looks like: comparing it needs no walk."""
+    return type(value) in PLAIN or isinstance(value, _PLAIN_TOO)
+
+
+Facts = tuple[tuple[str, Hashable], ...]
+
+
+class NeedsWalk(Exception):
+    """A value that was not reached before."""
+
+
+@dataclass(slots=True)
+class Reach:
+    """What was reached: places with what they hold, as facts that can be compared later."""
+
+    places: list[Place] = field(default_factory=list[Place])
+    facts: list[Facts] = field(default_factory=list[Facts])
+    tensors: list[Tensor] = field(default_factory=list[Tensor])
+    arrays: list[np.ndarray[Any, Any]] = field(default_factory=list["np.ndarray[Any, Any]"])
+    numbers: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict[int, "np.ndarray[Any, Any]"])
+    """The bytes of tensors that Python may read as a number, by the tensor's id."""
+    generators: dict[str, Any] = field(default_factory=dict[str, Any])
+    names: Names = field(default_factory=lambda: Names(set()))
+    known: dict[int, Hashable] = field(default_factory=dict[int, Hashable])
+    """What is said of objects that are not plain, by id; places and facts keep them alive."""
+
+    def read(self, place: Place) -> Facts:
+        """What a place holds now. Raises NeedsWalk if there is something new in it that is not plain."""
+        return tuple((label, self.fact(value)) for label, value in place.held())
+
+    def fact(self, value: Any) -> Hashable:
+        """What is said of a value. Raises NeedsWalk if it is new and not plain."""
+        if is_plain(value):
+            return Plain(cast("Any", type(value)), repr(value))
+        if isinstance(value, Signature):
+            return value
+        known = self.known.get(id(value))
+        if known is None:
+            raise NeedsWalk
+        if isinstance(value, Tensor):
+            if id(value) in self.numbers:
+                number = value.item()
+                return known, Signature.of(value), Plain(type(number), repr(number))
+            return known, Signature.of(value)
+        if isinstance(value, np.ndarray):
+            return known, _content(cast("np.ndarray[Any, Any]", value))
+        return known
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether Python may read a tensor outside the model while it is traced, by .item() or as a condition.
+
+    Tracing takes what was read for a constant. Parameters and buffers are left out: they are data.
+    """
+    is_plain_tensor = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
+    return is_plain_tensor and tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.requires_grad
+
+
+def _content(array: np.ndarray[Any, Any]) -> Hashable:
+    return array.tobytes() if array.size <= LARGE and array.dtype != object else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A place, and how far it lies from where Python begins."""
+
+    place: Place | None
+    depth: int
+    calls: int
+
+
+def walk(model: nn.Module, roots: Mapping[str, Any], names: Iterable[str] = ()) -> Reach:
+    """Follow everything that a model's forward passes and the roots reach. `names` are known from an earlier walk."""
+    known = set(names)
+    for _ in range(_ROUNDS - 1):
+        before = len(known)
+        reach = _Walk(model, Names(known)).run(roots)
+        if len(known) == before:
+            return reach
+    return _Walk(model, Names(known)).run(roots)
+
+
+class _Walk:
+    """One walk, breadth first: what is reached on several ways is named by the shortest."""
+
+    def __init__(self, model: nn.Module, names: Names):
+        self._reach = Reach(names=names)
+        self._trained = frozenset(map(id, model.modules()))
+        self._model = model
+        self._queue: deque[_Found] = deque()
+        self._others = 0
+        self._buffers: set[int] = set()
+
+    def run(self, roots: Mapping[str, Any]) -> Reach:
+        for name, value in {"model": self._model, **roots}.items():
+            self._fact(value, name, _Found(None, 0, 0))
+        while self._queue:
+            found = self._queue.popleft()
+            place = found.place
+            assert place is not None, "only the roots are held by nothing"
+            held = list(place.held())
+            facts = tuple((label, self._fact(value, f"{place.name}{label}", found)) for label, value in held)
+            self._reach.places.append(place)
+            self._reach.facts.append(facts)
+            for kind in (value for label, value in held if isinstance(value, type) and label != "'s class"):
+                for label, function in constructors(kind):
+                    self._fact(function, f"{kind.__qualname__}{label}", found)
+        return self._reach
+
+    def _fact(self, value: Any, name: str, holder: _Found) -> Hashable:
+        try:
+            return self._reach.fact(value)
+        except NeedsWalk:
+            self._reach.known[id(value)] = self._meet(value, name, holder)
+            return self._reach.fact(value)
+
+    def _meet(self, value: Any, name: str, holder: _Found) -> Hashable:
+        """Say something of a value that was not reached before, and look into it later if it is a place."""
+        reach = self._reach
+        if isinstance(value, Tensor):
+            reach.tensors.append(value)
+            if _is_number(value) and id(value) not in self._buffers:
+                reach.numbers[id(value)] = value.detach().reshape(1).view(torch.uint8).numpy()
+            return Same(value)
+        if isinstance(value, np.ndarray):
+            array = cast("np.ndarray[Any, Any]", value)
+            reach.arrays.append(array)
+            return Same(array)
+        if isinstance(value, GENERATORS) or is_iterator(value):
+            reach.generators[name] = value
+            return Same(value)
+        is_opaque = isinstance(value, Enum | weakref.ref)
+        place = None if is_opaque else place_of(value, name, reach.names, self._trained)
+        if place is None or not self._may_follow(place, holder):
+            return Same(value)
+        if isinstance(place, ModulePlace):
+            self._buffers.update(id(buffer) for buffer in place.owner.buffers())
+        if isinstance(place, ModulePlace | ClassPlace):
+            self._queue.append(_Found(place, 0, holder.calls))
+        elif isinstance(place, FunctionPlace):
+            self._queue.append(_Found(place, 0, holder.calls + 1))
+        else:
+            self._queue.append(_Found(place, holder.depth + 1, holder.calls))
+        return Same(value) if isinstance(place, ClassPlace) else At(name)
+
+    def _may_follow(self, place: Place, holder: _Found) -> bool:
+        if isinstance(place, ModulePlace):
+            return True
+        self._others += 1
+        return holder.depth < DEPTH and holder.calls <= CALLS and self._others <= PLACES

@@ -1,0 +1,122 @@
+"""A small GPT over bytes, 14.3 M parameters: what the demo, the benchmark and the example train."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxcomp.commands.demo.training_text import VOCABULARY, Text, draw_batch, load_text
+from fxcomp.frontends.job import Job
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    layers: int = 8
+    heads: int = 6
+    width: int = 384
+    context: int = 128
+    vocabulary: int = VOCABULARY
+    dropout: float = 0.0
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron, each added to what comes in."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm_1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.attention_out = nn.Linear(config.width, config.width)
+        self.norm_2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attend(self.norm_1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class GPT(nn.Module):
+    """Tokens in, logits of the next token out. The embedding is also the last layer's weight."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__()
+        config = config or GPTConfig()
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.apply(_initialise)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.token(tokens) + self.position(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, targets = batch
+    logits = cast(torch.Tensor, model(inputs))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: Text, batches: int = 8) -> float:
+    """The mean loss over passages that are the same at every call."""
+    was_training = model.training
+    model.eval()
+    losses = [loss_fn(model, draw_batch(text.validation, step=step, rank=0)) for step in range(batches)]
+    model.train(was_training)
+    return torch.stack(losses).mean().item()
+
+
+def gpt_job(config: GPTConfig | None = None, *, seed: int = 0, batch_size: int = 8) -> Job:
+    """The GPT on the standard library's source. Equal seeds give equal weights."""
+    config = config or GPTConfig()
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    model = GPT(config)
+    text = training_text()
+
+    def next_batch(step: int, rank: int) -> Batch:
+        return draw_batch(text.train, step=step, rank=rank, size=batch_size, context=config.context, seed=seed)
+
+    return Job(
+        model,
+        loss_fn,
+        torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95)),
+        next_batch(0, 0),
+        max_grad_norm=1.0,
+        next_batch=next_batch,
+    )
+
+
+@functools.cache
+def training_text() -> Text:
+    return load_text()
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        nn.init.zeros_(module.bias)

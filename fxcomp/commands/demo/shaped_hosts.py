@@ -1,0 +1,365 @@
+"""Pretend to be several hosts on one machine: a network namespace each, joined by links of a chosen bandwidth.
+
+    with ShapedHosts(2, "300mbit") as hosts:
+        run_ranks(["train.py"], hosts=hosts)             # one process a host, as a launcher would start them
+        hosts.set_rate("1gbit")                           # may be called while ranks run
+
+    host 0 [eth0 10.77.0.1] ── tbf ──┐
+                                      switch (a bridge in a namespace of its own)
+    host 1 [eth0 10.77.0.2] ── tbf ──┘
+
+Only what a host sends is shaped. Each host has processors of its own, as hosts have, where there are as many as hosts.
+That needs root, `ip`, `tc` and `taskset` (`why_not` says what is missing); without `hosts`, `run_ranks` starts the
+ranks on loopback and needs nothing. Everything made here lives in namespaces named after this process, so other
+interfaces and namespaces of the machine are never touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from fxcomp.cluster.cluster import parse_gb_per_s
+from fxcomp.errors import HostsUnavailable, RankFailed
+
+INTERFACE = "eth0"  # a host's only way out
+_PORT = 29511  # in a namespace of our own every port is free
+_BURST_S = 0.25e-3  # what may pass at full speed: short, so that short messages see the rate too
+_LEAST_BURST = 32_000  # bytes; below one segmented packet train tbf no longer reaches its rate
+_LONGEST_TRAIN = 65_536  # bytes; the kernel's own
+_QUEUE = 64_000_000  # bytes; long enough that nothing is dropped, TCP holds itself back
+_PREFIX = "fxcomp-"
+_counter = itertools.count()
+
+
+# Networks
+
+
+class ShapedHosts:
+    """Hosts joined by links of one bandwidth, as long as the `with` block lasts. `rate` None is unshaped."""
+
+    def __init__(self, count: int, rate: str | None = None) -> None:
+        if count < 1:
+            raise HostsUnavailable(f"a network needs at least one host, not {count}")
+        if rate is not None:
+            parse_gb_per_s(rate)
+        self.count = count
+        self.rate = rate
+        stem = f"{_PREFIX}{os.getpid()}-{next(_counter)}"
+        self._switch = f"{stem}-switch"
+        self.namespaces = tuple(f"{stem}-host{host}" for host in range(count))
+
+    def __enter__(self) -> ShapedHosts:
+        _remove_leftovers()
+        try:
+            self._create()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def set_rate(self, rate: str | None) -> None:
+        """Change the bandwidth of every host; connections stay open."""
+        for namespace in self.namespaces:
+            for command in _shaping_commands(rate):
+                _run("ip", "netns", "exec", namespace, *command)
+        self.rate = rate
+
+    def wire_bytes(self) -> list[int]:
+        """How many bytes each host has sent, headers included."""
+        return [
+            _sent_bytes(_run("ip", "netns", "exec", namespace, "cat", "/proc/net/dev"), INTERFACE)
+            for namespace in self.namespaces
+        ]
+
+    def address(self, host: int) -> str:
+        return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
+
+    def processors(self, host: int) -> list[int]:
+        """The numbers of a host's processors: its share of those that this process may use, or one with others."""
+        usable = sorted(os.sched_getaffinity(0))
+        if len(usable) < self.count:
+            return [usable[host % len(usable)]]
+        first, after = (len(usable) * k // self.count for k in (host, host + 1))
+        return usable[first:after]
+
+    def command_on(self, host: int) -> list[str]:
+        """What a command begins with to run on a host."""
+        numbers = ",".join(map(str, self.processors(host)))
+        return ["taskset", "--cpu-list", numbers, "ip", "netns", "exec", self.namespaces[host]]
+
+    def _create(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
+        for host, namespace in enumerate(self.namespaces):
+            port = f"port{host}"
+            _run("ip", "netns", "add", namespace)
+            _run(
+                *("ip", "link", "add", INTERFACE, "netns", namespace, "type", "veth"),
+                *("peer", "name", port, "netns", self._switch),
+            )
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
+            _run("ip", "-n", namespace, "link", "set", INTERFACE, "addrgenmode", "none")  # no IPv6 to choose by mistake
+            _run("ip", "-n", namespace, "addr", "add", f"{self.address(host)}/16", "dev", INTERFACE)
+            _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        self.set_rate(self.rate)
+
+    def _remove(self) -> None:
+        # Both ends of a link go with their namespaces. One that was never made is no fault here.
+        for namespace in (*self.namespaces, self._switch):
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def why_not() -> str | None:
+    """Say what is missing for shaped hosts; None if they work."""
+    if not sys.platform.startswith("linux"):
+        return "shaped hosts need Linux network namespaces"
+    missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
+    if missing:
+        return f"shaped hosts need {' and '.join(missing)} (packages iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return "shaped hosts need root, to create network namespaces"
+    try:
+        with ShapedHosts(1, "1gbit"):
+            return None
+    except HostsUnavailable as error:
+        return str(error)
+
+
+def shape_this_host(rate: str | None) -> None:
+    """Change the bandwidth of the host that the calling rank lives on. One rank a host is enough."""
+    for command in _shaping_commands(rate):
+        _run(*command)
+
+
+def sent_by_this_host(interface: str = INTERFACE) -> int:
+    """How many bytes the host of the calling rank has sent, headers included."""
+    return _sent_bytes(Path("/proc/self/net/dev").read_text(), interface)
+
+
+def _shaping_commands(rate: str | None) -> list[tuple[str, ...]]:
+    """What limits a host to a rate. Packets leave in trains, as from a network card that cuts them itself.
+
+    A train longer than the burst would be cut by the kernel, packet by packet: 6 to 12 ms of processor time for each MB
+    instead of 2 to 3, and 70 MB/s instead of 104 over 1 Gbit/s, both ways at once (measured, 2026-11).
+    """
+    replace = ("tc", "qdisc", "replace", "dev", INTERFACE, "root")
+    if rate is None:
+        return [(*replace, "pfifo", "limit", "10000"), _trains_of(_LONGEST_TRAIN)]
+    bytes_per_s = parse_gb_per_s(rate) * 1e9
+    burst = max(round(bytes_per_s * _BURST_S), _LEAST_BURST)
+    bits = f"{round(bytes_per_s * 8)}bit"
+    shape = (*replace, "tbf", "rate", bits, "burst", f"{burst}", "limit", f"{_QUEUE + burst}")
+    return [_trains_of(min(burst // 2, _LONGEST_TRAIN)), shape]
+
+
+def _trains_of(size: int) -> tuple[str, ...]:
+    return ("ip", "link", "set", "dev", INTERFACE, "gso_max_size", f"{size}")
+
+
+def _sent_bytes(table: str, interface: str) -> int:
+    for line in table.splitlines():
+        name, colon, counters = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(counters.split()[8])
+    raise HostsUnavailable(f"no network interface is called {interface!r} here")
+
+
+def _remove_leftovers() -> None:
+    """Delete namespaces of earlier processes that were killed before they could."""
+    for name in _run("ip", "netns", "list").split():
+        match = re.fullmatch(rf"{_PREFIX}(\d+)-\d+-\w+", name)
+        if match and not Path("/proc", match[1]).exists():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise HostsUnavailable(f"shaped hosts need {command[0]} (package iproute2)") from None
+    if done.returncode != 0:
+        raise HostsUnavailable(f"shaped hosts: `{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+# Ranks
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    hosts: ShapedHosts | None = None,
+    ranks_per_host: int = 1,
+    timeout_s: float = 600.0,
+    on_line: Callable[[int, str], None] | None = None,
+) -> list[str]:
+    """Run `python <command>` once a rank and return what each printed.
+
+    Ranks fill the hosts one after the other; without `hosts` there is one host, this one. Each finds RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. When one fails, or time is up, all are ended and
+    `RankFailed` carries the end of its error output. `on_line(rank, line)` hears every line as it is printed, in a
+    thread of that rank.
+    """
+    world_size = (hosts.count if hosts else 1) * ranks_per_host
+    address, port = (hosts.address(0), _PORT) if hosts else ("127.0.0.1", _free_port())
+    ranks: list[_Rank] = []
+    deadline = time.monotonic() + timeout_s
+    try:
+        for rank in range(world_size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank % ranks_per_host),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo",
+                "OMP_NUM_THREADS": "1",
+            }
+            prefix = hosts.command_on(rank // ranks_per_host) if hosts else []
+            ranks.append(_Rank(rank, [*prefix, sys.executable, *command], environment, on_line))
+        failed = _wait(ranks, deadline)
+        if failed is not None:
+            late = failed.process.poll() is None
+            _end(ranks)  # first, so that the failed rank's error output is complete
+            how = f"did not finish within {timeout_s:g} s" if late else _ending(failed.process.returncode)
+            raise RankFailed(f"rank {failed.number} {how}.\n{failed.error_tail()}".rstrip())
+        return [rank.output() for rank in ranks]
+    finally:
+        _end(ranks)
+
+
+def join() -> None:
+    """What a rank started by `run_ranks` does first: join the process group, and end when its parent does."""
+    import torch.distributed as dist  # here, because the parent needs no torch
+
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    dist.init_process_group("gloo")
+
+
+def _exit_with_parent() -> None:
+    # The parent holds the other end of our standard input and never writes: the end of it is the end of the parent.
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+class _Rank:
+    """A running rank, and two threads that keep what it prints."""
+
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        on_line: Callable[[int, str], None] | None,
+    ) -> None:
+        self.number = number
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a process group of its own: ended as a whole, and deaf to Ctrl-C in the terminal
+        )
+        assert self.process.stdout is not None, "asked for a pipe"
+        assert self.process.stderr is not None, "asked for a pipe"
+        self._out: list[str] = []
+        self._errors: deque[str] = deque(maxlen=40)
+
+        def heard(line: str) -> None:
+            self._out.append(line)
+            if on_line:
+                on_line(number, line.rstrip("\n"))
+
+        self._readers = [
+            _start_reader(self.process.stdout, heard),
+            _start_reader(self.process.stderr, self._errors.append),
+        ]
+
+    def output(self) -> str:
+        self._drain()
+        return "".join(self._out)
+
+    def error_tail(self) -> str:
+        self._drain()
+        return "".join(self._errors).rstrip()
+
+    def close(self) -> None:
+        self._drain()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe:
+                pipe.close()
+
+    def _drain(self) -> None:
+        for reader in self._readers:
+            reader.join(timeout=2)
+
+
+def _start_reader(pipe: IO[str], hear: Callable[[str], object]) -> threading.Thread:
+    def read() -> None:
+        for line in pipe:
+            hear(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    return reader
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> _Rank | None:
+    """Wait for all ranks. Return the first that failed, or one that still runs at the deadline."""
+    while True:
+        codes = [rank.process.poll() for rank in ranks]
+        failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
+        if failed:
+            return failed[0]
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            return ranks[codes.index(None)]
+        time.sleep(0.02)
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End what still runs: ask, wait two seconds, then insist."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        running = [rank for rank in ranks if rank.process.poll() is None]
+        for rank in running:
+            os.killpg(rank.process.pid, sign)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and any(rank.process.poll() is None for rank in running):
+            time.sleep(0.02)
+    for rank in ranks:
+        rank.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,326 @@
+"""Predict a job's step on any cluster, on one process: no process group, no other machine.
+
+    Job, Cluster ─► capture ─► workload ─► dense plan, run here without a network ─► workload as measured ─► choose
+
+Compute and compression cost what they cost on this machine, unless the user says how long the step takes on theirs, or
+names a device: then a preset's roofline prices them, nothing is run, and every report calls it an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule
+
+from fxcomp import compat
+from fxcomp.capture.shared_buffers import SharedBuffers
+from fxcomp.capture.whole_step import Captured, capture, materialize_state, owned_parameters
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Processors, Timeline, simulate
+from fxcomp.errors import BadOption
+from fxcomp.frontends.job import Job
+from fxcomp.graph.edit import clone
+from fxcomp.graph.work import Unknowns, unknowns
+from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.pipeline import (
+    PassRunner,
+    analyze,
+    assert_whole,
+    carry_out,
+    check_names_compressor,
+    finish,
+    foreign_note,
+    given_plan,
+    labelled,
+    rewrite,
+)
+from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.strategy import Plan
+from fxcomp.planning.measure_step import apportion, machine_costs, measure_step
+from fxcomp.report.terminal import Explanation
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.state import CompressorStates, Residuals
+from fxcomp.runtime.transport import Nowhere
+from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
+from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.read_workload import read_workload
+from fxcomp.search.workload import Workload
+from fxcomp.step.compiled_step import CompiledStep, Training
+from fxcomp.step.programs import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPlan:
+    """A plan that was asked about: what it needs measured, and how it is made once there is something to plan."""
+
+    compressors: tuple[Compressor, ...]
+    make: Callable[[Workload, CostTable], Plan]
+
+
+MEASURING_US, MOST_REPEATS = 200_000.0, 5
+"""A step is timed as often as it fits into this time, once at least and so many times at most."""
+
+
+SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
+"""A step that somebody tells is not shorter than a nanosecond, nor longer than some days (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a job's step would be on a cluster."""
+
+    choice: Choice
+    plan: Plan
+    """The chosen plan, or the one that was asked about."""
+    timeline: Timeline
+    """The predicted step of that plan."""
+    workload: Workload
+    costs: CostTable
+    cluster: Cluster
+    mode: Mode
+    flip_gbit: float | None
+    is_own_compute: bool
+    """Compute takes as long as on this machine; False if the user said how long it takes, or named a device."""
+    notes: tuple[str, ...]
+    unknowns: Unknowns
+    """Operators that the model of compute knows little of."""
+
+    def explanation(self, *first_notes: str) -> Explanation:
+        """The same for a report."""
+        return Explanation(
+            plan=self.plan,
+            timeline=self.timeline,
+            workload=self.workload,
+            costs=self.costs,
+            cluster=self.cluster,
+            choice=self.choice,
+            mode=self.mode.value,
+            flip_gbit=self.flip_gbit,
+            knows_flip=True,
+            notes=(*first_notes, *self.notes),
+            unknowns=self.unknowns,
+        )
+
+
+def what_if(
+    job: Job,
+    cluster: Cluster,
+    *,
+    mode: Mode = Mode.BALANCED,
+    plan: AskedPlan | None = None,
+    step_ms: float | None = None,
+    device: str | None = None,
+    costs: CostTable | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """Predict the step; `plan` asks about a certain plan, `step_ms` says how long the step takes without a network.
+
+    `device` names a preset (cost/devices.py) for ranks that are not like this machine. `costs` is a table that was
+    measured before, perhaps on another machine; compute is measured here if it is this one's, else taken from its
+    operations and roofline. `tell` hears what is being done.
+    The job's model and optimizer are as before, but for fresh optimizer state. Raises BadOption.
+    """
+    preset = preset_named(device) if device is not None else None
+    if step_ms is not None and not SHORTEST_STEP_MS <= step_ms <= LONGEST_STEP_MS:
+        raise BadOption(
+            f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
+            f" it is {step_ms:g}"
+        )
+    if preset is not None and costs is not None:
+        raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
+    tell("capturing the step")
+    training, captured = capture_job(job)
+    # bf16 everywhere is compared with in any mode; what nobody may choose is not measured.
+    candidates = compressors_of(mode if mode is Mode.AGGRESSIVE else Mode.BALANCED)
+    compressors = (*candidates, *(plan.compressors if plan else ()))
+    foreign = foreign_note(costs, training.device) if costs is not None else ()
+    if preset is not None:
+        costs = preset.costs(compressors)
+        workload = analyze(captured.graph, costs, cluster)
+    elif costs is not None and foreign:
+        costs = replace(costs, compute_error=max(costs.compute_error, ERROR))  # nothing of this job was run there
+        workload = analyze(captured.graph, costs, cluster)
+    elif costs is not None:
+        tell("measuring the step on this machine")
+        costs = with_processors(replace(costs, threads=torch.get_num_threads()), training.device)
+        costs, workload = measured_here(training, captured, job.batch, costs, cluster)
+    else:
+        costs, workload = _measured(training, captured, job.batch, compressors, cluster, tell)
+    if step_ms is not None:
+        workload = scaled(workload, 1e3 * step_ms / workload.free_us)
+        costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
+    tell("choosing")
+    choice = choose(workload, costs, cluster, mode)
+    wanted = choice.plan if plan is None else plan.make(workload, costs)
+    if wanted.buckets:
+        wanted.check_covers(workload.sizes)
+        wanted.check_fits(cluster)
+    return Answer(
+        choice=choice,
+        plan=wanted,
+        timeline=simulate(plan_tasks(workload, wanted, costs, cluster), costs.processors),
+        workload=workload,
+        costs=costs,
+        cluster=cluster,
+        mode=mode,
+        flip_gbit=_flip_gbit(workload, costs, cluster, mode, choice),
+        is_own_compute=step_ms is None and preset is None and not foreign,
+        notes=(*foreign, *_notes(costs, choice.error, cluster, step_ms)),
+        unknowns=unknowns(captured.graph),
+    )
+
+
+def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, choice: Choice) -> float | None:
+    """Where the verdict flips; the verdict here is part of the answer if it was found by the same links."""
+    if cluster.hosts == 1:
+        return None
+    return flip_gbit(workload, costs, cluster, mode, choice=None if costs.collectives else choice)
+
+
+def _measured(
+    training: Training,
+    captured: Captured,
+    batch: Any,
+    compressors: tuple[Compressor, ...],
+    cluster: Cluster,
+    tell: Callable[[str], None],
+) -> tuple[CostTable, Workload]:
+    """What compression and the step cost on this machine."""
+    device = training.device
+    tell("measuring what compression costs on this machine")
+    costs = with_processors(machine_costs(compressors, device), device)
+    tell("measuring the step on this machine")
+    return measured_here(training, captured, batch, costs, cluster)
+
+
+def with_processors(costs: CostTable, device: torch.device) -> CostTable:
+    """Let compute share this machine's processors with what runs beside it, where it runs on them."""
+    if device.type != "cpu":
+        return costs
+    count = compat.processors()
+    # Compute is measured with what there is: more than that it does not take.
+    return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
+
+
+def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:
+    """The job's step for a cluster by assumed costs alone: the same on every machine."""
+    _, captured = capture_job(job)
+    costs = CostTable()
+    workload = analyze(captured.graph, costs, cluster)
+    wanted = plan.make(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED).plan
+    if cluster.world_size == 1:
+        wanted = Plan(())
+    return rewrite(captured, wanted, costs, cluster, 0)
+
+
+def graph_after(variant: Variant, after: str | None) -> GraphModule:
+    """The graph after a pass, by default the last. Raises BadOption naming the passes."""
+    if after is None:
+        return variant.graph
+    history = variant.replay()
+    if after not in history:
+        raise BadOption(f"there is no pass {after!r}; the passes are {', '.join(history)}")
+    return history[after]
+
+
+def capture_job(job: Job) -> tuple[Training, Captured]:
+    """Capture a job's step as it is compiled for a real run."""
+    owned = owned_parameters(job.model, job.optimizer)
+    fresh = materialize_state(job.optimizer, owned)
+    training = Training(job.model, job.loss_fn, job.optimizer, owned, job.max_grad_norm, fresh)
+    captured = capture(
+        job.model, job.loss_fn, job.optimizer, job.batch, owned, max_grad_norm=job.max_grad_norm, dynamic_dims={}
+    )
+    SharedBuffers.agree(captured.graph).mark(captured.graph)
+    return training, captured
+
+
+def measured_here(
+    training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster
+) -> tuple[CostTable, Workload]:
+    """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
+    run = PassRunner(remembers=False)
+    graph = labelled(run, clone(captured.graph), cluster)
+    plan, workload = Plan(()), read_workload(annotate_costs(graph, costs, cluster))
+    if cluster.world_size > 1:
+        plan = uniform("dense", workload, costs, cluster)
+    final = carry_out(run, plan, clone(graph), costs, cluster, 0)
+    assert_whole(final, "one of the passes")
+    variant = finish(captured, final, dict)
+    device = training.device
+    nothing = Residuals({}, device), CompressorStates({}, device)
+    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
+    leaves = pytree.tree_leaves(batch)
+    measured = measure_step(step, variant, [Nowhere()], leaves, MOST_REPEATS, MEASURING_US)[0]
+    source = f"measured in the emitted step, {_threads(device)}"
+    compute = apportion(variant, measured, source)
+    pack = measured.pack_gb_per_s or costs.pack_gb_per_s
+    costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack)
+    return costs, read_workload(annotate_costs(graph, costs, cluster))
+
+
+def _no_rebuild(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
+    raise AssertionError(f"a step that is only measured is captured once: {batch}, {plan}, {varying}")
+
+
+def _threads(device: torch.device) -> str:
+    count = torch.get_num_threads()
+    return str(device) if device.type != "cpu" else f"{count} thread{'' if count == 1 else 's'}"
+
+
+def scaled(workload: Workload, factor: float) -> Workload:
+    """The same workload on a device that takes `factor` times as long for everything."""
+    return replace(
+        workload,
+        gradients=tuple(
+            replace(gradient, ready_us=gradient.ready_us * factor, update_us=gradient.update_us * factor)
+            for gradient in workload.gradients
+        ),
+        backward_us=workload.backward_us * factor,
+        finish_us=workload.finish_us * factor,
+        broadcast_ready_us=workload.broadcast_ready_us * factor,
+        buffers_us=workload.buffers_us * factor,
+    )
+
+
+def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | None) -> tuple[str, ...]:
+    notes: list[str] = []
+    if cluster.world_size == 1:
+        notes.append("One rank: nothing to communicate.")
+    if costs.estimate:
+        compute = "compression" if step_ms is not None else "compute and compression"
+        notes.append(
+            f"An estimate: nothing ran on {costs.hardware}. There {compute} cost what its data sheet lets expect, every"
+            " operator a kernel of its own; nothing is known of its host, so nothing is offloaded to it."
+        )
+    if step_ms is not None:
+        where = "" if costs.estimate else " Compression costs what it costs on this machine."
+        notes.append(f"Compute is scaled so that a step without communication takes {step_ms:g} ms, as told.{where}")
+    elif costs.estimate:
+        notes.append("--step-ms with what a step takes there without communication makes it a better one.")
+    else:
+        notes.append(
+            f"The verdict is for compute as fast as this machine's ({costs.hardware}). For ranks of another speed pass"
+            " --step-ms with what a step takes there without communication, or --device with what they are."
+        )
+    notes.append(f"The prediction's error of {error:.0%} is assumed: nothing has run on this cluster.")
+    return tuple(notes)
+
+
+def plan_named(text: str, cluster: Cluster) -> AskedPlan:
+    """What `--plan` means: the path of a saved plan, or one compressor for all matrices."""
+    if text.endswith(".json") or "/" in text:
+        loaded = Plan.load(Path(text))
+        used = [c for bucket in loaded.buckets if (c := bucket.strategy.compressor) is not None]
+        return AskedPlan(tuple(used), lambda _workload, _costs: loaded)
+    check_names_compressor(text)
+    used = [] if text == "dense" else [parse_compressor(text)]
+    return AskedPlan(tuple(used), lambda workload, costs: given_plan(text, workload, costs, cluster))

@@ -1,0 +1,133 @@
+"""How compute and communication slow each other down in this very job, from its dense step on three networks.
+
+Nowhere          what its regions take alone
+the real one     what summing gradients does to them, and they to it
+SentAsGathers    what gathers do, which compressed steps are made of, before anything is compressed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cost.contention import Contention, fit_contention
+from fxcomp.cost.measure import MOST_RECEIVED
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Processors, Task, step_time_us
+from fxcomp.graph.ops import ALL_REDUCE
+from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.planning.measure_step import StepMeasurement
+from fxcomp.runtime.transport import Nowhere, Transport, Work
+from fxcomp.search.graph_tasks import graph_tasks
+
+GATHERED = 4
+"""A gather sends one in so many bytes of what it stands for: about what quantizing to 8 bits leaves."""
+
+
+class SentAsGathers:
+    """A network on which a dense step gathers: of what it sums over all ranks, it sends a part, and forgets it."""
+
+    def __init__(self, transport: Transport, ranks: int) -> None:
+        self._transport, self._ranks = transport, ranks
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+
+    def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
+        if level != Level.WORLD.value or how != "sum":
+            return self._transport.all_reduce(value, level, lane, how)
+        sent = value.flatten()[: max(1, value.numel() // GATHERED)]
+        key = value.data_ptr(), sent.numel()
+        out = self._outputs.get(key)  # several may be under way
+        if out is None:
+            out = self._outputs[key] = sent.new_empty(self._ranks * sent.numel())
+        return self._transport.all_gather(sent, out, level, lane)
+
+    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
+        return self._transport.all_gather(value, out, level, lane)
+
+    def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
+        return self._transport.reduce_scatter(value, out, level, lane)
+
+    def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
+        return self._transport.broadcast(value, source, level, lane)
+
+    def settle(self) -> None:
+        self._transport.settle()
+
+
+def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster: Cluster) -> list[Transport]:
+    """What a dense step is measured on: nowhere, the real network, and as gathers where that tells anything.
+
+    And where it needs no memory that training would miss, nor much more time than the real network.
+    """
+    first: list[Transport] = [Nowhere(), transport]
+    received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
+    is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
+    return [*first, SentAsGathers(transport, cluster.world_size)] if is_worth_it else first
+
+
+def as_slowest(here: Sequence[StepMeasurement], everyone: Sequence[Sequence[Sequence[float]]]) -> list[StepMeasurement]:
+    """This rank's measurements on each network, as long as the rank's that computes the longest.
+
+    `everyone` holds each rank's (step, compute) on each network, in us. The others wait for the slowest rank: its
+    compute is the step's, and how it is shared out to operators is alike.
+    """
+    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank][0][1])
+    found: list[StepMeasurement] = []
+    for k, mine in enumerate(here):
+        times = everyone[slowest][k][1] / mine.compute_us if mine.compute_us else 1.0
+        regions = {name: us * times for name, us in mine.region_us.items()}
+        step_us = max(ranks[k][0] for ranks in everyone)
+        found.append(replace(mine, step_us=step_us, region_us=regions, pack_us=mine.pack_us * times))
+    return found
+
+
+def summed_bytes(graph: GraphModule) -> dict[str, int]:
+    """What a step sums over all ranks, by the task's name."""
+    values = {
+        node.name: node.args[0].meta["val"]
+        for node in graph.graph.nodes
+        if node.target is ALL_REDUCE and node.args[-1] == Level.WORLD.value
+    }
+    return {name: value.numel() * value.element_size() for name, value in values.items()}
+
+
+def contention_of(
+    costs: CostTable, graph: GraphModule, cluster: Cluster, measured: Sequence[StepMeasurement]
+) -> tuple[dict[CollectiveKind, Contention], float]:
+    """What explains a dense step's measurements on `networks`, and how far predictions of them are off then.
+
+    The graph is annotated with what its regions take, and knows of no contention. An error of 0.1 is 10 %.
+    """
+    alone, dense, *gathered = measured
+    tasks, summed, shared = graph_tasks(graph), summed_bytes(graph), costs.processors
+    found = fit_contention(tasks, shared, dense.step_us, _slowed_us(dense, alone))
+    explained = found.on(tasks)
+    errors = [_error(explained, shared, dense)]
+    contention = {CollectiveKind.ALL_REDUCE: found}
+    for seen in gathered:
+        as_gathers = [
+            _as_gather(task, summed[task.name], costs, cluster) if task.name in summed else task for task in explained
+        ]
+        found = fit_contention(as_gathers, shared, seen.step_us, _slowed_us(seen, alone), summed)
+        errors.append(_error(found.on(as_gathers, summed), shared, seen))
+        contention[CollectiveKind.ALL_GATHER] = found
+    return contention, max(errors)
+
+
+def _slowed_us(seen: StepMeasurement, alone: StepMeasurement) -> float:
+    """How much longer the main thread computed than with nothing beside it."""
+    return max(0.0, seen.compute_us - alone.compute_us)
+
+
+def _error(tasks: Sequence[Task], shared: Processors, seen: StepMeasurement) -> float:
+    return abs(step_time_us(tasks, shared) - seen.step_us) / seen.step_us
+
+
+def _as_gather(task: Task, summed: int, costs: CostTable, cluster: Cluster) -> Task:
+    what = CollectiveKind.ALL_GATHER, Level.WORLD, summed / GATHERED, cluster
+    us, load, beside = costs.collective_us(*what), costs.load_of(*what), costs.beside(*what)
+    return replace(task, duration_us=us, load=load, beside=beside)

@@ -1,0 +1,357 @@
+"""Save what a step carries besides the model and the optimizer, and load it on any ranks and under any plan.
+
+Every rank saves its own state: of each parameter that something was left out of, the values with their place and their
+unit, and of how many ranks it is one. Loading is a conversation of all ranks: each brings the state that it saved,
+several where ranks have gone, or none. `hand_over` then keeps the sum of what they owe, whatever lies where now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp.errors import BadState
+from fxcomp.runtime.state import CompressorStates, Residuals, Slice, Velocities
+from fxcomp.state.handover import Exchange, Holding, hand_over
+
+VERSION = 2
+
+Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""The state that this rank saved; several, where ranks have gone; None, where there is nothing."""
+
+
+@dataclass(slots=True)
+class Carried:
+    """What a rank carries from step to step, as it lies in memory."""
+
+    plan: str
+    """The plan's digest."""
+    steps: int
+    rates: Mapping[int, float]
+    """The learning rates that residuals have been scaled to."""
+    residuals: Residuals
+    compressor_states: CompressorStates
+    velocities: Velocities | None
+    waiting: Mapping[str, Tensor]
+    """What the next gradients will bring, flat."""
+
+    def state_dict(self, rank: int, ranks: int) -> dict[str, Any]:
+        """A copy of it all, keyed by parameter name."""
+        velocities = {} if self.velocities is None else {"velocities": _described(self.velocities.slices)}
+        return {
+            "version": VERSION,
+            "plan": self.plan,
+            "rank": rank,
+            "ranks": ranks,
+            "steps": self.steps,
+            "learning_rates": dict(self.rates),
+            "residuals": _described(self.residuals.slices),
+            "owed": {name: value.detach().clone() for name, value in self.waiting.items()},
+            **velocities,
+            **self.compressor_states.state_dict(),
+        }
+
+
+def _described(slices: Mapping[str, Slice]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "values": kept.values.detach().clone(),
+            "start": kept.start,
+            "size": kept.size,
+            "shards": kept.shards,
+            "divisor": kept.divisor,
+        }
+        for name, kept in slices.items()
+    }
+
+
+# Reading one state
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """One rank's state, checked."""
+
+    rank: int
+    ranks: int
+    steps: int
+    rates: Mapping[int, float]
+    residuals: Mapping[str, Slice]
+    velocities: Mapping[str, Slice]
+    owed: Mapping[str, Tensor]
+    whole: Mapping[str, Any]
+    """As it was given: compressors read their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What loaded states are compared with: this model, and what is followed here."""
+
+    sizes: Mapping[str, int]
+    """Of all parameters."""
+    trained: Sequence[str]
+    """Those that get a gradient, in an order that all ranks share."""
+    plans: Collection[str]
+    """Digests of the plans that this step follows, one after the other."""
+    slots: Mapping[str, Slice]
+    """Where residuals lie under them."""
+
+    @property
+    def trained_sizes(self) -> dict[str, int]:
+        return {name: self.sizes[name] for name in self.trained}
+
+
+def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
+    """Check one state. Raises BadState."""
+    if not _is_state(given):
+        raise BadState(
+            "this is not a state of a compiled step: it has no residuals.\n  Pass what step.state_dict() returned."
+        )
+    version: Any = given.get("version", 1)
+    if version not in (1, VERSION):
+        raise BadState(
+            f"this state has version {version!r}; this fxcomp reads versions 1 and {VERSION}.\n"
+            "  Load it with the fxcomp that saved it."
+        )
+    try:
+        if version == 1:
+            given = _of_version_1(given, here, rank, ranks)
+        saved = _Saved(
+            int(given["rank"]), int(given["ranks"]), int(given["steps"]), dict(given["learning_rates"]),
+            {name: Slice(**kept) for name, kept in given["residuals"].items()},
+            {name: Slice(**kept) for name, kept in given.get("velocities", {}).items()},
+            dict(given["owed"]), given,
+        )  # fmt: skip
+        for what, slices in (("residuals", saved.residuals), ("velocities", saved.velocities)):
+            for name, kept in slices.items():
+                _check(what, name, kept, here)
+        for name, value in saved.owed.items():
+            _check("residuals", name, Slice(value, 0, value.numel()), here)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadState(
+            f"the state is not whole: {type(error).__name__}: {error}.\n  Load a state as state_dict() returned it."
+        ) from None
+    if not 0 <= saved.rank < saved.ranks:
+        raise BadState(f"the state says that it is of rank {saved.rank} of {saved.ranks}: there is no such rank")
+    return saved
+
+
+def _is_state(given: Any) -> bool:
+    return isinstance(given, Mapping) and isinstance(given.get("residuals"), Mapping)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _check(what: str, name: str, kept: Slice, here: Here) -> None:
+    """A slice must lie inside a parameter of this model."""
+    wanted = here.sizes.get(name)
+    if wanted is None:
+        raise BadState(
+            f"the saved {what} are of another model: they hold {name!r}, which this model does not have.\n"
+            "  Load the state of the same model."
+        )
+    if kept.size != wanted or kept.start < 0 or kept.start + kept.values.numel() > wanted:
+        raise BadState(
+            f"the saved {what} are of another model: {name!r} had {kept.size:,} elements, and has {wanted:,} here.\n"
+            "  Load the state of the same model."
+        )
+
+
+def _of_version_1(state: Mapping[str, Any], here: Here, rank: int, ranks: int) -> dict[str, Any]:
+    """A state from before slices were saved with their places and the number of ranks.
+
+    It goes on where it was saved: the same rank of as many, and, where hosts shared the work, the same plan.
+    """
+    advice = "\n  Load it where it was saved, under the same plan, save it again, and load that here."
+    if state.get("rank", rank) != rank:
+        raise BadState(
+            f"this is the state of rank {state['rank']}, this is rank {rank}: an earlier fxcomp saved it, which did not"
+            f" say of how many ranks.{advice}"
+        )
+    divisors, shards = state.get("divisors", {}), state.get("shards", {})
+    residuals: dict[str, Any] = {}
+    for name, values in state["residuals"].items():
+        kept = Slice(values, 0, values.numel(), shards.get(name, 1), divisors.get(name, 1))
+        slot = here.slots.get(name)
+        if kept.shards > 1:
+            if slot is None or slot.shards != kept.shards or state.get("plan") not in here.plans:
+                raise BadState(
+                    "an earlier fxcomp saved this state by a plan that shares buckets among a host's ranks, and did"
+                    f" not say which part of {name!r} is this rank's.{advice}"
+                )
+            start, length = slot.place
+            kept = Slice(values[start : start + length], start, slot.size, kept.shards, kept.divisor)
+        residuals[name] = kept
+    velocities = {name: _cut(part) for name, part in state.get("velocities", {}).items()}
+    now = {"ranks": ranks, "rank": rank, "steps": state.get("steps", 0), "owed": state.get("owed", {})}
+    rates = {"learning_rates": state.get("learning_rates", {})}
+    return {**state, **now, **rates, "residuals": _fields(residuals), "velocities": _fields(velocities)}
+
+
+def _cut(part: Mapping[str, Any]) -> Slice:
+    """A velocity of version 1: the whole parameter, of which this rank's shard of the bucket counts."""
+    shards, shard, offset, padded = part["place"]
+    value, first = part["value"], shard * (padded // shards) - offset
+    start, stop = max(0, first), max(0, min(value.numel(), first + padded // shards))
+    if shards == 1:
+        start, stop = 0, value.numel()
+    here = value[start : max(start, stop)]
+    return Slice(here, start if here.numel() else 0, value.numel(), int(part["shards"]), int(part["divisor"]))
+
+
+def _fields(slices: Mapping[str, Slice]) -> dict[str, dict[str, Any]]:
+    names = ("values", "start", "size", "shards", "divisor")
+    return {name: {field: getattr(kept, field) for field in names} for name, kept in slices.items()}
+
+
+# Reading together
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What this rank was given, and what all ranks found out about it together."""
+
+    states: tuple[_Saved, ...]
+    ranks: int
+    """How many ranks saved."""
+    steps: int
+    rates: Mapping[int, float]
+    lost: tuple[int, ...]
+    """Ranks whose states nobody has."""
+
+
+def read_together(given: Given, here: Here, exchange: Exchange) -> Agreed | None:
+    """Check what every rank was given; None if none was given anything. Every rank calls it.
+
+    Raises BadState on all ranks where states do not belong together, PeerFailed where another rank's is bad.
+    """
+    peers = exchange.peers
+
+    def mine() -> tuple[_Saved, ...]:
+        states: Any = [] if given is None else [given] if isinstance(given, Mapping) else given
+        return tuple(_read(state, here, peers.rank, peers.world_size) for state in states)
+
+    states = exchange.attempt("reading", mine)
+    facts: list[Any] = [[s.rank, s.ranks, s.steps, list(s.rates.items())] for s in states]
+    everyone = exchange.gather("comparing", facts)
+    flat: list[Any] = [(reader, *fact) for reader, theirs in enumerate(everyone) for fact in theirs]
+    if not flat:
+        return None
+    readers: dict[int, int] = {}
+    for reader, saver, *_ in flat:
+        if saver in readers:
+            raise BadState(
+                f"rank {readers[saver]} and rank {reader} load the state of rank {saver}: what that rank owes would"
+                " count twice.\n  Save a state on every rank, and load each one once."
+            )
+        readers[saver] = reader
+    check_shared_facts({saver: {"number of ranks": n, "number of steps": steps} for _, saver, n, steps, _ in flat})
+    _, _, ranks, steps, rates = flat[0]
+    lost = tuple(rank for rank in range(ranks) if rank not in readers)
+    return Agreed(states, ranks, steps, {int(group): rate for group, rate in rates}, lost)
+
+
+def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise BadState with the first difference between ranks; the same error on all of them."""
+    seen: dict[str, tuple[int, Any]] = {}
+    for rank, facts in known.items():
+        for what, value in facts.items():
+            first, other = seen.setdefault(what, (rank, value))
+            if value != other:
+                values = f" ({value} and {other})" if what.startswith("number of") else ""
+                raise BadState(
+                    f"the states of rank {rank} and rank {first} do not belong together: they differ in"
+                    f" {what}{values}.\n"
+                    "  Load on every rank what it saved at the same step, and None on a rank that has nothing."
+                )
+
+
+# Loading
+
+
+def restore(agreed: Agreed, carried: Carried, here: Here, exchange: Exchange) -> dict[str, Tensor]:
+    """Load what was agreed on into what a rank carries now; returns what waits for the next gradients.
+
+    Every rank calls it. Raises BadState where compressors that must remember the same do not.
+    """
+    states, rank = agreed.states, exchange.peers.rank
+    exchange.attempt("telling what is lost", lambda: _tell_what_is_lost(agreed, here, rank))
+    residuals = Holding(agreed.ranks, _by_name([s.residuals for s in states]), _by_name([s.owed for s in states]))
+    waiting = hand_over(residuals, carried.residuals.slices, here.trained_sizes, exchange)
+    any_velocities = any(exchange.gather("looking for velocities", any(s.velocities for s in states)))
+    if carried.velocities is not None:
+        if not any_velocities:
+            _warn("the state was saved without momentum correction: velocities start at zero.")
+        velocities = Holding(agreed.ranks, _by_name([s.velocities for s in states]))
+        hand_over(velocities, carried.velocities.slices, here.trained_sizes, exchange, "velocities")
+    elif any_velocities:
+        _warn("the state holds velocities of momentum correction, which this step does not use.")
+    own_first = sorted(states, key=lambda saved: saved.rank != rank)
+    _restore_compressors([saved.whole for saved in own_first], carried.compressor_states, exchange)
+    return waiting
+
+
+def _by_name(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [state[name] for state in states if name in state] for state in states for name in state}
+
+
+def _tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
+    if agreed.lost and rank == 0:
+        who = ", ".join(map(str, agreed.lost))
+        _warn(
+            f"nobody loads what rank {who} of {agreed.ranks} saved: what compression left out there is lost. Where"
+            " ranks have gone, load their states too, on any rank: step.load_state_dict([state, another])."
+        )
+    trained = set(here.trained)
+    held = [(n, k.values) for s in agreed.states for n, k in s.residuals.items()]
+    held += [(n, value) for s in agreed.states for n, value in s.owed.items()]
+    frozen = sorted({name for name, values in held if name not in trained and bool(values.any())})
+    if frozen:
+        _warn(
+            f"{frozen[0]!r} gets no gradient any more{f', and {len(frozen) - 1} others' if len(frozen) > 1 else ''}:"
+            " what compression left out of it is dropped."
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"fxcomp: {text}", stacklevel=4)
+
+
+# What compressors remember
+
+
+def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, exchange: Exchange) -> None:
+    """Load what fits; what all ranks must share, those that have none of it take over from one that has."""
+    anew = exchange.attempt("loading what compressors remember", lambda: kept.take_back(states))
+    shared = kept.shared()
+    fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in anew}
+    everyone = exchange.gather("comparing what compressors remember", fingerprints)
+    check_shared_facts(dict(enumerate(everyone)))
+    wanted = set(itertools.chain(*exchange.gather("who lacks what", [label for label in shared if label in anew])))
+
+    def giving() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for label in (label for label in fingerprints if label in wanted):
+            found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
+        return found
+
+    givers = exchange.gather("joining", exchange.attempt("handing on what compressors remember", giving))
+
+    def taking() -> None:
+        for label in [label for label in shared if label in anew]:
+            given = next((giver[label] for giver in givers if label in giver), None)
+            if given is not None:
+                shared[label].copy_(torch.tensor(given, dtype=shared[label].dtype))
+                del anew[label]
+        kept.tell(anew)
+
+    exchange.attempt("taking over what compressors remember", taking)
+
+
+def _fingerprint(value: Tensor) -> str:
+    return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,171 @@
+"""Time some of a plan's steps, seldom enough that it does not matter, and keep what each cost took."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch.fx import GraphModule
+
+from fxcomp.codegen.load import rebound
+from fxcomp.cost.timeline import Timeline
+from fxcomp.errors import BadOption
+from fxcomp.plan.verified_steps import NEVER, NO_STEPS, VerifiedSteps
+from fxcomp.runtime.clock import Clock
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.stopwatch import Stopwatch
+from fxcomp.step.drift.sheet import Cost, Sheet, sheet_of
+
+WINDOW = 20
+"""So many timed steps make a median. Two windows in a row are judged together."""
+
+TIMING_US = 300.0
+"""What timing a step of 100 lines takes: 0.3 us a line for two looks at the clock and 0.2 us to read them (measured,
+AMD EPYC, both cores busy, 2026-11), and as much as 3 us with being told of ends and the sums (assumed)."""
+
+TIMING_SHARE = 1e-3
+"""What timing may take of a job: every so many-th step is timed that it takes no more."""
+
+MOST_SELDOM = 10
+"""The shortest steps are timed this seldom, so that 400 of them are judged together (assumed)."""
+
+
+class Replan(Enum):
+    """What happens when a cost turns out wrong."""
+
+    OFF = "off"  # nothing is timed
+    OFFER = "offer"  # the report says so; `step.replan()` plans anew
+    AUTO = "auto"  # all ranks plan anew at the same step
+
+    @classmethod
+    def parse(cls, text: str) -> Replan:
+        """Raises BadOption for what is none of them."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise BadOption(
+                f"replan must be {', '.join(repr(each.value) for each in cls)}; it is {text!r}.\n"
+                "  'offer' says when a cost is wrong, 'auto' plans anew by itself, 'off' times nothing."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One of how many steps is timed, and how many of them make a window.
+
+    A step that is verified takes longer and is not timed: the one behind it is, which is never verified as well.
+    """
+
+    every: int
+    window: int = WINDOW
+    verified: VerifiedSteps = NO_STEPS
+    """Which steps are verified, counted from the first of the job."""
+
+    @classmethod
+    def of(cls, step_us: float, verify_every: int | str = NEVER) -> Schedule:
+        """For steps of about this length: as often as TIMING_SHARE allows, and as verifying leaves steps to time."""
+        share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
+        verified = VerifiedSteps.parse(verify_every)
+        least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
+        return cls(min(MOST_SELDOM, max(least, math.ceil(share))), verified=verified)
+
+    def is_verified(self, step: int) -> bool:
+        """Whether a step is compared with eager PyTorch."""
+        return step in self.verified
+
+    def is_timed(self, step: int, begun: int) -> bool:
+        """Whether a step of a plan that is followed since `begun` is timed: the first of each `every` that can be."""
+        place = (step - begun) % self.every
+        return not self.is_verified(step) and all(self.is_verified(step - k) for k in range(1, place + 1))
+
+    @property
+    def judged_every(self) -> int:
+        """After so many steps two windows are full, if every step that should be timed was."""
+        return 2 * self.every * self.window
+
+
+class Emitted(Protocol):
+    """A step as it was emitted: what runs, the graph that it was written from, and what was predicted for it."""
+
+    @property
+    def module(self) -> ModuleType: ...
+
+    @property
+    def graph(self) -> GraphModule: ...
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+
+class Watch:
+    """Times some steps of a plan, and keeps what each cost took in them. Each rank has its own."""
+
+    def __init__(self, schedule: Schedule, clock: Clock, pool_clock: Clock | None = None) -> None:
+        self.schedule = schedule
+        self._clock, self._pool_clock = clock, pool_clock
+        self._timed: tuple[Emitted, Runtime, Sheet, Stopwatch, Any] | None = None
+        self._pending: int | None = None
+        self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * schedule.window)
+        """What each cost took, by the step's number."""
+        self._begun = 0
+
+    def restart(self, step: int) -> None:
+        """Forget everything: from this step on another plan is followed."""
+        self._timed, self._pending, self._begun = None, None, step
+        self._samples.clear()
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is timed."""
+        return self.schedule.is_timed(step, self._begun)
+
+    def is_due(self, steps: int) -> bool:
+        """Whether ranks judge after so many steps: all at the same one."""
+        passed = steps - self._begun
+        return passed > 0 and passed % self.schedule.judged_every == 0
+
+    def run(self, step: int, emitted: Emitted, runtime: Runtime, arguments: Sequence[Any]) -> Any:
+        """Run a step and time it."""
+        self._collect()
+        if self._timed is None or self._timed[0] is not emitted or self._timed[1] is not runtime:
+            watch = Stopwatch(runtime, self._clock, self._pool_clock)
+            sheet = sheet_of(emitted.graph, emitted.timeline)
+            self._timed = emitted, runtime, sheet, watch, rebound(emitted.module, watch.region)
+        _, _, _, watch, function = self._timed
+        watch.start()
+        try:
+            result = function(watch.lines, *arguments)
+        finally:
+            watch.stop()
+        self._pending = None if runtime.counters.skipped else step
+        return result
+
+    def rows(self, steps: int, sheet: Sheet) -> list[float]:
+        """What ranks compare after so many steps: for each cost the prediction and two windows' medians, -1 if unknown.
+
+        A window in which half of the steps or more could not be timed knows nothing.
+        """
+        self._collect()
+        length = self.schedule.every * self.schedule.window
+        windows = [[costs for step, costs in self._samples if begin <= step < begin + length]
+                   for begin in (steps - 2 * length, steps - length)]  # fmt: skip
+        rows: list[float] = []
+        for cost in sheet.costs:
+            rows.append(sheet.predicted_us[cost])
+            for window in windows:
+                known = [sample[cost] for sample in window if cost in sample]
+                rows.append(statistics.median(known) if 2 * len(known) > self.schedule.window else -1.0)
+        return rows
+
+    def _collect(self) -> None:
+        """Take what the last timed step has left, now that a device may be done with it."""
+        if self._pending is not None and self._timed is not None:
+            reading = self._timed[3].reading()
+            if reading is not None:
+                self._samples.append((self._pending, self._timed[2].measured_us(reading)))
+        self._pending = None

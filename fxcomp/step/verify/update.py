@@ -1,0 +1,185 @@
+"""Compare what an emitted step does to each parameter with what the user's own optimizer does to a copy."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp import compat
+from fxcomp.capture.training import Training
+from fxcomp.capture.whole_step import Owned, fresh_optimizer
+from fxcomp.step.verify.compare import FLOOR, difference, largest, moved_otherwise
+from fxcomp.step.verify.means import Means, square_sum
+
+Rule = Callable[..., None]
+
+
+class OwnOptimizer:
+    """The user's optimizer over one copy at a time, with the options that its groups have now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._shadows: dict[int, torch.optim.Optimizer] = {}
+
+    @property
+    def name(self) -> str:
+        return f"torch.optim.{type(self._optimizer).__name__}"
+
+    def step(self, group: int, value: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Update a value in place, one operator after the other; returns its new state."""
+        options = self._optimizer.param_groups[group]
+        if group not in self._shadows:
+            self._shadows[group] = fresh_optimizer(self._optimizer, options, nn.Parameter(torch.zeros(1)))
+        shadow, stand_in = self._shadows[group], nn.Parameter(value)
+        stand_in.grad = gradient
+        own = {key: option for key, option in options.items() if key != "params"}
+        shadow.param_groups[0].update(own | {"foreach": False, "fused": False}, params=[stand_in])
+        shadow.state.clear()
+        shadow.state[stand_in] = dict(state)
+        shadow.step()
+        return dict(shadow.state.pop(stand_in))
+
+
+class UpdateCheck:
+    """Watches the updates of one step.
+
+    It holds one parameter and its state at a time, and on one rank the expected gradients.
+    """
+
+    def __init__(
+        self, training: Training, is_fresh: Callable[[Owned], bool], relative: float, written: Collection[str] = ()
+    ):
+        self._training, self._is_fresh, self._relative = training, is_fresh, relative
+        self._own = OwnOptimizer(training.optimizer)
+        self._owners = {id(owner.parameter): owner for owner in training.owned}
+        self._versions = {name: p._version for name, p in training.model.named_parameters()}
+        self._written = written
+        self._times: Counter[str] = Counter()
+        self._arrived = 0.0
+        self._sent = 0.0
+        self.expected: dict[str, Tensor] = {}
+        """What should reach the updates, on one rank."""
+        self.means = Means(training.device)
+        """And on several, where nothing is compressed."""
+        self.largest = 0.0
+        """Of all expected gradients."""
+        self.wrong: str = ""
+        self.updated = 0
+        """So many parameters were updated, rightly."""
+
+    def rule(self, _: str, run: Rule) -> Rule:
+        """An optimizer's rule under observation; what is none counts as no update."""
+        names = run.__code__.co_varnames[: run.__code__.co_argcount]
+        if not {"parameter", "gradient"} <= set(names):
+            return run
+
+        def observed(*arguments: Any) -> None:
+            given = dict(zip(names, arguments, strict=True))
+            if not self.wrong:
+                self._check(lambda: run(*arguments), given["parameter"], given["gradient"])
+
+        return observed
+
+    def bucket(self, value: Tensor) -> None:
+        """Count what arrived from the other ranks."""
+        self._arrived += square_sum(value)
+
+    def finish(self, names: tuple[str, ...], *, skipped: bool) -> None:
+        """After the last line: whether each parameter was updated once, and no other one."""
+        if self.wrong:
+            return
+        for name in names:
+            if self._times[name] != (0 if skipped else 1):
+                self.wrong = f"{name!r} was updated {self._times[name]} times"
+                return
+        for name, parameter in self._training.model.named_parameters():
+            if name not in self._written and parameter._version != self._versions[name]:
+                self.wrong = f"{name!r} was changed outside of the optimizer's update"
+                return
+        if self._arrived > 0 and not skipped:
+            self._check_clipping()
+
+    @property
+    def _clipping(self) -> float:
+        """What clipping multiplies the averaged gradients by."""
+        limit = self._training.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (math.sqrt(self._arrived) + 1e-6))
+
+    def _check_clipping(self) -> None:
+        """Whether the gradients that reached the updates are those that arrived, clipped."""
+        arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
+        wanted = self._clipping * arrived
+        if math.isfinite(wanted) and abs(sent - wanted) > 1e-3 * wanted:
+            self.wrong = (
+                f"the averaged gradients have the norm {arrived:.6g}, clipped {sent:.6g} instead of {wanted:.6g}"
+            )
+
+    def _check(self, run: Callable[[], None], parameter: Tensor, gradient: Tensor) -> None:
+        owner = self._owners[id(parameter)]
+        state: dict[str, Any] = self._training.optimizer.state.get(owner.parameter, {})
+        tensors = {"": parameter.detach(), **{key: v for key, v in state.items() if isinstance(v, Tensor)}}
+        try:
+            if not self._is_expected(owner.name, gradient):
+                return
+            before = {key: value.clone() for key, value in tensors.items()}
+            own = self._step_own(owner, state, before, gradient)
+        except compat.OUT_OF_MEMORY:  # then this one goes unseen
+            run()
+            self._count(owner)
+            return
+        if owner.name not in self._written and parameter._version != self._versions[owner.name]:
+            self.wrong = f"{owner.name!r} was changed before the optimizer's update"
+            return
+        run()
+        for key in tensors:
+            if not self.wrong and isinstance(own.get(key), Tensor):
+                self._compare(owner.name, key, before[key], tensors[key], own[key])
+        if self.wrong:
+            for key, value in tensors.items():
+                value.copy_(before[key])
+        else:
+            self._count(owner)
+
+    def _step_own(
+        self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor
+    ) -> dict[str, Any]:
+        """The parameter, under no name, and its state as the user's optimizer leaves them."""
+        value = before[""].clone()
+        given = {key: before[key].clone() if key in before else other for key, other in state.items()}
+        return {"": value, **self._own.step(owner.group, value, gradient, {} if self._is_fresh(owner) else given)}
+
+    def _count(self, owner: Owned) -> None:
+        self._versions[owner.name] = owner.parameter._version
+        self._times[owner.name] += 1
+        self.updated += 1
+
+    def _is_expected(self, name: str, gradient: Tensor) -> bool:
+        """Whether a gradient is the one that eager PyTorch would have after averaging and clipping."""
+        if self._arrived > 0:
+            self._sent += square_sum(gradient)
+        if self.means.is_known and self.means.contradict(name, gradient, self._clipping):
+            self.wrong = f"the gradient that updates {name!r} is not the mean of the ranks' own, clipped if asked for"
+            return False
+        expected = self.expected.pop(name, None)
+        if expected is None:
+            return True
+        off = difference(gradient, expected, self._relative, FLOOR * self._relative * self.largest)
+        if off is not None:
+            self.wrong = (
+                f"the gradient that updates {name!r} differs from eager's, clipped if asked for, by up to"
+                f" {off:.3g}, where it reaches {largest(expected):.3g}"
+            )
+        return off is None
+
+    def _compare(self, name: str, key: str, before: Tensor, after: Tensor, expected: Tensor) -> None:
+        found = moved_otherwise(before, after, expected.to(after.device))
+        if found is not None:
+            what = f"the {key} of {name!r}" if key else f"the update of {name!r}"
+            self.wrong = (
+                f"{what} differs from {self._own.name}'s by up to {found[0]:.3g}, where it moves it by {found[1]:.3g}"
+            )

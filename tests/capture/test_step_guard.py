@@ -1,0 +1,524 @@
+"""What traced Python can read is watched: a change is followed as eager follows it, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import math
+import random
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from followed import BATCH, assert_followed, compiled
+from jobs import cross_entropy, mlp
+from torch import Tensor, nn
+
+from fxcomp import errors
+from fxcomp.capture.step_guard import StepGuard
+from fxcomp.capture.training import Training
+from fxcomp.capture.whole_step import owned_parameters
+
+WEIGHT = 0.5
+TABLE = {"kl": [1.0, 2.0]}
+
+
+class Loss(enum.Enum):
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass
+class Inner:
+    gains: list[Any] = field(default_factory=lambda: [1.0, {"x": 2.0}])
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    loss: Loss = Loss.MEAN
+    dtype: torch.dtype = torch.float32
+    act: Callable[[Tensor], Tensor] = torch.relu
+    inner: Inner = field(default_factory=Inner)
+    unread: int = 0
+
+
+class Configured(nn.Module):
+    """Reads everything that a configuration has, but `unread`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cfg = Config()
+        self.namespace = argparse.Namespace(shift=0.0)
+        self.flags, self.long = {"a"}, [1.0] * 200
+        self.body, self.head = nn.Sequential(nn.Linear(20, 8), nn.Tanh()), nn.Linear(8, 10)
+        self.register_buffer("offset", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cfg = self.cfg
+        x = cfg.act(self.body(x).to(cfg.dtype).float()) * cfg.scale + self.namespace.shift
+        x = self.head(x) * cfg.inner.gains[0] * cfg.inner.gains[1]["x"] * self.long[150]
+        if "b" in self.flags:
+            x = 2 * x
+        return self.offset + (x if cfg.loss is Loss.MEAN else 3 * x)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(20, 10)
+
+
+def seeded() -> Configured:
+    torch.manual_seed(0)
+    return Configured()
+
+
+# The model and its configuration
+
+
+def set_on(path: str, value: Any) -> Callable[[nn.Module], None]:
+    """Set an attribute at the end of a path of attributes and keys."""
+    *way, last = path.split(".")
+
+    def change(model: Any) -> None:
+        for step in way:
+            model = model[int(step)] if step.isdigit() else getattr(model, step)
+        if isinstance(model, list | dict):
+            model[int(last) if last.isdigit() else last] = value
+        else:
+            setattr(model, last, value)
+
+    return change
+
+
+def patch_forward(model: Any) -> None:
+    inner = model.head.forward
+    model.head.forward = lambda x: 2 * inner(x)
+
+
+def test_what_a_forward_pass_reads_is_followed(monkeypatch: pytest.MonkeyPatch):
+    before = Configured.forward
+    assert_followed(
+        seeded(),
+        cross_entropy,
+        set_on("cfg.scale", 2.0),
+        set_on("cfg.loss", Loss.SUM),
+        set_on("cfg.dtype", torch.bfloat16),
+        set_on("cfg.act", torch.tanh),
+        set_on("cfg.act", lambda x: x.square()),
+        set_on("cfg.inner.gains.0", 3.0),
+        set_on("cfg.inner.gains.1", {"x": 5.0}),
+        set_on("cfg", Config(scale=4.0)),
+        set_on("namespace.shift", 0.5),
+        set_on("long.150", 7.0),
+        lambda model: model.flags.add("b"),
+        patch_forward,
+        lambda _: monkeypatch.setattr(Configured, "forward", lambda s, x: 2 * before(s, x)),
+        lambda model: model.register_buffer("offset", torch.ones(1)),
+    )
+
+
+def test_hooks_that_come_later_run():
+    handles: list[Any] = []
+
+    def everywhere(_: nn.Module) -> None:
+        if not handles:
+            hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: 1.5 * out)  # noqa: ARG005
+            handles.append(hook)
+
+    try:
+        assert_followed(
+            seeded(),
+            cross_entropy,
+            lambda model: model.head.register_forward_hook(lambda module, args, out: 2 * out),  # noqa: ARG005
+            lambda model: model.body[0].register_forward_pre_hook(lambda module, args: (2 * args[0],)),  # noqa: ARG005
+            lambda model: model.head.register_full_backward_hook(lambda module, before, after: (2 * before[0],)),  # noqa: ARG005
+            everywhere,
+        )
+    finally:
+        handles[0].remove()
+
+
+def test_what_changes_nothing_is_not_captured_again():
+    assert_followed(
+        seeded(),
+        cross_entropy,
+        set_on("cfg.unread", 5),
+        set_on("cfg.scale", float("1")),
+        lambda model: setattr(model, "cfg", replace(model.cfg)),
+        lambda model: model.register_buffer("offset", torch.ones(10)),
+        lambda model: setattr(model, "long", list(model.long)),
+        captures=0,
+    )
+
+
+class Fixed(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.fc, self.value = nn.Linear(20, 10), value
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if self.value is True else 3 if isinstance(self.value, int) else math.copysign(4, self.value)
+        return self.fc(x) * factor
+
+
+def test_values_that_only_compare_as_equal_are_told_apart():
+    values = (1, 1.0, 0.0, -0.0, float("nan"))
+    with pytest.warns(UserWarning, match=r"model\.value changed: True, 1, 1\.0, 0\.0"):
+        assert_followed(Fixed(True), cross_entropy, *(set_on("value", value) for value in values))
+
+
+def test_not_a_number_equals_itself():
+    assert_followed(Fixed(float("nan")), cross_entropy, set_on("value", float("nan")), captures=0)
+
+
+# The loss function
+
+
+def helper(model: nn.Module, batch: Any) -> Tensor:
+    return WEIGHT * cross_entropy(model, batch) * TABLE["kl"][1] * CRITERION.factor
+
+
+class Criterion(nn.Module):
+    def __init__(self, factor: float = 1.0, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.factor, self.inner = factor, nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.factor * self.inner(logits, target)
+
+
+CRITERION = Criterion()
+
+
+def global_loss(model: nn.Module, batch: Any) -> Tensor:
+    return helper(model, batch)
+
+
+def test_globals_of_functions_that_the_loss_calls_are_followed(monkeypatch: pytest.MonkeyPatch):
+    def set_global(name: str, value: Any) -> Callable[[Any], None]:
+        return lambda _: monkeypatch.setitem(globals(), name, value)
+
+    assert_followed(
+        small(),
+        global_loss,
+        set_global("WEIGHT", 0.25),
+        set_global("TABLE", {"kl": [1.0, 3.0]}),
+        set_global("CRITERION", Criterion(2.0)),
+        set_global("helper", lambda model, batch: 3 * cross_entropy(model, batch)),
+    )
+
+
+def with_closure() -> tuple[Any, Callable[[Any], None]]:
+    weight = 0.5
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return weight * cross_entropy(model, batch)
+
+    def change(_: Any) -> None:
+        nonlocal weight
+        weight = 0.25
+
+    return loss, change
+
+
+def with_criterion() -> tuple[Any, Callable[[Any], None]]:
+    criterion = Criterion()
+
+    def change(_: Any) -> None:
+        criterion.inner.label_smoothing = 0.2
+
+    return lambda model, batch: criterion(model(batch[0]), batch[1]), change
+
+
+def with_teacher() -> tuple[Any, Callable[[Any], None]]:
+    torch.manual_seed(3)
+    teacher = nn.Sequential(nn.Linear(20, 10), nn.Threshold(0.0, 0.0)).requires_grad_(False)
+    teacher.register_forward_pre_hook(lambda module, args: (args[0] * (2.0 if module.training else 1.0),))
+    return (
+        lambda model, batch: (model(batch[0]) - teacher(batch[0])).square().mean(),
+        lambda _: teacher.eval(),
+    )  # fmt: skip
+
+
+def with_partial() -> tuple[Any, Callable[[Any], None]]:
+    loss = functools.partial(lambda model, batch, *, weight: weight * cross_entropy(model, batch), weight=0.5)
+    return loss, lambda _: loss.keywords.update(weight=0.25)
+
+
+def with_default() -> tuple[Any, Callable[[Any], None]]:
+    def loss(model: nn.Module, batch: Any, weight: float = 0.5) -> Tensor:
+        return weight * cross_entropy(model, batch)
+
+    return loss, lambda _: setattr(loss, "__defaults__", (0.25,))
+
+
+class Trainer:
+    """Holds much that the loss does not read, and a weight behind a property."""
+
+    def __init__(self) -> None:
+        self.state = types.SimpleNamespace(weight=0.5)
+        self.history: list[float] = []
+        self.steps = 0
+
+    @property
+    def weight(self) -> float:
+        return self.state.weight
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.weight * cross_entropy(model, batch)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.loss(model, batch)
+
+
+def with_method() -> tuple[Any, Callable[[Any], None]]:
+    trainer = Trainer()
+    return trainer.loss, lambda _: setattr(trainer.state, "weight", 0.25)
+
+
+def with_callable() -> tuple[Any, Callable[[Any], None]]:
+    trainer = Trainer()
+    return trainer, lambda _: setattr(trainer.state, "weight", 0.25)
+
+
+def with_module() -> tuple[Any, Callable[[Any], None]]:
+    conf = types.ModuleType("conf_of_test_guards")
+    conf.KL = 0.5
+    return lambda model, batch: conf.KL * cross_entropy(model, batch), lambda _: setattr(conf, "KL", 0.25)
+
+
+def with_array() -> tuple[Any, Callable[[Any], None]]:
+    weights = np.array([0.5, 1.0])
+    return (
+        lambda model, batch: float(weights[0]) * cross_entropy(model, batch),
+        lambda _: weights.__setitem__(0, 0.25),
+    )  # fmt: skip
+
+
+def with_number() -> tuple[Any, Callable[[Any], None]]:
+    weight = torch.tensor(0.5)
+    return lambda model, batch: weight.item() * cross_entropy(model, batch), lambda _: weight.fill_(0.25)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [with_closure, with_criterion, with_teacher, with_partial, with_default, with_method, with_callable, with_module,
+     with_array, with_number],
+)  # fmt: skip
+def test_what_a_loss_function_reads_is_followed(made: Callable[[], tuple[Any, Callable[[Any], None]]]):
+    loss, change = made()
+    done: list[None] = []
+    assert_followed(small(), loss, lambda model: done or (change(model), done.append(None)))
+
+
+def test_what_a_trainer_notes_beside_the_loss_is_not_the_steps_business():
+    trainer = Trainer()
+
+    def change(_: Any) -> None:
+        trainer.history.append(1.0)
+        trainer.steps += 1
+
+    assert_followed(small(), trainer.loss, change, captures=0)
+
+
+def test_a_default_dtype_is_baked_in_and_watched():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * torch.tensor(1 / 3)
+
+    step = compiled(small(), loss)
+    step(BATCH)
+    torch.set_default_dtype(torch.float64)
+    try:
+        step(BATCH)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(step.variants) == 2
+
+
+def test_whether_cudnn_may_be_used_is_baked_in_and_watched(monkeypatch: pytest.MonkeyPatch):
+    def flip(_: Any) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * (1.0 if torch.backends.cudnn.enabled else 2.0)
+
+    assert_followed(small(), loss, flip)
+
+
+# What needs another plan
+
+
+def gradient_hook(model: Any, _: Any) -> None:
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def late_hook(model: Any, _: Any) -> None:
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)  # noqa: ARG005
+
+
+REFUSED = [
+        (lambda model, _: model.append(nn.ReLU()), "the module '3' was not there.*changing the model's structure"),
+        (lambda model, _: model.pop(2), "the parameter '2.weight' is there no more"),
+        (lambda model, _: model.__setitem__(1, nn.Tanh()), "the module '1' is another object"),
+        (lambda model, _: setattr(model, "w", nn.Parameter(torch.ones(1))), "the parameter 'w' was not there"),
+        (lambda model, _: model.double(), r"'0.weight' was float32\[300, 20\] with .* is float64.*Move and convert"),
+        (gradient_hook, "the parameter '0.weight' has a gradient hook that it had not"),
+        (late_hook, "the parameter '0.weight' has a gradient hook that it had not"),
+        (
+            lambda _, optimizer: optimizer.register_step_pre_hook(lambda *_: None),
+            "the optimizer has a step pre-hook that it had not.*around step",
+        ),
+        (
+            lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+            "the optimizer has a step post-hook that it had not",
+        ),
+        (
+            lambda _, optimizer: setattr(optimizer, "step", lambda: None),
+            "the optimizer has a step method of its own that it had not",
+        ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "text"), REFUSED)
+def test_what_another_capture_would_not_be_enough_for_is_refused_by_name(change: Any, text: str):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = StepGuard(Training(model, cross_entropy, optimizer, owned_parameters(model, optimizer), None))
+    assert guard.key() == guard.key()
+    change(model, optimizer)
+    with pytest.raises(errors.StepChanged, match=f"(?s){text}"):
+        guard.key()
+
+
+def test_parameters_whose_memory_is_exchanged_train_on():
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+    assert_followed(small(), cross_entropy, change, captures=0)
+
+
+# What tracing leaves
+
+
+class Noting(nn.Module):
+    """Keeps something of every call, where and what `keep` says."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.fc, self.keep, self.aux, self.cfg = nn.Linear(20, 10), keep, ["before"], types.SimpleNamespace()
+        self.table = {"known": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        self.keep(self, x)
+        return x
+
+
+NOTED: list[Any] = []
+
+
+def in_a_list(model: Any, x: Tensor) -> None:
+    model.aux = [x]
+
+
+def on_a_list(model: Any, x: Tensor) -> None:
+    model.aux.append({"x": (x,)})
+
+
+def in_a_dict(model: Any, x: Tensor) -> None:
+    model.table["known"] = x
+
+
+def on_a_configuration(model: Any, x: Tensor) -> None:
+    model.cfg.last = x
+
+
+def in_a_global(_: Any, x: Tensor) -> None:
+    NOTED.append(x)
+
+
+@pytest.mark.parametrize(
+    ("keep", "where"),
+    [
+        (in_a_list, r"model\.aux"),
+        (on_a_list, r"model\.aux\[1\]"),
+        (in_a_dict, r"model\.table\['known'\]"),
+        (on_a_configuration, r"model\.cfg\.last"),
+        (in_a_global, r"test_guards\.NOTED\[0\]"),
+        (lambda model, x: setattr(model, "last", x), r"model\.last"),
+    ],
+)
+def test_a_tensor_that_the_forward_pass_keeps_is_taken_out_and_refused_by_name(keep: Any, where: str):
+    model = Noting(keep)
+    before = [dict(vars(model)), list(model.aux), dict(model.table), dict(vars(model.cfg)), list(NOTED)]
+    text = f"(?s)stores a tensor in .{where}.*Register it as a buffer, or return it beside the loss"
+    with pytest.raises(errors.CaptureFailed, match=text):
+        compiled(model)
+    assert [dict(vars(model)), list(model.aux), dict(model.table), dict(vars(model.cfg)), list(NOTED)] == before
+
+
+def count_in_a_closure() -> Callable[[Any, Tensor], None]:
+    calls = [0]
+
+    def keep(_: Any, x: Tensor) -> None:  # noqa: ARG001
+        calls[0] += 1
+
+    return keep
+
+
+def test_python_that_counts_its_calls_outside_the_model_is_refused():
+    with pytest.raises(errors.StepChanged, match=r"itself changes the model: .*keep's calls\[0\] changed from 1 to 2"):
+        compiled(Noting(count_in_a_closure()))
+
+
+# Random numbers of Python and NumPy
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.fc, self.draw = nn.Linear(20, 10), draw
+        self.own = random.Random(1)
+        self.modern = np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        return 2 * x if self.draw(self) < 0.5 else x
+
+
+@pytest.mark.parametrize(
+    ("draw", "text"),
+    [
+        (lambda _: random.random(), r"draws from random, at .*test_guards.py:\d+: .*Draw outside and pass"),
+        (lambda _: np.random.rand(), r"draws from numpy.random, at .*test_guards.py:\d+.*torch.rand"),
+        (lambda model: model.own.gauss(0, 1), r"draws from model.own: "),
+        (lambda model: model.modern.random(), r"draws from model.modern: "),
+    ],
+)
+def test_drawing_with_python_or_numpy_is_refused_and_leaves_their_states(draw: Any, text: str):
+    model = Drawing(draw)
+    model(BATCH[0])  # sets up what gauss keeps
+
+    def states() -> list[str]:
+        own = model.own.getstate(), model.modern.bit_generator.state
+        return [str(random.getstate()), str(own), str(np.random.get_state()[1].tolist())]
+
+    before = states()
+    with pytest.raises(errors.DrawsInPython, match=f"(?s){text}"):
+        compiled(model)
+    assert states() == before
+
+
+def test_tracing_does_not_count_the_batches_of_a_teacher():
+    teacher = nn.Sequential(nn.Linear(20, 10), nn.BatchNorm1d(10)).requires_grad_(False)
+    step = compiled(small(), lambda model, batch: (model(batch[0]) - teacher(batch[0])).square().mean())
+    assert teacher[1].num_batches_tracked == 0
+    step(BATCH)
+    assert teacher[1].num_batches_tracked == 1

@@ -1,0 +1,151 @@
+"""The command line: what it prints, and how it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxcomp import __main__ as command
+from fxcomp.__main__ import main
+from fxcomp.plan.strategy import Plan
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples" / "mlp.py")
+
+
+def test_explain_prints_the_report(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", f"{EXAMPLE}:job", "--cluster", "8x4", "--inter", "1gbit", "--intra", "300gbit"]) == 0
+    text = capsys.readouterr().out
+    for part in ("8 hosts x 4 ranks, 1gbit", "against dense", "Plan\n", "Timeline\n", "flips", "numbers are from"):
+        assert part in text
+    assert "\x1b" not in text
+    assert "Assumed" not in text
+
+
+def test_what_the_user_does_not_say_is_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", EXAMPLE]) == 0
+    assert "Assumed, because it was not said: --cluster 2x1, --inter 10gbit." in capsys.readouterr().out
+
+
+def test_a_link_alone_means_two_hosts(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", EXAMPLE, "--inter", "10mbit"]) == 0
+    assert capsys.readouterr().out.startswith("2 hosts x 1 rank, 10mbit between hosts")
+
+
+def test_json_is_one_document_and_the_saved_plan_is_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = tmp_path / "plan.json"
+    assert main(["explain", EXAMPLE, "--inter", "10mbit", "--json", "--save-plan", str(path)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["verdict"] == "compress"
+    assert Plan.load(path).digest == data["plan"]["digest"]
+
+    assert main(["explain", EXAMPLE, "--inter", "10mbit", "--json", "--plan", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["digest"] == data["plan"]["digest"]
+
+
+def test_one_compressor_everywhere_is_a_plan_too(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", EXAMPLE, "--plan", "int8", "--json"]) == 0
+    strategies = [bucket["strategy"] for bucket in json.loads(capsys.readouterr().out)["plan"]["buckets"]]
+    assert any("int8" in strategy for strategy in strategies)
+
+
+def test_dump_prints_the_graph_after_a_pass(capsys: pytest.CaptureFixture[str]):
+    assert main(["dump", EXAMPLE, "--after", "bucket_gradients", "--plan", "dense"]) == 0
+    text = capsys.readouterr().out
+    assert "pack_0" in text
+    assert text.rstrip().splitlines()[-1].startswith("output(")
+
+
+def test_dump_prints_the_emitted_step(capsys: pytest.CaptureFixture[str]):
+    assert main(["dump", EXAMPLE, "--source"]) == 0
+    compile(capsys.readouterr().out, "step", "exec")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["explain", "nowhere.py"], "there is no file 'nowhere.py'"),
+        (["explain", EXAMPLE, "--cluster", "8"], "cannot read the cluster '8'"),
+        (["explain", EXAMPLE, "--inter", "fast"], "cannot read the bandwidth 'fast'"),
+        (["explain", EXAMPLE, "--mode", "brave"], "there is no mode 'brave'"),
+        (["explain", EXAMPLE, "--step-ms", "-1"], "step takes without a network, 1e-06 to 1e+09; it is -1"),
+        (["explain", EXAMPLE, "--step-ms", "0"], "it is 0"),
+        (["explain", EXAMPLE, "--step-ms", "inf"], "it is inf"),
+        (["explain", EXAMPLE, "--step-ms", "nan"], "it is nan"),
+        (["explain", EXAMPLE, "--step-ms", "1e300"], "it is 1e+300"),
+        (["explain", EXAMPLE, "--cluster", "1000000000x1"], "may have 1,048,576 ranks; this one would have 1000000000"),
+        (["explain", EXAMPLE, "--cluster", "2000x2000"], "this one would have 4000000"),
+        (["explain", EXAMPLE, "--cluster", "1000000x1+1000000"], "may have 1,048,576 ranks"),
+        (["explain", EXAMPLE, "--cluster", f"{'9' * 5000}x1"], "this one would have 10^30 or more"),
+        (["explain", EXAMPLE, "--cluster", "0x4"], "needs at least 1 host and 1 rank a host, not 0x4"),
+        (["explain", EXAMPLE, "--cluster", "8x"], "cannot read the cluster '8x'"),
+        (["explain", EXAMPLE, "--cluster", ""], "--cluster is empty: say what it is, or leave it out"),
+        (["explain", EXAMPLE, "--save-plan", ""], "--save-plan is empty"),
+        (["explain", EXAMPLE, "--cluster", f"2x1, placed 0 {'9' * 5000}"], "does not put 1 ranks on each of 2 hosts"),
+        (["explain", EXAMPLE, "--inter", "0gbit"], "cannot read the bandwidth '0gbit'"),
+        (["explain", EXAMPLE, "--inter", "nan"], "cannot read the bandwidth 'nan'"),
+        (["explain", EXAMPLE, "--inter", "inf"], "cannot read the bandwidth 'inf'"),
+        (["explain", EXAMPLE, "--inter", "1e400gbit"], "cannot read the bandwidth '1e400gbit'"),
+        (["explain", EXAMPLE, "--inter", "1e100gbit"], "a link's gb_per_s must be 1e-18 to 1e+18, not 1.25e+99"),
+        (["explain", EXAMPLE, "--inter", f"25gbit@{'9' * 400}us"], "a link's alpha_us must be 0 to 1e+18, not inf"),
+        (["explain", EXAMPLE, "--inter", f"{'9' * 5000}x25gbit"], "a link's count must be 1 to 1,048,576, not 10^30"),
+        (["explain", EXAMPLE, "--inter", "0x25gbit"], "a link's count must be 1 to 1,048,576, not 0"),
+        (["explain", EXAMPLE, "--rack", "0"], "a rack needs at least 1 host, not 0"),
+        (["explain", EXAMPLE, "--rack", "9" * 400], "a rack may have 1,048,576 hosts, not 10^30 or more"),
+        (["explain", EXAMPLE, "--rack", "1", "--oversubscription", "nan"], "cannot read the oversubscription 'nan'"),
+        (["explain", EXAMPLE, "--device", "H-100"], "there is no device 'H-100'; did you mean 'h100'"),
+        (["demo", "--steps", "0"], "--steps is how many steps each takes, 1 to 1,000,000; it is 0"),
+        (["demo", "--inter", "nan"], "cannot read the bandwidth 'nan'"),
+        (["calibrate", "--threads", "1025"], "--threads are numbers of threads, 1 to 1,024"),
+        (["explain", EXAMPLE, "--device", "h10"], "there is no device 'h10'; did you mean 'h100'"),
+        (["explain", EXAMPLE, "--plan", "none.json"], "cannot read the plan none.json"),
+        (["explain", EXAMPLE, "--plan", "gzip"], "plan='gzip' is neither"),
+        (["explain", EXAMPLE, "--save-plan", "/nowhere/plan.json"], "cannot save the plan to /nowhere/plan.json"),
+        (["dump", EXAMPLE, "--after", "magic"], "there is no pass 'magic'"),
+    ],
+)
+def test_a_mistake_is_told_in_words_with_status_2(words: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("fxcomp: ")
+    assert text in captured.err
+    assert captured.out == ""
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_explain", interrupted)
+    assert main(["explain", EXAMPLE]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_and_version_end_well(capsys: pytest.CaptureFixture[str]):
+    for words in (["--help"], ["--version"], ["explain", "--help"], ["demo", "--help"]):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 0
+    assert "fxcomp explain train.py" in capsys.readouterr().out
+
+
+def test_demo_gets_its_options(monkeypatch: pytest.MonkeyPatch):
+    heard: dict[str, object] = {}
+    monkeypatch.setattr("fxcomp.commands.demo.run.run_demo", lambda **options: heard.update(options) or 0)
+    assert main(["demo", "--steps", "4", "--json"]) == 0
+    assert heard == {"inter": None, "steps": 4, "as_json": True}
+
+
+def test_a_pipe_that_closes_early_and_a_terminal_without_unicode_are_no_error():
+    shown = f"{sys.executable} -m fxcomp explain {EXAMPLE} --inter 10mbit --step-ms 5"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["bash", "-c", f"{shown} | head -n 3"], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[2].startswith("Compress")
+    assert done.stdout.isascii()
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""

@@ -1,0 +1,215 @@
+"""Asking about a cluster that is not here, on one process."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.compressors import BadCompressor
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import simulate
+from fxcomp.errors import BadOption, BadPlan
+from fxcomp.frontends import what_if as whatif
+from fxcomp.frontends.job import Job, load_job
+from fxcomp.frontends.what_if import capture_job, graph_after, plan_named, rewritten, scaled, what_if
+from fxcomp.pipeline import analyze
+from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.modes import Mode
+from fxcomp.plan.strategy import Plan
+from fxcomp.report.terminal import Explanation, to_json, to_text
+from fxcomp.search.choose import uniform
+from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.workload import Gradient, Workload
+from fxcomp.testing.describe_compressors import examples
+
+LIBRARY = torch.library.Library("fxcomp_test_whatif", "DEF")
+for name in ("mystery", "mystery_backward"):
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxcomp_test_whatif::{name}", torch.empty_like, lib=LIBRARY)
+torch.library.register_autograd(
+    "fxcomp_test_whatif::mystery", lambda _, g: torch.ops.fxcomp_test_whatif.mystery_backward(g), lib=LIBRARY
+)
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "mlp.py")
+
+
+@pytest.fixture
+def job() -> Job:
+    return load_job(EXAMPLE)
+
+
+def cluster(text: str, inter: str) -> Cluster:
+    return Cluster.parse(text, intra=Link(5.0, 12.0), inter=Link.parse(inter))
+
+
+def test_a_slow_link_is_worth_compressing_and_a_fast_one_is_not(job: Job):
+    slow = what_if(job, cluster("2x1", "1mbit"))
+    assert not slow.plan.is_dense
+    assert slow.flip_gbit is None or slow.flip_gbit > 1e-3
+    assert slow.timeline.step_time_us == pytest.approx(slow.choice.step_us)
+    assert not dist.is_initialized()
+    assert what_if(job, cluster("2x1", "1000gbit"), step_ms=1e6).plan.is_dense
+
+
+def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
+    before = [parameter.clone() for parameter in job.model.parameters()]
+    state = torch.get_rng_state()
+    what_if(job, cluster("2x2", "1gbit"))
+    assert all(torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_step_that_the_user_names_is_the_step_without_communication(job: Job):
+    answer = what_if(job, cluster("4x2", "10gbit"), step_ms=250.0)
+    assert answer.workload.free_us == pytest.approx(250e3)
+    assert not answer.is_own_compute
+    assert any("250 ms" in note for note in answer.notes)
+
+
+def test_without_it_the_answer_says_whose_compute_it_is(job: Job):
+    answer = what_if(job, cluster("2x1", "10gbit"))
+    assert answer.is_own_compute
+    assert any("--step-ms" in note for note in answer.notes)
+
+
+def test_one_rank_needs_no_plan(job: Job):
+    answer = what_if(job, cluster("1x1", "10gbit"))
+    assert answer.flip_gbit is None
+    assert answer.timeline.exposed_us == 0.0
+
+
+def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
+    where = cluster("2x1", "1mbit")
+    answer = what_if(job, where, plan=plan_named("dense", where))
+    assert answer.plan.is_dense
+    assert answer.timeline.step_time_us >= answer.choice.step_us
+
+
+@pytest.mark.parametrize("text", [str(example) for example in examples()])
+def test_any_compressor_may_be_asked_about(text: str, job: Job):
+    """On assumed costs here, which is quick; machine_costs measures every one in test_cost_measure.py."""
+    where = cluster("3x1", "100mbit")
+    _, captured = capture_job(job)
+    costs = CostTable(error=0.0)
+    workload = analyze(captured.graph, costs, where)
+    asked = plan_named(text, where)
+    assert [str(compressor) for compressor in asked.compressors] == [text]
+    plan = asked.make(workload, costs)
+    timeline = simulate(plan_tasks(workload, plan, costs, where))
+    shown = to_text(Explanation(plan, timeline, workload, costs, where))
+    assert f"{text}@gpu" in shown
+    assert "assumed, by memory bandwidth" in shown
+    assert math.isfinite(plan_error(plan, where))
+
+
+def test_what_a_plan_needs_is_measured(job: Job):
+    where = cluster("2x1", "100mbit")
+    shown = to_text(what_if(job, where, plan=plan_named("powersgd(2)", where)).explanation())
+    assert re.search(r"powersgd\(2\)@gpu +measured\n", shown)
+
+
+def test_more_ranks_than_a_compressor_can_sum_are_refused(job: Job):
+    where = cluster("64x2", "100mbit")
+    with pytest.raises(BadCompressor, match="cannot sum the codes of 128 ranks"):
+        what_if(job, where, plan=plan_named("shared_int8", where))
+
+
+def test_a_step_of_no_time_is_refused(job: Job):
+    with pytest.raises(BadOption, match=r"--step-ms .* 1e-06 to .*; it is 0"):
+        what_if(job, cluster("2x1", "1gbit"), step_ms=0.0)
+
+
+def test_a_plan_for_another_model_is_refused():
+    mine = Workload((Gradient("w", (8, 1), 1.0, 0.0),), 1.0)
+    theirs = Workload((Gradient("v", (8, 1), 1.0, 0.0),), 1.0)
+    plan = uniform("dense", theirs, CostTable(), cluster("2x1", "1gbit"))
+    with pytest.raises(BadPlan, match="for another model: it plans 'v', which has no gradient here"):
+        plan.check_covers(mine.sizes)
+    plan.check_covers(theirs.sizes)
+
+
+def test_a_faster_device_is_faster_in_everything():
+    slow = Workload((Gradient("w", (8, 1), 10.0, 4.0),), 12.0, finish_us=2.0, clips=True)
+    assert scaled(slow, 0.5).free_us == slow.free_us / 2
+    assert scaled(slow, 0.5).gradients[0].ready_us == 5.0
+
+
+def test_the_graph_for_a_cluster_needs_no_clock():
+    where = cluster("2x2", "10mbit")
+    first, second = (rewritten(load_job(EXAMPLE), where).source for _ in range(2))
+    assert first == second
+    assert "all_reduce" in first or "all_gather" in first
+
+
+def test_a_pass_that_does_not_exist_is_answered_with_those_that_do(job: Job):
+    variant = rewritten(job, cluster("2x1", "1gbit"))
+    assert "pack_0" in {node.name for node in graph_after(variant, "bucket_gradients").graph.nodes}
+    with pytest.raises(BadOption, match=r"no pass 'bucket'; the passes are canonicalize_sync, .*order_for_overlap"):
+        graph_after(variant, "bucket")
+
+
+def test_one_rank_runs_the_plain_step(job: Job):
+    assert "all_reduce" not in rewritten(job, cluster("1x1", "1gbit")).source
+
+
+def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, monkeypatch: pytest.MonkeyPatch):
+    def runs(*_: object, **__: object) -> None:
+        raise AssertionError("an estimate ran something")
+
+    monkeypatch.setattr(whatif, "machine_costs", runs)
+    monkeypatch.setattr(whatif, "measured_here", runs)
+    answer = what_if(job, cluster("4x2", "10gbit"), device="h100")
+    assert not answer.is_own_compute
+    assert answer.choice.error > answer.costs.error
+    shown, data = to_text(answer.explanation()), to_json(answer.explanation())
+    assert "estimate for NVIDIA H100 SXM" in shown
+    assert "This is an estimate and may be off by" in shown
+    assert "NVIDIA's H100 data sheet" in shown
+    assert data["estimate"] == answer.costs.estimate
+    assert data["compute"]["source"].endswith(f"(estimate: {answer.costs.estimate})")
+    assert data["error"] == answer.choice.error
+
+
+def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_told(job: Job):
+    where = cluster("2x1", "10gbit")
+    steps = {device: what_if(job, where, device=device) for device in ("l4", "h200")}
+    assert steps["h200"].workload.free_us <= steps["l4"].workload.free_us
+    told = what_if(job, where, device="h200", step_ms=100.0)
+    assert told.workload.free_us == pytest.approx(100e3)
+    assert told.costs.compute_error < steps["h200"].costs.compute_error
+    assert told.costs.estimate
+
+
+def test_a_device_without_a_preset_is_refused_before_anything_is_captured(job: Job):
+    with pytest.raises(BadOption, match="there is no device 'h10'; did you mean 'h100'"):
+        what_if(job, cluster("2x1", "1gbit"), device="h10")
+
+
+def test_what_is_unpriced_is_counted_and_listed():
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mystery = torch.ops.fxcomp_test_whatif.mystery
+        return mystery(mystery(model(batch))).mean()
+
+    model = torch.nn.Linear(4, 4)
+    job = Job(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
+    answer = what_if(job, cluster("2x1", "1gbit"), device="a100")
+    explained = replace(answer.explanation(), unknowns=replace(answer.unknowns, unpriced=(("tick", 3),)))
+    assert answer.unknowns.by_bytes == (("mystery", 2), ("mystery_backward", 2))
+    shown, data = to_text(explained), to_json(explained)
+    assert "4 calls: mystery x 2, mystery_backward x 2" in shown
+    assert re.search(r"unpriced +3 calls: tick x 3", shown)
+    assert data["compute"]["unpriced"] == [{"operator": "tick", "count": 3}]
+    assert data["compute"]["by_bytes"][0] == {"operator": "mystery", "count": 2}
+
+
+def test_every_mode_is_answered(job: Job):
+    for mode in Mode:
+        answer = what_if(job, cluster("2x1", "10mbit"), mode=mode)
+        assert isinstance(answer.plan, Plan)
+        assert answer.plan.is_dense or mode is not Mode.LOSSLESS

@@ -1,0 +1,41 @@
+"""Change a compiled step's final graph and run what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import GraphModule
+
+from fxcomp import pipeline
+from fxcomp.graph.edit import call, clone, gradients
+from fxcomp.graph.info import Role, info, update_info
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.step.compiled_step import CompiledStep
+
+
+def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
+    """Edit a copy of the final graph, emit it anew, and let the step run that from now on."""
+    variant = step.variant
+    assert variant is not None, "compile_step adopts a variant"
+    gm = clone(step.graph())
+    edit(gm)
+    gm.graph.lint()
+    changed = pipeline.finish(variant.captured, gm, variant.replay)
+    step.variants.exchange(variant, changed)
+    step.variant = changed
+    step.runtime = Runtime(
+        step.runtime.transport, step.training.device
+    )  # buffers are kept by name, and may have another size now
+
+
+def scale_gradient(gm: GraphModule, name: str, factor: float) -> None:
+    """Plant a wrong gradient."""
+    gradient = gradients(gm)[name]
+    label = info(gradient)
+    users = list(gradient.users)
+    with gm.graph.inserting_after(gradient):
+        scaled = call(gm.graph, torch.ops.aten.mul.Tensor, (gradient, factor), label, name="planted")
+    for user in users:
+        user.replace_input_with(gradient, scaled)
+    update_info(gradient, role=Role.COMPUTE, parameter=None)

@@ -1,0 +1,55 @@
+"""Compare a step with eager while things around it change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jobs import JOBS, cross_entropy
+from torch import nn
+
+import fxcomp
+from fxcomp.step.compiled_step import CompiledStep
+
+BATCH = JOBS["mlp"].batch(0)
+
+
+def compiled(model: nn.Module, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fxcomp.compile_step(model, loss, optimizer, BATCH, **options)
+
+
+def assert_followed(model: nn.Module, loss: Any, *changes: Callable[[Any], Any], captures: int | None = None) -> None:
+    """A step, then one after each change: the bits of eager, which sees every change. A capture each if not said."""
+    reference = copy.deepcopy(model)
+    step = compiled(model, loss)
+    built = count_captures(step)
+    eager = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for i, change in enumerate([lambda _: None, *changes]):
+        batch = JOBS["mlp"].batch(i)
+        change(model)
+        ours = step(batch)
+        change(reference)
+        theirs = loss(reference, batch)
+        eager.zero_grad()
+        theirs.backward()
+        eager.step()
+        assert ours == theirs, f"change {i}"
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert len(built) == (len(changes) if captures is None else captures)
+
+
+def count_captures(step: CompiledStep) -> list[None]:
+    """Grows with every capture of a step from now on."""
+    built: list[None] = []
+    make = step.variants._make
+
+    def counted(*arguments: Any) -> Any:
+        built.append(None)
+        return make(*arguments)
+
+    step.variants._make = counted
+    return built

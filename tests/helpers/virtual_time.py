@@ -1,0 +1,149 @@
+"""Real ranks that train really, on clocks that only what is priced moves: every line takes what its table says.
+
+`slower` multiplies what costs take, by kind and name, from a step on: planted drift without a timed assertion. A whole
+step takes what is simulated with that, times what `VirtualTime.surprise` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from fxcomp.cost.timeline import Processors, simulate
+from fxcomp.runtime.stopwatch import Call, Stopwatch
+from fxcomp.step import step_times
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.drift import watch as watching
+from fxcomp.step.drift.sheet import Cost, Kind, Sheet, sheet_of
+from fxcomp.step.programs import Variant
+
+Factor = Callable[[Cost], float]
+
+
+def no_surprise(_: Variant) -> float:
+    return 1.0
+
+
+@dataclass
+class VirtualTime:
+    """A clock, and what moves it. One for a rank."""
+
+    sees_threads: bool
+    factor: Factor = lambda _: 1.0
+    surprise: Callable[[Variant], float] = no_surprise
+    """How many times longer a whole step takes than its lines explain."""
+    now: float = 0.0
+    wall_s: float = 0.0
+    jitter: float = 0.0
+    _ends: dict[Call, float] = field(default_factory=dict)
+    _free: float = 0.0
+    _state: int = 1
+
+    def look(self) -> float:
+        return self.now
+
+    def us(self, start: float, end: float) -> float:
+        return end - start
+
+    def begin(self) -> None:
+        self._ends.clear()
+        self._free = self.now
+
+    def spend(self, call: Call, sheet: Sheet) -> None:
+        """Do what a line does."""
+        cost = sheet.lines.get(call)
+        if cost is not None:
+            calls = sum(1 for other in sheet.lines.values() if other == cost)
+            self.now += sheet.predicted_us[cost] / calls * self._times(cost)
+        for passage in sheet.passages:
+            if passage.launch == call:
+                self._ends[call] = self._free = max(self.now, self._free) + passage.predicted_us * self._times(
+                    passage.cost
+                )
+            elif passage.wait == call:
+                self.now = max(self.now, self._ends[passage.launch])
+
+    def step_us(self, variant: Variant, processors: Processors) -> float:
+        """What a whole step takes, timed line by line or not."""
+        costs = sheet_of(variant.graph, variant.timeline).tasks
+        tasks = [span.task for span in variant.timeline.spans]
+        tasks = [
+            replace(t, duration_us=t.duration_us * (self.factor(costs[t.name]) if t.name in costs else 1.0))
+            for t in tasks
+        ]
+        return simulate(tasks, processors).step_time_us * self.surprise(variant)
+
+    def end_of(self, call: Call) -> float:
+        return self._ends[call]
+
+    def _times(self, cost: Cost) -> float:
+        self._state = self._state * 1103515245 % 2**31
+        return self.factor(cost) * (1 + self.jitter * (2 * self._state / 2**31 - 1))
+
+
+@contextmanager
+def virtual_time(clock: VirtualTime) -> Generator[None]:
+    """Steps compiled here are timed on a virtual clock, each of their lines and as a whole."""
+
+    class Watched(Stopwatch):
+        def __init__(self, runtime: Any, *_: Any) -> None:
+            super().__init__(runtime, clock, clock)
+
+        def start(self) -> None:
+            clock.begin()
+            super().start()
+
+        def _spending(self, call: Callable[[], Call], run: Callable[..., Any]) -> Callable[..., Any]:
+            def spent(*arguments: Any, **options: Any) -> Any:
+                result = run(*arguments, **options)
+                clock.spend(call(), sheets[-1])
+                return result
+
+            return spent
+
+        def line(self, method: str, run: Callable[..., Any]) -> Callable[..., Any]:
+            return super().line(method, self._spending(lambda: (method, self._counts[method]), run))
+
+        def region(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+            return super().region(name, self._spending(lambda: (name, 0), run))
+
+        def _hear_of(self, call: Call, flight: Any) -> None:  # noqa: ARG002
+            self._marks.ends[call] = clock.end_of(call)
+
+    sheets: list[Sheet] = []
+
+    def remembered(*arguments: Any) -> Sheet:
+        sheets.append(read(*arguments))
+        return sheets[-1]
+
+    def run(step: CompiledStep, variant: Variant, *arguments: Any) -> Any:
+        result = really_run(step, variant, *arguments)
+        assert step.costs is not None, "virtual time is for steps with costs"
+        clock.wall_s += clock.step_us(variant, step.costs.processors) / 1e6
+        return result
+
+    read, really_run = watching.sheet_of, CompiledStep._run
+    wall = SimpleNamespace(look=lambda: clock.wall_s, us=lambda start, end: 1e6 * (end - start))
+    with (
+        patch.object(watching, "Stopwatch", Watched),
+        patch.object(watching, "sheet_of", remembered),
+        patch.object(CompiledStep, "_run", run),
+        patch.object(step_times, "clock_of", lambda _: wall),
+    ):
+        yield
+
+
+def slower(factors: Mapping[tuple[Kind, str], float]) -> Factor:
+    """Costs of a kind and a name take so many times as long; a name of "" stands for all."""
+    return lambda cost: factors.get((cost.kind, cost.what), factors.get((cost.kind, ""), 1.0))
+
+
+def scheduled(step: CompiledStep, every: int, window: int) -> None:
+    """Time a compiled step more often than the real clock would allow."""
+    assert step._following is not None
+    watch = step._following.watch
+    watch.schedule = replace(watch.schedule, every=every, window=window)

@@ -1,0 +1,254 @@
+"""The options of error feedback: what they stand for, and which combinations are refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jobs import JOBS, cross_entropy
+from ranks import try_ranks
+from torch import nn
+
+import fxcomp
+from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.compressors import BF16, Compressor, Int8, TopK, parse_compressor
+from fxcomp.compressors.facts import Feedback
+from fxcomp.errors import BadOption, BadPlan, DivergingCombination
+from fxcomp.plan.error_budget import POLLUTING_SHARE, polluting_share
+from fxcomp.plan.error_feedback import ErrorFeedback, check_experiment, check_plan
+from fxcomp.plan.modes import Mode
+from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
+from fxcomp.search.choose import choose
+from fxcomp.search.workload import Gradient, Workload
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda **o: torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1, **o),
+    "adam": lambda **o: torch.optim.AdamW([nn.Parameter(torch.zeros(3))], **o),
+}
+
+
+class Expanding(Int8):
+    """An unbiased compressor whose error can exceed what it is given."""
+
+    __slots__ = ()
+
+    @property
+    def feedback(self) -> Feedback:
+        return Feedback.FORBIDDEN
+
+
+def plan(*compressors: Compressor | None, sizes: tuple[int, ...] = (100, 100, 100)) -> Plan:
+    strategies = [DENSE if c is None else Strategy.flat(c) for c in compressors]
+    return Plan(tuple(Bucket((f"p{k}",), (n,), s) for k, (n, s) in enumerate(zip(sizes, strategies, strict=False))))
+
+
+def checked(
+    options: ErrorFeedback, wanted: Plan, optimizer: torch.optim.Optimizer | None = None, ranks: int = 2
+) -> None:
+    """Check a plan of flat parameters among so many ranks."""
+    shapes = {name: (size,) for b in wanted.buckets for name, size in zip(b.names, b.sizes, strict=True)}
+    check_plan(options, wanted, shapes, among(ranks), optimizer)
+
+
+def among(ranks: int) -> Cluster:
+    return Cluster(ranks, 1, intra=Link(5.0, 20.0), inter=Link(50.0, 0.01))
+
+
+# Stages
+
+
+def test_by_default_the_plan_is_followed_from_the_first_step():
+    wanted = plan(TopK(0.01), None)
+    (only,) = ErrorFeedback().stages(wanted)
+    assert (only.first_step, only.plan) == (0, wanted)
+
+
+def test_a_warm_up_is_dense_then_sends_less_and_less():
+    wanted = plan(TopK(0.01), None, Int8())
+    stages = ErrorFeedback(dense_steps=3, density_steps=10).stages(wanted)
+    assert [(s.first_step, str(s.plan.buckets[0].strategy.compressor)) for s in stages] == [
+        (0, "None"),
+        (3, "topk(0.25)"),
+        (6, "topk(0.0625)"),
+        (9, "topk(0.015625)"),
+        (13, "topk(0.01)"),
+    ]
+    assert stages[0].plan.is_dense
+    assert stages[0].plan.names == wanted.names
+    assert stages[1].plan.buckets[1:] == wanted.buckets[1:]
+    assert stages[-1].plan == wanted
+
+
+def test_a_density_warm_up_keeps_ratios_above_its_density():
+    stages = ErrorFeedback(density_steps=2).stages(plan(TopK(0.5), TopK(0.05)))
+    assert [[str(b.strategy.compressor) for b in s.plan.buckets] for s in stages] == [
+        ["topk(0.5)", "topk(0.25)"],
+        ["topk(0.5)", "topk(0.0625)"],
+        ["topk(0.5)", "topk(0.05)"],
+    ]
+
+
+def test_a_warm_up_shorter_than_its_stages_skips_some():
+    stages = ErrorFeedback(density_steps=1).stages(plan(TopK(0.01)))
+    assert [s.first_step for s in stages] == [0, 1]
+
+
+@pytest.mark.parametrize("wanted", [plan(None), plan(Int8()), plan(TopK(0.25))])
+def test_a_plan_without_small_ratios_has_no_density_stages(wanted: Plan):
+    assert len(ErrorFeedback(density_steps=5).stages(wanted)) == 1
+
+
+def test_a_dense_plan_needs_no_dense_warm_up():
+    assert len(ErrorFeedback(dense_steps=5).stages(plan(None))) == 1
+
+
+def test_a_dense_warm_up_keeps_the_levels():
+    hierarchical = Plan((Bucket(("p",), (8,), Strategy.hierarchical(Int8())),))
+    assert ErrorFeedback(dense_steps=1).stages(hierarchical)[0].plan.buckets[0].strategy == Strategy.hierarchical(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "around"),
+    [
+        (ErrorFeedback(), (True, False, False)),
+        (ErrorFeedback(everywhere=True), (True, True, False)),
+        (ErrorFeedback(off=True), (False, False, False)),
+        (ErrorFeedback(everywhere=True, allow_diverging=True), (True, True, True)),
+    ],
+)
+def test_which_compressors_get_a_residual(options: ErrorFeedback, around: tuple[bool, ...]):
+    assert tuple(map(options.surrounds, (TopK(0.1), BF16(), Expanding()))) == around
+
+
+# Values that cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"dense_steps": -1}, r"dense_steps is a whole number of steps, from 0; it is -1"),
+        ({"dense_steps": 1.5}, r"dense_steps is a whole number of steps, from 0; it is 1.5"),
+        ({"density_steps": "3"}, r"density_steps is a whole number of steps, from 0; it is '3'"),
+        ({"density_steps": True}, r"density_steps is a whole number of steps, from 0; it is True"),
+        ({"momentum": "0.9"}, r"momentum is from 0 \(none\) to below 1; it is '0.9'"),
+        ({"momentum": float("nan")}, r"momentum is from 0 \(none\) to below 1; it is nan"),
+        ({"off": 1}, r"off is True or False; it is 1"),
+        ({"scale_with_lr": None}, r"scale_with_lr is True or False; it is None"),
+        ({"off": True, "everywhere": True}, r"off=True\) has nothing to scale.*\n  Leave off=True out"),
+        ({"off": True, "scale_with_lr": True}, r"off=True\) has nothing to scale"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(options: dict[str, Any], what: str):
+    with pytest.raises(BadOption, match=what):
+        ErrorFeedback(**options)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", ["off", "allow_diverging"])
+def test_experiments_need_a_plan(name: str):
+    with pytest.raises(BadOption, match=rf"{name}=True\) is for experiments.*\n.*Pass plan="):
+        check_experiment(ErrorFeedback(**{name: True}), planned=False)
+
+
+@pytest.mark.parametrize("plan", ["int8", None])
+@pytest.mark.parametrize("options", [{"off": True}, None, ErrorFeedback])
+def test_only_an_error_feedback_is_one(options: Any, plan: str | None):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadOption, match=r"error_feedback is an ErrorFeedback, not a (dict|NoneType|type)\.\n.*leave"):
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan=plan, error_feedback=options)
+
+
+@pytest.mark.parametrize("given", [3, ["int8"], TopK(0.1)])
+def test_only_a_plan_or_its_text_is_one(given: Any):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadPlan, match=r"plan is a fxcomp.Plan, the path .*; it is a (int|list|TopK)\.\n"):
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan=given)
+
+
+def test_feedback_around_an_expanding_compressor_is_refused():
+    checked(ErrorFeedback(), plan(Expanding()))
+    with pytest.raises(DivergingCombination, match=r"around int8 diverges: .*unbiased.*\n.*Leave everywhere=True out"):
+        checked(ErrorFeedback(everywhere=True), plan(Expanding()))
+    checked(ErrorFeedback(everywhere=True, allow_diverging=True), plan(Expanding()))
+
+
+def test_a_biased_compressor_without_feedback_is_refused():
+    checked(ErrorFeedback(off=True), plan(BF16(), None))
+    with pytest.raises(DivergingCombination, match=r"topk\(0.01\) without error feedback.*\n.*Leave off=True out"):
+        checked(ErrorFeedback(off=True), plan(TopK(0.01)))
+    checked(ErrorFeedback(off=True, allow_diverging=True), plan(TopK(0.01)))
+
+
+def test_bursts_under_adam_are_refused_beyond_a_share():
+    few, many = plan(TopK(0.01), Int8(), sizes=(14, 86)), plan(TopK(0.01), Int8(), sizes=(16, 84))
+    for optimizer in OPTIMIZERS.values():
+        checked(ErrorFeedback(), few, optimizer())
+    checked(ErrorFeedback(), many, OPTIMIZERS["sgd"]())
+    for name in ("sign", "shared_int8", "bf16"):
+        checked(ErrorFeedback(), plan(parse_compressor(name)), OPTIMIZERS["adam"]())
+    with pytest.raises(
+        DivergingCombination, match=r"16% of all elements .* topk\(0.01\).*AdamW divides .*at most 15%.*\n.*Use int8"
+    ):
+        checked(ErrorFeedback(), many, OPTIMIZERS["adam"]())
+    checked(ErrorFeedback(allow_diverging=True), many, OPTIMIZERS["adam"]())
+
+
+def test_what_a_compressor_needs_is_asked_among_so_many_ranks():
+    rounding, random = (plan(parse_compressor(f"shared_int8(stochastic={switch})")) for switch in ("false", "true"))
+    without, everywhere = ErrorFeedback(off=True), ErrorFeedback(everywhere=True)
+    checked(without, random, ranks=18)
+    with pytest.raises(DivergingCombination, match="shared_int8 without error feedback"):
+        checked(without, random, ranks=19)
+    with pytest.raises(DivergingCombination, match=r"shared_int8\(stochastic=false\) without error feedback"):
+        checked(without, rounding, ranks=2)
+    checked(everywhere, random, ranks=63)
+    with pytest.raises(DivergingCombination, match="error feedback around shared_int8 diverges"):
+        checked(everywhere, random, ranks=64)
+    # One level: what is below half a block's largest value waits, and comes in bursts.
+    checked(ErrorFeedback(), rounding, OPTIMIZERS["adam"](), ranks=63)
+    with pytest.raises(DivergingCombination, match="100% of all elements"):
+        checked(ErrorFeedback(), rounding, OPTIMIZERS["adam"](), ranks=64)
+
+
+def test_the_search_keeps_bursts_within_the_share():
+    where = Cluster(2, 1, intra=Link(5.0, 20.0), inter=Link(50.0, 0.01))
+    gradients = tuple(Gradient(f"p{k}", (512, 512), 500.0 * (k + 1), 10.0) for k in range(8))
+    workload, costs = Workload(gradients, 4000.0), fxcomp.CostTable(error=0.0)
+    free = choose(workload, costs, where, Mode.AGGRESSIVE)
+    bound = choose(workload, costs, where, Mode.AGGRESSIVE, bursts=POLLUTING_SHARE)
+    assert polluting_share(free.plan, where) > POLLUTING_SHARE
+    assert polluting_share(bound.plan, where) <= POLLUTING_SHARE
+    assert not bound.plan.is_dense
+
+
+def compiled_with_adam() -> str:
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer = torch.optim.Adam(model.parameters())
+    fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0), plan="topk(0.01)")
+    return "compiled"
+
+
+def test_a_refused_plan_fails_on_every_rank_and_nobody_hangs():
+    for outcome in try_ranks(2, compiled_with_adam):
+        assert outcome.error == "DivergingCombination"
+        assert "let fxcomp choose" in outcome.text
+
+
+def backend_with(**options: Any) -> None:
+    model = JOBS["mlp"].build()
+    compiled = torch.compile(model, backend="fxcomp", options={"error_feedback": ErrorFeedback(**options)})
+    cross_entropy(compiled, JOBS["mlp"].batch(0)).backward()
+
+
+@pytest.mark.parametrize("options", [{"scale_with_lr": True}, {"dense_steps": 1}, {"density_steps": 1}])
+def test_the_backend_refuses_what_needs_the_optimizer(options: dict[str, Any]):
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=rf"ErrorFeedback.{next(iter(options))} needs the optimizer"):
+        backend_with(**options)

@@ -1,0 +1,210 @@
+"""Strategies and plans: text and JSON there and back, the schedule, and the errors."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.errors import BadPlan, BadStrategy
+from fxcomp.plan.strategy import DENSE, Bucket, Device, Plan, Strategy
+
+NAMES = (None, "bf16", "int8", "sign", "topk(0.01)")
+COMPRESSORS = [parse_compressor(name) if name else None for name in NAMES]
+ALL = [
+    *(Strategy.flat(c, d, level=level) for c in COMPRESSORS for d in Device for level in Level),
+    *(Strategy.hierarchical(c, d) for c in COMPRESSORS for d in Device),
+]
+LEVELS = Strategy.hierarchical(parse_compressor("int8"))
+
+
+def plan_of(*strategies: Strategy) -> Plan:
+    return Plan(tuple(Bucket((f"w{k}",), (10 + k,), strategy) for k, strategy in enumerate(strategies)))
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_a_strategy_parses_back_from_its_text(strategy: Strategy):
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_stages_are_cut_behind_each_collective():
+    texts = [" > ".join(map(str, stage)) for stage in LEVELS.stages]
+    assert texts[0] == "reduce_scatter@intra"
+    assert texts[1].endswith("all_gather@inter")
+    assert texts[2] == "decompress@gpu > all_gather@intra"
+    assert texts[3] == ""
+    assert len(DENSE.stages) == 2
+
+
+def test_a_linear_compressor_is_reduced_and_others_are_gathered():
+    assert "all_reduce@world" in str(Strategy.flat(parse_compressor("bf16")))
+    assert "all_gather@world" in str(Strategy.flat(parse_compressor("sign")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "all_reduce@world > all_reduce@world",
+        "all_gather@world",
+        "compress(int8)@gpu > all_reduce@world > decompress@gpu",
+        "compress(int8)@gpu > all_gather@world",
+        "compress(int8)@gpu > all_gather@world > decompress@cpu",
+        "reduce_scatter@intra > all_reduce@inter",
+        "decompress@gpu",
+    ],
+)
+def test_steps_that_do_not_sum_once_are_refused_with_the_shapes_that_do(text: str):
+    with pytest.raises(BadStrategy, match=r"does not sum each gradient over all ranks once; write one of\n  \w"):
+        Strategy.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "all_reduce", "all_reduce@everywhere", "squeeze(int8)@gpu", "compress()@gpu", "compress(int8)@tpu", "a b"],
+)
+def test_a_text_that_is_no_step_is_refused_by_name(text: str):
+    with pytest.raises(BadStrategy, match=r"cannot read '"):
+        Strategy.parse(text)
+
+
+def test_an_unknown_compressor_is_named():
+    with pytest.raises(BadStrategy, match="there is no compressor 'int9'"):
+        Strategy.parse("compress(int9)@gpu > all_gather@world > decompress@gpu")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_schedule_runs_every_stage_once_in_an_order_that_can_be(count: int):
+    for chosen in itertools.product((DENSE, LEVELS, Strategy.flat(parse_compressor("sign"))), repeat=count):
+        plan = plan_of(*chosen)
+        launches = [(launch.bucket, launch.stage) for launch in plan.schedule()]
+        depth = [len(bucket.strategy.collectives) for bucket in plan.buckets]
+        assert sorted(launches) == [(b, s) for b in range(count) for s in range(depth[b])]
+        regions = [launch.region for launch in plan.schedule()]
+        assert regions == sorted(regions)
+        for launch in plan.schedule():
+            assert launch.region >= launch.bucket  # its gradients are there
+            if launch.stage:
+                assert launches.index((launch.bucket, launch.stage - 1)) < launches.index((launch.bucket, launch.stage))
+
+
+def test_a_later_stage_waits_one_region():
+    launches = [(launch.region, launch.bucket, launch.stage) for launch in plan_of(LEVELS, DENSE).schedule()]
+    assert launches == [(0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 0, 2)]
+
+
+def test_an_empty_plan_has_no_schedule():
+    assert Plan(()).schedule() == ()
+    assert Plan(()).is_dense
+
+
+def test_a_plan_survives_json_and_a_file(tmp_path: Path):
+    plan = plan_of(*ALL)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(tmp_path / "plan.json").digest == plan.digest
+
+
+def test_a_digest_tells_plans_apart():
+    assert len({plan_of(strategy).digest for strategy in ALL}) == len(set(map(str, ALL)))
+
+
+def test_a_plan_knows_its_buckets():
+    plan = plan_of(DENSE, LEVELS)
+    assert plan.names == ("w0", "w1")
+    assert plan.bucket_of("w1") == 1
+    assert plan.buckets[1].dense_bytes == 44
+    assert not plan.is_dense
+    assert plan.with_strategies([DENSE, DENSE]).is_dense
+    assert str(plan).startswith("bucket 0: 1 tensors, 10 elements: all_reduce@world\n")
+
+
+def test_a_gradient_in_two_buckets_is_refused():
+    bucket = Bucket(("w",), (1,), DENSE)
+    with pytest.raises(BadPlan, match="the plan names w more than once"):
+        Plan((bucket, bucket))
+
+
+def test_a_bucket_needs_as_many_sizes_as_names():
+    for names, sizes in (((), ()), (("a",), (1, 2))):
+        with pytest.raises(BadPlan, match="a bucket needs names and as many sizes"):
+            Bucket(names, sizes, DENSE)
+
+
+def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(BadPlan, match=r"cannot read the plan .*plan\.json: No such file"):
+        Plan.load(path)
+    for text, message in (
+        ("{", "Expecting"),
+        ('{"version": 2}', "this plan has version 2; this fxcomp reads version 1"),
+        ('{"version": 1}', "this is not a plan: KeyError: 'buckets'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(BadPlan, match=f"cannot read the plan .*: {message}"):
+            Plan.load(path)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("sizes", [(4, 8), (5, 1, 1, 13), (3,), (1, 1)])
+def test_shards_cover_the_padded_bucket_once(sizes: tuple[int, ...], shards: int):
+    bucket = Bucket(tuple("abcd"[: len(sizes)]), sizes, DENSE)
+    parts = [[size for _, size in bucket.segments(shards, index)] for index in range(shards)]
+    padded = sum(sizes) + -sum(sizes) % shards
+    assert [sum(part) for part in parts] == [padded // shards] * shards
+    borders = {sum(sizes[:k]) for k in range(len(sizes) + 1)} | {padded}
+    found, offset = {0}, 0
+    for part in parts:
+        for segment in part:
+            offset += segment
+            found.add(offset)
+    assert borders <= found
+
+
+def test_what_needs_whole_parameters_is_refused_where_each_rank_has_a_shard():
+    powersgd = parse_compressor("powersgd(2)")
+    with pytest.raises(BadStrategy) as error:
+        Strategy.hierarchical(powersgd)
+    assert str(error.value) == (
+        "powersgd(2) compresses whole parameters, but in 'reduce_scatter@intra > propose(powersgd(2))@gpu >"
+        " all_reduce@inter > compress(powersgd(2))@gpu > all_reduce@inter > decompress@gpu > all_gather@intra' each"
+        " rank has a shard of the bucket.\n"
+        "  Write propose(powersgd(2))@gpu > all_reduce@world > compress(powersgd(2))@gpu > all_reduce@world >"
+        " decompress@gpu"
+    )
+    assert Strategy.flat(powersgd).compressor == powersgd
+
+
+def test_a_compressor_is_bound_to_shapes_or_to_even_parts_of_them():
+    where = Cluster(3, 2, intra=Link(1, 10), inter=Link(10, 1))
+    shared = parse_compressor("shared_int8")
+    assert Strategy.flat(shared).bound([(4, 5)], where) == shared.bound_to([(4, 5)], 6)
+    assert Strategy.hierarchical(shared).bound([(4, 5)], where) == shared.bound_to([(10,)], 3)
+    assert DENSE.bound([(4, 5)], where) is None
+    bound = Strategy.flat(parse_compressor("powersgd(1)")).bound([(40, 5), (7,)], where)
+    assert bound is not None
+    assert bound.payload_bytes((200, 7)) == 4 * (5 + 7)
+
+
+def test_a_plan_by_level_needs_as_many_ranks_on_every_host():
+    uneven = Cluster.parse("3+2", intra=Link(1, 10), inter=Link(10, 1))
+    flat = Plan((Bucket(("a",), (4,), DENSE),))
+    flat.check_fits(uneven)
+    plan = flat.with_strategies([Strategy.hierarchical(None)])
+    plan.check_fits(Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1)))
+    with pytest.raises(BadPlan, match=r"(?s)bucket 0 of the plan .* needs as many ranks on every host; .* have 3\+2\."):
+        plan.check_fits(uneven)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"version": 1, "buckets": [{"names": ["a"], "sizes": [Infinity]}]}'],
+    ids=["binary", "nested", "digits", "infinite"],
+)
+def test_a_file_that_is_no_plan_is_refused(content: bytes, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(BadPlan, match=r"cannot read the plan .*plan\.json"):
+        Plan.load(path)

@@ -1,0 +1,205 @@
+"""The cluster of live process groups: told by host names, uneven hosts too, and what a group in it reaches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks, try_ranks
+
+import fxcomp
+from fxcomp import compat, pipeline
+from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.commands.demo import shaped_hosts as hosts
+from fxcomp.cost.collectives import reach_us
+from fxcomp.cost.contention import Contention
+from fxcomp.errors import NoProcessGroup
+from fxcomp.plan.strategy import CollectiveKind, Strategy
+from fxcomp.ranks import Ranks, cluster_of_group
+
+INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
+
+
+def on_hosts(names: Sequence[str]) -> None:
+    """Let this rank believe that it sits on the host of its number."""
+    here = names[dist.get_rank()]
+    compat.host_name = lambda: here
+
+
+def described(names: Sequence[str]) -> Cluster:
+    on_hosts(names)
+    return Ranks.join(None, "the test").cluster_of(None)
+
+
+def test_a_live_cluster_is_told_by_the_names_of_its_hosts():
+    clusters = run_ranks(3, described, ["b", "a", "b"])
+    assert len({str(cluster) for cluster in clusters}) == 1
+    assert (clusters[0].shape, clusters[0].placement) == ("2+1", (0, 1, 0))
+
+
+ACROSS, INSIDE = (0, 4, 5, 6), (0, 1, 2, 3)
+
+
+def reaches(names: Sequence[str], groups: Sequence[Sequence[int]]) -> list[tuple[str, str, float]]:
+    """For each group that this rank is in: its own cluster's shape, how it sits among all ranks, and 8 MB's price."""
+    on_hosts(names)
+    world = cluster_of_group(intra=INTRA, inter=INTER)
+    found: list[tuple[str, str, float]] = []
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            reach = world.reach(dist.get_process_group_ranks(group))
+            us = reach_us(CollectiveKind.ALL_REDUCE, 8_000_000, reach)
+            found.append((cluster_of_group(group).shape, str(reach), us))
+    return found
+
+
+def test_four_live_ranks_on_four_hosts_and_four_in_a_host_get_prices_of_their_own():
+    answers = run_ranks(7, reaches, ["a", "a", "a", "a", "b", "c", "d"], [ACROSS, INSIDE])
+    across, inside = ("4x1", "4x1", 6 * 10 + 1.5 * 8e6 / 1e3), ("1x4", "1x4", 6 * 1 + 1.5 * 8e6 / 100e3)
+    assert answers == [[across, inside], [inside], [inside], [inside], [across], [across], [across]]
+    # The same from text.
+    text = Cluster.parse("4+1+1+1", intra=INTRA, inter=INTER)
+    assert [reach_us(CollectiveKind.ALL_REDUCE, 8_000_000, text.reach(g)) for g in (ACROSS, INSIDE)] == [
+        across[2],
+        inside[2],
+    ]
+
+
+ON_REAL_HOSTS = """
+import torch.distributed as dist
+from fxcomp.commands.demo import shaped_hosts as hosts
+from fxcomp.ranks import cluster_of_group
+hosts.join()
+cluster = cluster_of_group()
+print(cluster.shape, cluster.placement, cluster.reach((0, 1)), cluster.reach((0, 2)))
+dist.destroy_process_group()
+"""
+
+
+def test_namespaces_of_one_machine_are_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reason = hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "told.py").write_text(ON_REAL_HOSTS)
+    with hosts.ShapedHosts(2) as two:
+        told = hosts.run_ranks([str(tmp_path / "told.py")], hosts=two, ranks_per_host=2)
+    assert told == ["2x2 (0, 0, 1, 1) 1x2 2x1\n"] * 4
+
+
+def alone(_: object = None) -> str:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return cluster_of_group(group).shape
+
+
+def test_a_group_of_one_rank_is_a_cluster_of_one():
+    assert run_ranks(2, alone) == ["1x1", "1x1"]
+
+
+def test_without_a_process_group_there_is_nothing_to_describe():
+    with pytest.raises(NoProcessGroup, match=r"(?s)is not initialised in this process, .*Cluster.parse\('8x4'"):
+        cluster_of_group()
+
+
+def steps_on(names: Sequence[str], plan: str | None) -> tuple[str, float]:
+    on_hosts(names)
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, verify_every=1)
+    step(batch)
+    total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    return step.explain(), total
+
+
+@pytest.mark.parametrize("plan", [None, "int8"])
+def test_a_step_compiles_and_runs_where_hosts_are_uneven(plan: str | None):
+    answers = run_ranks(3, steps_on, ["a", "a", "b"], plan)
+    assert all("2 hosts, 3 ranks (2+1)" in report for report, _ in answers)
+    assert len({total for _, total in answers}) == 1
+
+
+def by_level_on(names: Sequence[str]) -> None:
+    on_hosts(names)
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    dense = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan="dense").plan
+    plan = dense.with_strategies([Strategy.hierarchical(None)] * len(dense.buckets))
+    fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan)
+
+
+def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
+    outcomes = try_ranks(3, by_level_on, ["a", "a", "b"])
+    assert [outcome.error for outcome in outcomes] == ["BadPlan"] * 3
+    assert all("needs as many ranks on every host; here the hosts have 2+1" in outcome.text for outcome in outcomes)
+
+
+def fitted_contention(_: object = None) -> tuple[int, dict[CollectiveKind, Contention], float]:
+    """How often this rank fitted contention, each rank with another answer, and what its step was planned with."""
+    asked: list[int] = []
+
+    def fitted(*_: object) -> tuple[dict[CollectiveKind, Contention], float]:
+        asked.append(1)
+        return {CollectiveKind.ALL_GATHER: Contention(1.5 + dist.get_rank(), 0.5)}, 0.1 + 0.1 * dist.get_rank()
+
+    pipeline.contention_of = fitted
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch)
+    return len(asked), dict(step.costs.contention), step.costs.error
+
+
+def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
+    first = {CollectiveKind.ALL_GATHER: Contention(1.5, 0.5)}
+    assert run_ranks(2, fitted_contention) == [(1, first, 0.1), (0, first, 0.1)]
+
+
+def priced_starts(_: object = None) -> float:
+    """What a start costs in the plan's table where one on this rank took 700 us, or 900."""
+    measure = pipeline.measure_step
+
+    def measured(*arguments: Any) -> list[Any]:
+        return [replace(on, launch_us=700.0 + 200 * dist.get_rank()) for on in measure(*arguments)]
+
+    pipeline.measure_step = measured
+    job = JOBS["mlp"]
+    model = job.build()
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
+    return fxcomp.compile_step(model, cross_entropy, optimizer, batch).costs.launch_us
+
+
+def test_a_start_costs_what_it_took_in_the_step():
+    assert run_ranks(2, priced_starts) == [700.0, 700.0]
+
+
+def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str], quota: float) -> float:
+    rank = dist.get_rank()
+    compat.usable_processors, compat.machine_name = lambda: list(usable[rank]), lambda: machines[rank]
+    compat.processor_quota = lambda: quota
+    return Ranks.join(None, "the test").processors().count
+
+
+@pytest.mark.parametrize(
+    ("usable", "machines", "count"),
+    [
+        ([[0, 1], [0, 1]], "aa", 1.0),
+        ([[0], [1]], "aa", 1.0),
+        ([[0], [0]], "ab", 1.0),
+        ([[0, 1, 2, 3], [0, 1]], "aa", 1.0),
+        ([[0, 1, 2], [2, 3, 4]], "aa", 2.5),
+    ],
+    ids=["shared", "pinned", "other machines", "partly shared", "overlapping"],
+)
+def test_ranks_share_the_processors_that_several_may_use(usable, machines: str, count: float):
+    assert run_ranks(2, shared_processors, usable, machines, math.inf) == [count, count]
+
+
+def test_ranks_share_a_quota():
+    assert run_ranks(2, shared_processors, [[0, 1, 2, 3]] * 2, "aa", 3.0) == [1.5, 1.5]

@@ -1,0 +1,197 @@
+"""Contention of sums and of gathers is told apart by a step of each; the network that gathers does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graphs import COSTS
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fxcomp import pipeline
+from fxcomp.capture.whole_step import capture, materialize_state, owned_parameters
+from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cost.contention import Contention
+from fxcomp.cost.table import CostTable, Transport
+from fxcomp.cost.timeline import Processors, Stream, Task, simulate
+from fxcomp.plan.strategy import Bucket, CollectiveKind, Plan, Strategy
+from fxcomp.planning import measure_step as calibrate
+from fxcomp.planning.measure_contention import (
+    GATHERED,
+    SentAsGathers,
+    as_slowest,
+    contention_of,
+    networks,
+    summed_bytes,
+)
+from fxcomp.planning.measure_step import StepMeasurement, _LinesTimed  # pyright: ignore[reportPrivateUsage]
+from fxcomp.runtime.transport import Nowhere
+from fxcomp.search.graph_tasks import graph_tasks
+
+CLUSTER = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
+SHARED = replace(
+    COSTS,
+    copy_gb_per_s=None,
+    launch_us=1.0,
+    processors=Processors(1.0, 1.0),
+    transport={
+        CollectiveKind.ALL_REDUCE: Transport(us=5.0, us_per_mb=800.0),
+        CollectiveKind.ALL_GATHER: Transport(us=5.0, us_per_mb=800.0, speed=0.9),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def captured() -> Any:
+    model = JOBS["mlp"].build()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    owned = owned_parameters(model, optimizer)
+    materialize_state(optimizer, owned)
+    return capture(model, cross_entropy, optimizer, JOBS["mlp"].batch(0), owned)
+
+
+def dense_step(captured: Any, costs: CostTable) -> GraphModule:
+    """Two buckets, so that the first one's collective has compute beside it."""
+    gradients = pipeline.analyze(captured.graph, costs, CLUSTER).gradients
+    halves = gradients[:2], gradients[2:]
+    buckets = [
+        Bucket(tuple(g.name for g in half), tuple(g.elements for g in half), Strategy.flat(None)) for half in halves
+    ]
+    return pipeline.rewrite(captured, Plan(tuple(buckets)), costs, CLUSTER, 0).graph
+
+
+def measured(tasks: list[Task] | tuple[Task, ...]) -> StepMeasurement:
+    """A step that takes what these tasks are predicted to."""
+    timeline = simulate(tasks, SHARED.processors)
+    return StepMeasurement(timeline.step_time_us, 0.0, {"all": timeline.busy_us(Stream.COMPUTE)}, 0.0, None, None, {})
+
+
+def as_gathers(graph: GraphModule, costs: CostTable) -> list[Task]:
+    summed, tasks = summed_bytes(graph), []
+    for task in graph_tasks(graph):
+        if task.name in summed:
+            what = CollectiveKind.ALL_GATHER, Level.WORLD, summed[task.name] / GATHERED, CLUSTER
+            us, load, beside = costs.collective_us(*what), costs.load_of(*what), costs.beside(*what)
+            task = replace(task, duration_us=us, load=load, beside=beside)
+        tasks.append(task)
+    return tasks
+
+
+def measurements(captured: Any, costs: CostTable) -> list[StepMeasurement]:
+    graph = dense_step(captured, costs)
+    alone = [t for t in graph_tasks(graph) if t.stream is Stream.COMPUTE]
+    free = [replace(task, after=()) for task in alone]
+    return [measured(tasks) for tasks in (free, list(graph_tasks(graph)), as_gathers(graph, costs))]
+
+
+@pytest.mark.parametrize(
+    ("sums", "gathers"),
+    [(Contention(4.0, 1.0), Contention()), (Contention(), Contention(6.0, 1.0)), (Contention(2.0), Contention(4.0))],
+)
+def test_each_kind_gets_its_own(captured: Any, sums: Contention, gathers: Contention):
+    planted = {CollectiveKind.ALL_REDUCE: sums, CollectiveKind.ALL_GATHER: gathers}
+    seen = measurements(captured, replace(SHARED, contention=planted))
+    found, error = contention_of(SHARED, dense_step(captured, SHARED), CLUSTER, seen)
+    assert set(found) == set(planted)
+    assert error < 0.04
+    again = measurements(captured, replace(SHARED, contention=found))
+    for ours, theirs in zip(again, seen, strict=True):
+        assert ours.step_us == pytest.approx(theirs.step_us, rel=0.04)
+        assert ours.compute_us == pytest.approx(theirs.compute_us, rel=0.06)
+    unexplained = measurements(captured, SHARED)
+    assert any(abs(ours.step_us / theirs.step_us - 1) > 0.04 for ours, theirs in zip(unexplained, seen, strict=True))
+
+
+def test_the_larger_of_both_errors_is_told(captured: Any):
+    free, dense, gathered = measurements(captured, SHARED)
+    longer = replace(gathered, step_us=3 * gathered.step_us)
+    _, error = contention_of(SHARED, dense_step(captured, SHARED), CLUSTER, [free, dense, longer])
+    assert error > 0.3
+
+
+def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
+    graph, somewhere = dense_step(captured, SHARED), Nowhere()
+    assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [Nowhere, Nowhere, SentAsGathers]
+    spare = replace(SHARED, processors=Processors(2.0, 1.0))
+    assert len(networks(graph, somewhere, spare, CLUSTER)) == 2
+
+
+class Recording(Nowhere):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Any:
+        self.calls.append((f"sum or max, {level}", value.numel(), 0))
+        return super().all_reduce(value, level, lane, how)
+
+    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Any:
+        self.calls.append((f"gather, {level}", value.numel(), out.numel()))
+        return super().all_gather(value, out, level, lane)
+
+
+def test_only_sums_over_all_ranks_are_sent_as_gathers():
+    network = Recording()
+    gathers = SentAsGathers(network, ranks=3)
+    bucket = torch.arange(10.0)
+    gathers.all_reduce(bucket, "world", "main").wait()
+    gathers.all_reduce(torch.ones(2), "world", "main").wait()
+    gathers.all_reduce(torch.ones(8), "world", "main", "max").wait()
+    gathers.all_reduce(torch.ones(8), "intra", "main").wait()
+    assert network.calls == [
+        ("gather, world", 2, 6),
+        ("gather, world", 1, 3),
+        ("sum or max, world", 8, 0),
+        ("sum or max, intra", 8, 0),
+    ]
+    assert bucket.tolist() == list(range(10)), "the step's own values stay"
+
+
+def test_a_network_that_would_need_memory_of_its_own_is_left_out(captured: Any):
+    many = Cluster(1 << 16, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
+    assert len(networks(dense_step(captured, SHARED), Nowhere(), SHARED, many)) == 2
+
+
+def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():
+    def one(step_us: float, compute_us: float) -> StepMeasurement:
+        return StepMeasurement(step_us, 0.0, {"a": 0.6 * compute_us, "b": 0.2 * compute_us}, 0.2 * compute_us, 5, 1, {})
+
+    everyone = [[[110.0, 100.0], [420.0, 120.0]], [[310.0, 300.0], [400.0, 330.0]]]
+    for here in ([one(110.0, 100.0), one(420.0, 120.0)], [one(310.0, 300.0), one(400.0, 330.0)]):
+        alone, dense = as_slowest(here, everyone)
+        assert (alone.compute_us, dense.compute_us) == (pytest.approx(300.0), pytest.approx(330.0))
+        assert (alone.step_us, dense.step_us) == (310.0, 420.0)
+        assert alone.region_us == pytest.approx({"a": 180.0, "b": 60.0})
+
+
+class Seconds:
+    """A clock by another one's seconds."""
+
+    sees_threads = True
+
+    def __init__(self, look: Callable[[], float]) -> None:
+        self.look = look
+
+    def us(self, start: float, end: float) -> float:
+        return 1e6 * (end - start)
+
+
+def test_packing_and_starts_are_timed_but_not_the_first_ones_nor_broadcasts(monkeypatch: pytest.MonkeyPatch):
+    now = iter([0.0, 9.0, 10.0, 10.5, 20.0, 28.0, 30.0, 30.25, 40.0, 41.0, 50.0, 57.0])  # seconds; starts and ends
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(now))
+    runtime = _LinesTimed(Nowhere(), torch.device("cpu"))
+    runtime.clock = Seconds(lambda: next(now))
+    for _ in range(2):  # 9 s, then 0.5 s
+        runtime.pack("pack", ["w"], [torch.ones(4)], 1.0)
+    runtime.collect()
+    for _ in range(2):  # 8 s, then 0.25 s
+        runtime.launch("sum", "all_reduce", torch.ones(4), 2, "world")
+    runtime.launch("buffers", "broadcast", torch.ones(4), 2, "world")
+    assert (runtime.pack_us, runtime.launch_us) == (0.5e6, 0.25e6)
+    alone = StepMeasurement(1.0, 0.0, {"a": 2.0, "b": 3.0}, 4.0, None, None, {})
+    assert alone.compute_us == 9.0
+    assert _LinesTimed(Nowhere(), torch.device("cpu")).launch_us is None

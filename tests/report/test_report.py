@@ -1,0 +1,296 @@
+"""The report: texts on hand-built workloads, and arithmetic that adds up."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.compressors import kernels, parse_compressor
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Stream, Task, simulate
+from fxcomp.plan.modes import Mode
+from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+from fxcomp.report.terminal import (
+    Explanation,
+    encodable,
+    exposed_by_bucket,
+    parts_us,
+    sent_bytes,
+    short,
+    to_json,
+    to_text,
+)
+from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
+from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.workload import Gradient, Workload
+
+COSTS = CostTable(
+    compressors={
+        f"{parse_compressor(name)}@{device}": CompressorCost.of(
+            CompressorPoint(4096, 4.0, 3.0), CompressorPoint(1 << 20, 400.0, 300.0)
+        )
+        for name in ("bf16", "int8")
+        for device in ("gpu", "cpu")
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def same_kernels_everywhere(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "describe", lambda: "compression on the CPU: C++ kernels (_kernels.so)")
+
+
+def cluster(inter: str, hosts: int = 2, ranks_per_host: int = 1) -> Cluster:
+    return Cluster(hosts, ranks_per_host, intra=Link(5.0, 12.0), inter=Link.parse(inter))
+
+
+def workload() -> Workload:
+    gradients = [
+        Gradient("head.weight", (1000, 400), 6_000.0, 100.0),
+        Gradient("body[1].weight", (1000, 1200), 9_000.0, 300.0),
+        Gradient("body[1].bias", (1000,), 9_000.0, 2.0),
+        Gradient("embedding.weight", (1000, 800), 12_000.0, 200.0),
+    ]
+    return Workload(tuple(gradients), backward_us=12_500.0)
+
+
+def explanation(where: Cluster, **changes: object) -> Explanation:
+    choice = choose(workload(), COSTS, where, Mode.BALANCED)
+    explained = Explanation(
+        plan=choice.plan,
+        timeline=simulate(plan_tasks(workload(), choice.plan, COSTS, where)),
+        workload=workload(),
+        costs=COSTS,
+        cluster=where,
+        choice=choice,
+        mode="balanced",
+        flip_gbit=flip_gbit(workload(), COSTS, where, Mode.BALANCED),
+        knows_flip=True,
+        notes=("A note, with [brackets].",),
+    )
+    return replace(explained, **changes)
+
+
+def by_hand(**changes: object) -> Explanation:
+    """A report whose numbers no other code makes, so that its golden text changes with the report alone."""
+    int8 = Strategy.flat(parse_compressor("int8"))
+    by_level = Strategy.hierarchical(parse_compressor("int8"), Device.CPU)
+    plan = Plan(
+        (
+            Bucket(("body[1].weight", "head.weight"), (1_200_000, 400_000), int8),
+            Bucket(("body[1].bias",), (1_000,), DENSE),
+            Bucket(("embedding.weight",), (800_000,), by_level),
+        )
+    )
+    tasks = [
+        Task("region 0", Stream.COMPUTE, 9_000.0),
+        Task("pack 0", Stream.COMPUTE, 400.0, ("region 0",)),
+        Task("compress 0", Stream.COMPUTE, 600.0, ("pack 0",)),
+        Task("all_gather 0", Stream.INTER, 5_000.0, ("compress 0",)),
+        Task("region 1", Stream.COMPUTE, 10.0),
+        Task("all_reduce 1", Stream.INTER, 60.0, ("region 1",)),
+        Task("region 2", Stream.COMPUTE, 2_990.0),
+        Task("reduce_scatter 2", Stream.INTRA, 700.0, ("region 2",)),
+        Task("compress 2", Stream.CPU, 500.0, ("reduce_scatter 2",)),
+        Task("all_gather 2", Stream.INTER, 4_000.0, ("compress 2",)),
+        Task("all_gather@intra 2", Stream.INTRA, 700.0, ("all_gather 2",)),
+        Task("backward", Stream.COMPUTE, 500.0),
+        Task("decompress 0", Stream.COMPUTE, 500.0, ("all_gather 0",)),
+        Task("update 0", Stream.COMPUTE, 400.0, ("decompress 0",)),
+        Task("update 1", Stream.COMPUTE, 2.0, ("all_reduce 1",)),
+        Task("update 2", Stream.COMPUTE, 200.0, ("all_gather@intra 2",)),
+    ]
+    dense = plan.with_strategies([DENSE] * 3)
+    timeline = simulate(tasks)
+    choice = Choice(
+        plan=plan,
+        step_us=timeline.step_time_us,
+        dense=dense,
+        dense_us=40_000.0,
+        fastest=plan,
+        fastest_us=timeline.step_time_us,
+        bf16_us=25_000.0,
+        free_us=12_602.0,
+        error=0.1,
+        alternatives=(
+            (Alternative(DENSE, 30_000.0), Alternative(by_level, 20_500.0)),
+            (Alternative(int8, math.inf),),
+            (Alternative(DENSE, 31_000.0), Alternative(int8, math.inf)),
+        ),
+        evaluations=9,
+    )
+    where = cluster("1gbit", 4, 2)
+    explained = Explanation(
+        plan,
+        timeline,
+        workload(),
+        COSTS,
+        where,
+        choice,
+        "aggressive",
+        9.5,
+        knows_flip=True,
+        notes=("With [brackets].",),
+    )
+    return replace(explained, **changes)
+
+
+def test_a_compressed_plan_is_explained(golden: Callable[[str, str], None]):
+    golden("report/compress.txt", to_text(by_hand()))
+
+
+def test_a_plan_that_stays_dense_names_the_faster_one(golden: Callable[[str, str], None]):
+    known = by_hand().choice
+    assert known is not None
+    tasks = [Task("region 0", Stream.COMPUTE, 200_000.0), Task("all_reduce 0", Stream.INTER, 9_000.0, ("region 0",))]
+    others = tuple((Alternative(Strategy.hierarchical(None), us),) for us in (208_500.0, 209_000.0, 209_000.0))
+    dense = replace(
+        known, plan=known.dense, dense_us=209_000.0, fastest_us=205_000.0, bf16_us=207_000.0, alternatives=others
+    )
+    golden(
+        "report/dense.txt", to_text(by_hand(choice=dense, plan=known.dense, timeline=simulate(tasks), flip_gbit=None))
+    )
+
+
+def test_a_measured_step_stands_beside_its_prediction():
+    text = to_text(explanation(cluster("1gbit"), measured_ms=40.0, exposed_ms=11.0))
+    assert "measured" in text
+    assert "exposed: 11.00 ms measured" in text
+
+
+def test_a_plan_that_was_given_is_told_from_the_choice():
+    where = cluster("1gbit")
+    plan = uniform("dense", workload(), COSTS, where)
+    text = to_text(explanation(where, plan=plan, timeline=simulate(plan_tasks(workload(), plan, COSTS, where))))
+    assert "The plan in use is dense; fxcomp would choose another" in text
+    assert "Not taken" not in text
+
+
+def test_a_report_without_a_comparison_says_what_it_knows():
+    explained = explanation(cluster("1gbit"), choice=None, knows_flip=False)
+    assert "against dense" in to_text(explained)
+    assert to_json(explained)["step_ms"]["dense"] is None
+
+
+def test_links_that_were_measured_are_listed_and_the_cluster_is_not_believed():
+    kind = CollectiveKind.ALL_REDUCE
+    fits = {(kind, "2x1"): MeasuredCollective.line(kind, 2, 30.0, 0.125, 0.02, "measured, 12 samples")}
+    text = to_text(explanation(cluster("1gbit"), costs=replace(COSTS, collectives=fits)))
+    assert "links as measured" in text
+    assert "30 us a step, 1gbit a rank; off by 2.0 % (measured, 12 samples)" in text
+
+
+def test_one_rank_has_nothing_to_explain_but_its_compute():
+    text = to_text(explanation(cluster("1gbit", 1, 1)))
+    assert "Do not compress" in text
+    assert "Where the verdict flips" not in text
+
+
+def test_buffers_that_are_broadcast_have_a_line_of_their_own():
+    where = cluster("1mbit")
+    shared = replace(workload(), broadcast_bytes=400_000, broadcast_ready_us=100.0)
+    choice = choose(shared, COSTS, where, Mode.BALANCED)
+    timeline = simulate(plan_tasks(shared, choice.plan, COSTS, where))
+    assert exposed_by_bucket(timeline)[None] > 0
+    assert "buffers" in to_text(explanation(where, workload=shared, choice=choice, plan=choice.plan, timeline=timeline))
+
+
+def test_the_parts_of_a_step_add_up():
+    for where in (cluster("100mbit"), cluster("3gbit", 4, 2), cluster("1tbit")):
+        explained = explanation(where)
+        assert sum(parts_us(explained.timeline).values()) == pytest.approx(explained.step_us)
+        line = next(line for line in to_text(explained).splitlines() if line.startswith("  compute ") and "=" in line)
+        left, right = line.removesuffix(" ms").split(" = ")
+        assert sum(float(part.split()[-1]) for part in left.split(" + ")) == pytest.approx(float(right), abs=1e-9)
+
+
+def test_the_waits_of_all_buckets_add_up_to_the_exposed_time():
+    for seed in range(50):
+        timeline = simulate(random_tasks(random.Random(seed)))
+        assert sum(exposed_by_bucket(timeline).values()) == pytest.approx(timeline.exposed_us), seed
+
+
+def random_tasks(chance: random.Random) -> list[Task]:
+    tasks: list[Task] = []
+    for k in range(chance.randint(1, 12)):
+        stream = chance.choice(list(Stream))
+        known = [task.name for task in tasks]
+        after = tuple(chance.sample(known, min(len(known), chance.randint(0, 2))))
+        name = chance.choice(("region", "all_reduce", "compress", "d2h"))
+        tasks.append(Task(f"{name}_{k}", stream, chance.choice((0.0, 1.0, 2.5, 7.0)), after))
+    return tasks
+
+
+def test_a_wait_belongs_to_the_bucket_on_the_wire_at_that_moment():
+    tasks = [
+        Task("region 0", Stream.COMPUTE, 10.0),
+        Task("all_reduce 0", Stream.INTER, 20.0, ("region 0",)),
+        Task("all_reduce 1", Stream.INTER, 5.0, ("region 0",)),
+        Task("update 1", Stream.COMPUTE, 1.0, ("all_reduce 1",)),
+    ]
+    assert exposed_by_bucket(simulate(tasks)) == {0: 20.0, 1: 5.0}
+
+
+def test_names_of_the_graph_and_of_the_search_lead_to_their_bucket():
+    for name in ("all_gather@intra 3", "start all_reduce_3_bf16", "d2h_3", "all_gather_3_intra", "h2d 3"):
+        tasks = [Task(name, Stream.INTER, 4.0), Task("update", Stream.COMPUTE, 1.0, (name,))]
+        assert exposed_by_bucket(simulate(tasks)) == {3: 4.0}, name
+
+
+def test_sent_bytes_are_those_between_hosts():
+    int8, where = parse_compressor("int8"), cluster("1gbit", 4, 2)
+    work = Workload((Gradient("w", (1000, 8), 1.0, 0.0),), 1.0)
+    dense = Bucket(("w",), (8000,), Strategy.flat(None))
+    assert sent_bytes(dense, where, work) == 2 * 7 / 8 * 32_000
+    levels = Bucket(("w",), (8000,), Strategy.hierarchical(int8))
+    assert sent_bytes(levels, where, work) == 3 * int8.payload_bytes((4000,))
+    thin = Bucket(("w",), (8000,), Strategy.flat(parse_compressor("powersgd(1)")))
+    assert sent_bytes(thin, where, work) == 2 * 7 / 8 * 4 * (1000 + 8)
+
+
+def test_strategies_have_short_names():
+    topk = parse_compressor("topk(0.01)")
+    assert short(Strategy.flat(None)) == "dense"
+    assert short(Strategy.hierarchical(topk, Device.CPU)) == f"{topk} by level on cpu"
+
+
+def test_every_width_is_readable_and_never_exceeded():
+    explained = explanation(cluster("1gbit", 4, 2), measured_ms=40.0, exposed_ms=11.0)
+    for width in (20, 40, 63, 64, 80, 100, 200):
+        assert all(len(line) <= width for line in to_text(explained, width=width).splitlines()), width
+
+
+def test_a_narrow_report_keeps_its_numbers(golden: Callable[[str, str], None]):
+    golden("report/narrow.txt", to_text(by_hand(), width=40))
+
+
+def test_only_colors_bring_escape_codes():
+    explained = explanation(cluster("1gbit"))
+    assert "\x1b" not in to_text(explained)
+    assert "\x1b[" in to_text(explained, colors=True)
+
+
+def test_letters_that_the_terminal_lacks_become_ascii():
+    text = encodable(to_text(explanation(cluster("1gbit"))), "ascii")
+    assert text.isascii()
+    assert "# compute" in text
+    assert encodable("█", "utf-8") == "█"
+    assert encodable("█ ☃", None) == "# ?"
+
+
+def test_the_report_goes_to_json():
+    data = json.loads(json.dumps(to_json(explanation(cluster("1gbit")))))
+    assert data["verdict"] == "compress"
+    assert set(data["step_ms"]) == {"chosen", "dense", "bf16", "free"}
+    assert sum(bucket["elements"] for bucket in data["plan"]["buckets"]) == 2_401_000
+    assert data["plan"]["buckets"][0].keys() >= {"names", "elements", "bytes", "strategy"}
+    assert data["flip_gbit"] > 1
+    assert data["error"] == 0.1
+    assert data["measured_ms"] is None
+    assert data["cluster"]["hosts"] == 2
+    assert not any(isinstance(ms, float) and math.isnan(ms) for ms in data["step_ms"].values())

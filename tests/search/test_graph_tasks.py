@@ -1,0 +1,124 @@
+"""The search's tasks of a plan and the tasks read from the final graph predict the same step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from graphs import COSTS
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from test_parity import plan_in_turns
+
+from fxcomp import pipeline
+from fxcomp.capture.whole_step import Captured, capture, materialize_state, owned_parameters
+from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.table import Transport
+from fxcomp.cost.timeline import Processors, Stream, simulate
+from fxcomp.plan.strategy import CollectiveKind, Device, Plan, Strategy
+from fxcomp.search.plan_tasks import plan_tasks
+
+SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+FAST = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 12.0))
+SHARED = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+
+INT8, TOPK, BF16 = (parse_compressor(text) for text in ("int8", "topk(0.01)", "bf16"))
+MIXED = [
+    Strategy.flat(INT8),
+    Strategy.flat(None),
+    Strategy.flat(TOPK, Device.CPU),
+    Strategy.flat(BF16),
+    Strategy.flat(INT8, Device.CPU),
+]
+LEVELS = [
+    Strategy.hierarchical(INT8),
+    Strategy.hierarchical(None),
+    Strategy.flat(TOPK),
+    Strategy.hierarchical(TOPK, Device.CPU),
+]
+
+AGREED = [
+    Strategy.flat(parse_compressor("powersgd(1)")),
+    Strategy.flat(parse_compressor("shared_int8")),
+    Strategy.flat(parse_compressor("sidco(0.1)"), Device.CPU),
+    Strategy.flat(parse_compressor("randomk(0.1)")),
+    Strategy.flat(parse_compressor("powersgd(1)"), Device.CPU),
+    Strategy.flat(parse_compressor("int8(stochastic=true)")),
+]
+AGREED_BETWEEN_HOSTS = [
+    Strategy.hierarchical(parse_compressor("shared_int8")),
+    Strategy.hierarchical(parse_compressor("randomk(0.1)"), Device.CPU),
+    Strategy.hierarchical(parse_compressor("sidco(0.1)")),
+]
+
+PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
+    "dense, one bucket": (SLOW, [Strategy.flat(None)], 99),
+    "dense, many buckets": (SLOW, [Strategy.flat(None)], 2),
+    "int8": (SLOW, [Strategy.flat(INT8)], 3),
+    "mixed": (SLOW, MIXED, 2),
+    "mixed, fast network": (FAST, MIXED, 2),
+    "hierarchical": (SHARED, LEVELS, 2),
+    "hierarchical, one bucket": (SHARED, LEVELS, 99),
+    "agreements and states": (SLOW, AGREED, 1),
+    "agreements and states, two tensors": (FAST, AGREED, 2),
+    "agreements and states between hosts": (SHARED, AGREED_BETWEEN_HOSTS, 2),
+}
+
+
+def captured_step(job_name: str, max_grad_norm: float | None = None) -> tuple[Captured, list[str]]:
+    job = JOBS[job_name]
+    model = job.build()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    owned = owned_parameters(model, optimizer)
+    materialize_state(optimizer, owned)
+    captured = capture(model, cross_entropy, optimizer, job.batch(0), owned, max_grad_norm=max_grad_norm)
+    return captured, [name for name, _ in model.named_parameters()]
+
+
+@pytest.fixture(scope="module", params=["mlp", "conv", "transformer", "conv, clipped"])
+def step(request: pytest.FixtureRequest) -> tuple[str, Captured]:
+    job, _, clipped = request.param.partition(", ")
+    return job, captured_step(job, 1.0 if clipped else None)[0]
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])
+@pytest.mark.parametrize("name", PLANS)
+def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured], name: str, skip: bool):
+    job, captured = step
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
+    workload = pipeline.analyze(captured.graph, COSTS, cluster, skip_nonfinite=skip)
+    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
+    emitted = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=skip).timeline.step_time_us
+    assert emitted == pytest.approx(searched, rel=0.01)
+
+
+ON_ONE_PROCESSOR = replace(
+    COSTS,
+    copy_gb_per_s=None,
+    processors=Processors(1.0, 1.0),
+    transport={CollectiveKind.ALL_REDUCE: Transport(us=20.0, us_per_mb=900.0, speed=0.8, more_us=400.0)},
+)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Captured], name: str):
+    job, captured = step
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
+    workload = pipeline.analyze(captured.graph, ON_ONE_PROCESSOR, cluster)
+    tasks = plan_tasks(workload, plan, ON_ONE_PROCESSOR, cluster)
+    searched = simulate(tasks, ON_ONE_PROCESSOR.processors)
+    emitted = pipeline.rewrite(captured, plan, ON_ONE_PROCESSOR, cluster, 0).timeline
+    assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
+    slowed_us = searched.slowed_us(Stream.COMPUTE)
+    assert emitted.slowed_us(Stream.COMPUTE) == pytest.approx(slowed_us, rel=0.15, abs=1.0)
+    if len(plan.buckets) > 1:
+        assert slowed_us > 0, "nothing here competes for the processor"
+
+
+def in_ready_order(plan: Plan, captured: Captured) -> Plan:
+    """Buckets in the order in which their last gradients are ready, as the search makes them."""
+    ready = [g.name for g in pipeline.analyze(captured.graph, COSTS, SLOW).gradients]
+    last = {bucket: max(ready.index(name) for name in bucket.names) for bucket in plan.buckets}
+    return Plan(tuple(sorted(plan.buckets, key=last.__getitem__)))

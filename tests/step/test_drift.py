@@ -1,0 +1,274 @@
+"""A cost that has become wrong is named, and all ranks plan anew alike; with nothing wrong nothing is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks
+from test_feedback_commit import NAN
+from torch import Tensor, nn
+from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
+
+import fxcomp
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.timeline import Processors
+from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
+from fxcomp.step.drift.sheet import Kind, sheet_of
+from fxcomp.step.programs import Variant
+
+JOB = JOBS["mlp"]
+EVERY, WINDOW = 2, 4
+JUDGED = 2 * EVERY * WINDOW
+POINTS = tuple(CompressorPoint(n, n * 1e-2, n * 1e-2, n * 1e-2) for n in (1_000, 100_000))
+
+
+def table(gbit: float, **more: Any) -> CostTable:
+    """An operation takes 10 us, compressing a value 10 ns, and sending all 9,310 of them over 2 Gbit/s 150 us."""
+    names = ("bf16", "int8", "int4", "sign", "topk(0.01)", "sidco(0.01)")
+    points = {f"{name}@{device}": CompressorCost.of(*POINTS) for name in names for device in ("gpu", "cpu")}
+    wires = {
+        (kind, sits): MeasuredCollective.line(kind, ranks, 0.01, gbit / 8)
+        for sits, ranks in (("1x2", 2), ("1x3", 3), ("2x2", 4), ("2x1*2", 2))
+        for kind in CollectiveKind
+    }
+    known: dict[str, Any] = {
+        "roofline": Roofline(50.0, 10.0, launch_us=10.0),
+        "collectives": wires, "compressors": points, "launch_us": 10.0, "error": 0.1,
+        "processors": Processors(1.0),
+    }  # fmt: skip
+    return CostTable(**{**known, **more})
+
+
+def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
+    model = JOB.build()
+    given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, **options}
+    step = fxcomp.compile_step(
+        model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), **given
+    )
+    scheduled(step, EVERY, WINDOW)
+    return step
+
+
+def parameters(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def train(
+    costs: CostTable,
+    factors: dict[Any, float],
+    steps: int,
+    options: dict[str, Any],
+    seen: bool = True,
+    jitter: float = 0.0,
+    surprise: Callable[[Variant], float] = no_surprise,
+) -> dict[str, Any]:
+    """Steps in which `factors` hold from the first comparison on, until the costs have been put right.
+
+    A whole step takes so many times longer than its lines explain as `surprise` says.
+    """
+    clock = VirtualTime(sees_threads=seen, jitter=jitter, surprise=surprise)
+    with virtual_time(clock):
+        step = compiled(costs, **options)
+        before, sources = step.plan, [step.source]
+        first = sheet_of(step.graph(), step.timeline).predicted_us
+        for i in range(steps):
+            clock.factor = slower(factors if i >= JUDGED and not step._replans else {})
+            step(JOB.batch(i, dist.get_rank()))
+        text = step.explain()
+    return {
+        "notes": step.notes,
+        "before": before.is_dense,
+        "plan": step.plan.digest,
+        "is dense": step.plan.is_dense,
+        "compressed": "rt.compress" in step.source,
+        "sources": [*sources, step.source],
+        "parameters": parameters(step.training.model).tolist(),
+        "text": text,
+        "costs": step.costs,
+        "first": {str(cost): us for cost, us in first.items()},
+        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.timed},
+    }
+
+
+def same(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks found alike, to the bit."""
+    for rank in ranks[1:]:
+        for what in ("notes", "plan", "parameters", "rows"):
+            assert rank[what] == ranks[0][what]
+    return ranks[0]
+
+
+WIRE = {(Kind.COLLECTIVE, ""): 10.0}
+AUTO = {"replan": "auto"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seen", [True, False], ids=["told of ends", "ends at waits"])
+def test_a_link_that_becomes_slower_is_named_and_all_ranks_plan_anew(ranks: int, seen: bool):
+    found = same(run_ranks(ranks, train, table(2.0), WIRE, 5 * JUDGED, AUTO, seen))
+    assert (found["before"], found["is dense"], found["compressed"]) == (True, False, True)
+    assert len(found["notes"]) == 2, "what was put right is not found again"
+    assert "all_reduce@world" in found["notes"][0]
+    times = re.search(r"takes (\S+) x what the table says", found["notes"][0])
+    assert times is not None
+    assert float(times[1]) == pytest.approx(10.0, rel=0.05)
+    assert "mbit, not 2gbit" in found["notes"][0]
+    assert found["notes"][1].startswith("planned anew at step ")
+    assert "another plan is followed" in found["notes"][1]
+    speeds = [8 * fit.gb_per_s(kind) for (kind, _), fit in found["costs"].collectives.items() if fit.ranks == ranks]
+    assert all(speed == pytest.approx(0.2, rel=0.03) for speed in speeds[:4]), "of every collective over that link"
+
+
+def test_a_link_that_becomes_faster_lets_compression_go_and_what_was_left_out_arrives():
+    found = same(run_ranks(2, train, table(0.2), {(Kind.COLLECTIVE, ""): 0.05}, 5 * JUDGED, AUTO))
+    assert (found["before"], found["is dense"], found["compressed"]) == (False, True, False)
+
+
+def slow_if_compressed(variant: Variant) -> float:
+    return 100.0 if "rt.compress" in variant.source else 1.0
+
+
+@pytest.mark.parametrize(
+    ("surprise", "is_given_up"), [(slow_if_compressed, True), (no_surprise, False)], ids=["slower", "as predicted"]
+)
+def test_a_plan_that_turns_out_slower_than_dense_is_given_up_again_and_what_was_left_out_arrives(
+    surprise: Callable[[Variant], float], is_given_up: bool
+):
+    steps = 4 * JUDGED + SWITCH_STEPS + WARM_STEPS
+    found = same(run_ranks(2, train, table(2.0), WIRE, steps, AUTO, True, 0.0, surprise))
+    assert found["is dense"] is is_given_up
+    if not is_given_up:
+        assert len(found["notes"]) == 2
+        return
+    assert found["notes"][1].startswith(f"planned anew at step {2 * JUDGED}")
+    assert found["notes"][2].startswith(f"switched back to dense at step {2 * JUDGED + SWITCH_STEPS + WARM_STEPS}")
+
+
+@pytest.mark.parametrize("verify_every", [2, EVERY * WINDOW])
+def test_drift_is_seen_between_steps_that_are_verified(verify_every: int):
+    """Every timed step would be a verified one, if it were the first of each `EVERY`."""
+    found = same(run_ranks(2, train, table(2.0), WIRE, 3 * JUDGED, {**AUTO, "verify_every": verify_every}))
+    assert "all_reduce@world" in found["notes"][0]
+    assert found["notes"][1].startswith(f"planned anew at step {2 * JUDGED}")
+
+
+def reported(verify_every: int) -> str:
+    return " ".join(compiled(table(2.0), verify_every=verify_every).explain().split())
+
+
+def test_where_every_step_is_verified_the_report_says_that_none_is_timed():
+    assert all("every step is verified, so none is timed" in text for text in run_ranks(2, reported, 1))
+    assert not any("every step is verified" in text for text in run_ranks(2, reported, 2))
+
+
+COMPRESSING = {(Kind.COMPRESS, "int4@gpu"): 40.0}
+COMPUTE = {(Kind.COMPUTE, ""): 8.0, (Kind.UPDATE, ""): 8.0}
+
+
+def test_a_compressor_that_becomes_slower_is_named_and_replaced():
+    found = same(run_ranks(2, train, table(0.2), COMPRESSING, 5 * JUDGED, AUTO))
+    assert "compressing int4@gpu takes 40 x what the table says" in found["notes"][0]
+    assert found["compressed"]
+    assert "int4," not in found["sources"][1], "another compressor does it"
+    points = found["costs"].compressors["int4@gpu"].points
+    assert [point.encode_us for point in points] == pytest.approx([40 * point.encode_us for point in POINTS])
+    assert [point.decode_us for point in points] == [point.decode_us for point in POINTS]
+
+
+def test_compute_that_becomes_slower_is_named_and_put_right():
+    found = same(run_ranks(2, train, table(0.2), COMPUTE, 5 * JUDGED, AUTO))
+    assert "updates takes 8 x what the table says" in found["notes"][0]
+    assert "compute takes 8 x what the table says" in found["notes"][0]
+    for what in ("compute", "updates"):
+        predicted, measured = found["rows"][what]
+        assert predicted == pytest.approx(8 * found["first"][what])
+        assert measured == pytest.approx(predicted)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.05])
+def test_with_nothing_wrong_nothing_is_said(jitter: float):
+    found = same(run_ranks(2, train, table(0.2), {}, 12 * JUDGED, AUTO, True, jitter))
+    assert found["notes"] == []
+    assert len(found["rows"]) > 5
+
+
+# The books: what was applied and what is left out are the gradients, whatever plan was followed when
+
+
+def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, bool, str]:
+    """How far Σ mean + mean residual is from Σ gradients behind a change of plan, and what the notes say.
+
+    The loss is linear in the parameters, so that gradients do not depend on them.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = JOB.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def linear(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return sum((batch[name] * p).sum() for name, p in model.named_parameters())  # pyright: ignore
+
+    def draw(step: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+
+    clock = VirtualTime(sees_threads=True)
+    with virtual_time(clock):
+        step = fxcomp.compile_step(
+            model, linear, optimizer, draw(0), costs=table(gbit), mode=mode, replan="auto",
+            skip_nonfinite=commits, verify_every=5,
+        )  # fmt: skip
+        scheduled(step, EVERY, WINDOW)
+        start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+        due = {name: torch.zeros_like(value) for name, value in start.items()}
+        plans, owed = [step.plan], False
+        for i in range(3 * JUDGED):
+            clock.factor = slower({(Kind.COLLECTIVE, ""): factor} if i >= 4 and not step._replans else {})
+            gradients = draw(i)
+            owed = owed or bool(step.runtime.owed)
+            if commits and plans[-1] != step.plan:  # the first step of a plan is left out
+                gradients["0.weight"][0, 0] = NAN
+            else:
+                for name, gradient in gradients.items():
+                    due[name] += 0.1 * gradient.double()
+            plans.append(step.plan)
+            step(gradients)
+    changes = list(dict.fromkeys(map(str, plans)))
+    assert len(changes) == 2, [len(changes), step.notes, changes]
+    is_exact = [[b.strategy.is_dense or b.strategy.compressor.needs_error_feedback for b in p.buckets] for p in plans]
+    exact = [{n for b, keeps in zip(p.buckets, kept, strict=True) if keeps for n in b.names}
+             for p, kept in zip(plans, is_exact, strict=True)]  # fmt: skip
+    worst = 0.0
+    for name in sorted(set.intersection(*exact)):  # what is rounded without feedback is lost, whatever plan follows
+        parameter = dict(model.named_parameters())[name]
+        left = torch.zeros(parameter.numel())
+        if name in step.residuals.slices:
+            step.residuals.slices[name].add_to(left, 1)
+        both = torch.stack([due[name].flatten(), left.double()])
+        dist.all_reduce(both)
+        applied = (start[name] - parameter.detach().double()).flatten()
+        off = applied + (0.1 * both[1] - both[0]) / ranks
+        worst = max(worst, off.abs().max().item() / due[name].abs().max().item())
+    return worst, owed, step.notes[1]
+
+
+@pytest.mark.parametrize("commits", [False, True], ids=["", "a step is left out"])
+@pytest.mark.parametrize(
+    ("ranks", "mode", "gbit", "factor", "owes"),
+    [(2, "balanced", 0.2, 0.05, True), (3, "balanced", 0.2, 0.05, True), (2, "aggressive", 0.5, 8.0, False)],
+    ids=["two, to dense", "three, to dense", "two, to less"],
+)
+def test_over_a_change_of_plan_nothing_is_lost(
+    ranks: int, mode: str, gbit: float, factor: float, owes: bool, commits: bool
+):
+    for worst, owed, note in run_ranks(ranks, books, mode, gbit, factor, commits):
+        assert worst <= 2e-5
+        assert owed is owes
+        assert "another plan is followed" in note

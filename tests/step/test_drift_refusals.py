@@ -1,0 +1,224 @@
+"""What cannot be planned anew says why; a link's latency and its bandwidth are told apart; every line is timed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks
+from test_drift import JUDGED, compiled, table
+from virtual_time import VirtualTime, slower, virtual_time
+
+import fxcomp
+from fxcomp import pipeline
+from fxcomp.capture.whole_step import Captured
+from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption, CannotReplan
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.strategy import Plan
+from fxcomp.runtime.stopwatch import LINES
+from fxcomp.step.drift.correct import link_factors
+from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge
+from fxcomp.step.drift.sheet import Cost, Kind, sheet_of
+from fxcomp.step.drift.watch import Schedule
+
+JOB = JOBS["mlp"]
+DENSE = "all_reduce@world"
+INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+ON_CPU = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
+
+
+def refusals() -> list[str]:
+    def asked(**options: Any) -> fxcomp.CompiledStep:
+        model = JOB.build()
+        given: dict[str, Any] = {"costs": table(2.0), **options}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), **given)
+
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"plan": "int8"}, CannotReplan),
+        ({"error_feedback": ErrorFeedback(momentum=0.9), "replan": "auto"}, BadOption),
+        ({"replan": "off"}, CannotReplan),
+        ({}, CannotReplan),
+        ({"plan": "int8", "replan": "auto"}, BadOption),
+        ({"replan": "sometimes"}, BadOption),
+        ({"verify_every": 1}, CannotReplan),
+        ({"verify_every": 1, "replan": "auto"}, BadOption),
+    ]
+    texts: list[str] = []
+    for options, expected in cases:
+        with pytest.raises(expected) as caught:
+            asked(**options).replan()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_cannot_be_planned_anew_says_why():
+    one, other = run_ranks(2, refusals)
+    assert one == other
+    given, momentum, off, early, auto, unknown, verified, never = one
+    assert "with plan= and no costs=" in given or "the plan was given" in given
+    assert "velocities of momentum correction" in momentum
+    assert "replan='off'" in off
+    assert "too few steps have been timed" in early
+    assert "replan='auto' cannot be done here: the plan was given" in auto
+    assert verified.startswith("every step is verified")
+    assert "replan='auto' cannot be done here: every step is verified" in never
+    assert "verify_every=2 leaves every other step to time" in never
+    assert "replan must be 'off', 'offer', 'auto'; it is 'sometimes'" in unknown
+
+
+def test_alone_there_is_nothing_to_plan():
+    model = JOB.build()
+    step = fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOB.batch(0))
+    with pytest.raises(CannotReplan, match="one rank"):
+        step.replan()
+
+
+def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
+    """What is raised where planning anew fails on rank 1, whether the plan stays, and what is raised the next time."""
+    clock = VirtualTime(sees_threads=True, factor=slower({(Kind.COLLECTIVE, ""): 10.0}))
+    with virtual_time(clock):
+        step = compiled(table(2.0))
+        before, costs = step.plan, step.costs
+        for i in range(JUDGED):
+            step(JOB.batch(i, dist.get_rank()))
+        fails = dist.get_rank() == 1
+
+        def planned() -> str:
+            try:
+                return str(step.replan())
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+
+        with patch(what, side_effect=ZeroDivisionError("a mistake of ours")) if fails else nullcontext():
+            failed = planned()
+        stays = step.plan == before and step.costs == costs
+        step(JOB.batch(0, dist.get_rank()))
+        return [failed, planned()], stays, step.plan.digest
+
+
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [
+        ("fxcomp.step.compiled_step.corrected", "correcting the costs"),
+        ("fxcomp.pipeline.workload_of", "reading the costs"),
+        ("fxcomp.pipeline.choose", "comparing it"),
+        ("fxcomp.pipeline.rewrite", "emitting the step"),
+        ("fxcomp.pipeline.residual_layout", "emitting the step"),
+    ],
+)
+def test_where_one_rank_cannot_plan_anew_all_keep_their_plan_and_none_hangs(what: str, when: str):
+    one, other = run_ranks(2, failing_to_plan, what)
+    assert one[0] == [
+        f"PeerFailed: rank 1 failed in planning anew: {when}: ZeroDivisionError: a mistake of ours",
+        "True",
+    ]
+    assert other[0] == ["ZeroDivisionError: a mistake of ours", "True"]
+    assert one[1:] == other[1:]
+    assert one[1]
+
+
+CLUSTER = Cluster(2, 1, intra=Link(1.0, 10.0), inter=Link(100.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("latency", "wire"), [(1.0, 4.0), (1.0, 0.25), (6.0, 1.0), (5.0, 3.0)], ids=["wire", "faster", "latency", "both"]
+)
+def test_a_links_latency_and_bandwidth_are_told_apart(latency: float, wire: float):
+    costs, parts = CostTable(), list[tuple[int, float, float]]()
+    for size in (1_000, 100_000, 10_000_000):
+        alpha_us, whole_us = 200.0, 200.0 + size / 100.0
+        parts.append((size, whole_us, latency * alpha_us + wire * (whole_us - alpha_us)))
+    finding = Finding(Cost(Kind.COLLECTIVE, "all_reduce@world", 10_000_000), 1.0, 2.0, tuple(parts))
+    assert link_factors(finding, costs, CLUSTER) == pytest.approx((latency, wire), rel=0.16)
+
+
+def row(kind: Kind, predicted: float, first: float | None, second: float | None, what: str = "") -> Row:
+    return Row(Cost(kind, what), predicted, first, second)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([row(Kind.COMPUTE, 100.0, 150.0, 150.0)], [Kind.COMPUTE]),
+        ([row(Kind.COMPUTE, 100.0, 150.0, 100.0)], []),  # one hiccup
+        ([row(Kind.COMPUTE, 100.0, 150.0, 60.0)], []),  # once up, once down
+        ([row(Kind.COMPUTE, 100.0, 150.0, None)], []),
+        ([row(Kind.PACK, 1.0, 5.0, 5.0)], []),  # nobody would notice in the step
+        ([row(Kind.COMPUTE, 100.0, 110.0, 110.0), row(Kind.START, 20.0, 9.0, 9.0)], []),  # told apart otherwise
+        ([row(Kind.COMPUTE, 100.0, 100.0, 100.0), row(Kind.START, 20.0, 90.0, 90.0)], [Kind.START]),
+        ([row(Kind.COMPUTE, 100.0, 50.0, 50.0)], [Kind.COMPUTE]),
+    ],
+)
+def test_a_cost_is_wrong_only_twice_in_a_row_and_beyond_the_steps_error(rows: list[Row], found: list[Kind]):
+    assert [finding.cost.kind for finding in judge(rows, 200.0, 0.1)] == found
+
+
+def test_of_a_collective_the_shortest_counts_of_all_else_the_middle():
+    costs = [Cost(Kind.COLLECTIVE, "all_reduce@world", 8), Cost(Kind.COMPUTE)]
+    mine = [[10.0, 30.0, 30.0, 5.0, 4.0, -1.0], [11.0, 20.0, 50.0, 6.0, 8.0, 9.0], [12.0, 25.0, 40.0, 7.0, 5.0, 7.0]]
+    collective, compute = agreed_rows(costs, mine)
+    assert (collective.predicted_us, collective.first_us, collective.second_us) == (10.0, 20.0, 30.0)
+    assert (compute.predicted_us, compute.first_us, compute.second_us) == (5.0, 5.0, None)
+
+
+@pytest.mark.parametrize(("step_us", "every"), [(1e3, 10), (50e3, 6), (1e6, 1)])
+def test_short_steps_are_timed_less_often(step_us: float, every: int):
+    assert Schedule.of(step_us).every == every
+
+
+@pytest.mark.parametrize("begun", [0, 7, 20])
+@pytest.mark.parametrize("verify_every", [2, 3, 4, 5, 7, 10, 20])
+@pytest.mark.parametrize("step_us", [1e3, 50e3, 100e3, 1e6])
+def test_verified_steps_are_not_timed_and_leave_enough_that_are(step_us: float, verify_every: int, begun: int):
+    schedule = Schedule.of(step_us, verify_every)
+    steps = range(begun, begun + schedule.every * schedule.window)
+    timed = [step for step in steps if schedule.is_timed(step, begun)]
+    assert all(step % verify_every != 0 for step in timed)
+    assert schedule.window // 2 < len(timed) <= schedule.window
+    assert len({(step - begun) // schedule.every for step in timed}) == len(timed)
+    if schedule.every > 1:
+        assert len(timed) == schedule.window
+
+
+def test_where_every_step_is_verified_none_is_timed():
+    assert not any(Schedule.of(1e3, 1).is_timed(step, 0) for step in range(100))
+
+
+@pytest.mark.parametrize(
+    ("plan", "cluster"),
+    [(two_buckets(DENSE, INT8), TWO), (one_bucket(ON_CPU), TWO_BY_TWO), (one_bucket(DENSE), TWO_BY_TWO)],
+    ids=["two", "offloaded", "dense"],
+)
+@pytest.mark.parametrize("commits", [False, True], ids=["", "commits"])
+def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluster: Cluster, commits: bool):
+    graph = linear_step(buffer=True, clip=True)
+    captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
+    variant = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=commits)
+    sheet = sheet_of(variant.graph, variant.timeline)
+    lines = variant.source[variant.source.index("def step(") :].splitlines()
+    body = "\n".join(line for line in lines if not line.startswith(" " * 8))  # without what is taken back
+    silent = ("wait", "d2h", "h2d")
+    for method in LINES:
+        known = sum(1 for name, _ in sheet.lines if name == method)
+        assert known == (0 if method in silent else body.count(f"rt.{method}("))
+    assert len(sheet.passages) == body.count("rt.launch(")
+    assert all(passage.wait is not None for passage in sheet.passages)
+    costly = {span.task.name for span in variant.timeline.spans if span.task.duration_us > 0}
+    assert costly - set(sheet.tasks) <= {name for name in costly if name.startswith(("d2h", "h2d"))}
+    assert sum(sheet.predicted_us.values()) > 0
+
+
+def test_two_costs_that_fell_together_leave_neither_below_nothing():
+    """Compute and starts are judged together, and what both gained is booked on one of them."""
+    fell = (Row(Cost(Kind.COMPUTE), 1000.0, 200.0, 200.0), Row(Cost(Kind.START), 1000.0, 300.0, 300.0))
+    (found,) = judge(fell, 2500.0, 0.1)
+    assert 0 < found.measured_us < found.predicted_us

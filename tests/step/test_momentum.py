@@ -1,0 +1,512 @@
+"""Momentum correction: dense, it is the optimizer's own; compressed, it is what the formulas say; nothing is lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from ranks import run_ranks, try_ranks
+from test_feedback_commit import INF, NAN
+from test_parity import TWO_HOSTS, plan_in_turns, replica_fingerprint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fxcomp
+from fxcomp.compressors import Compressor, kernels, parse_compressor
+from fxcomp.errors import BadOption
+from fxcomp.plan.error_feedback import ErrorFeedback, check_momentum
+from fxcomp.plan.strategy import Device, Plan, Strategy
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.state import Slice
+from fxcomp.runtime.transport import Nowhere
+from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
+from fxcomp.testing import average, replicas_of
+from fxcomp.testing.describe_compressors import examples
+
+JOB = JOBS["mlp"]
+MOMENTUM, RATE = 0.9, 0.05
+
+
+def flat(name: str | None, device: Device = Device.GPU) -> Strategy:
+    return Strategy.flat(parse_compressor(name) if name else None, device)
+
+
+def parameters(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def compiled(
+    strategies: Sequence[Strategy],
+    per_bucket: int = 2,
+    *,
+    weight_decay: float = 0.0,
+    warm_up: Mapping[str, int] | None = None,
+    verify_every: int = 1,
+    **options: Any,
+) -> fxcomp.CompiledStep:
+    model = JOB.build()
+    return fxcomp.compile_step(
+        model,
+        cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=weight_decay),
+        JOB.batch(0, dist.get_rank()),
+        plan=plan_in_turns(model, list(strategies), per_bucket),
+        error_feedback=ErrorFeedback(momentum=MOMENTUM, **(warm_up or {})),
+        verify_every=verify_every,
+        **options,
+    )
+
+
+# Dense
+
+
+def dense(strategies: list[Strategy], cluster: Any) -> tuple[float, str]:
+    """The distance to eager PyTorch with the optimizer's own momentum."""
+    step = compiled(strategies, 1, cluster=cluster)
+    reference = DistributedDataParallel(JOB.build())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=MOMENTUM)
+    for i in range(30):
+        batch = JOB.batch(i, dist.get_rank())
+        step(batch)
+        optimizer.zero_grad()
+        cross_entropy(reference, batch).backward()
+        optimizer.step()
+    distance = (parameters(step.training.model) - parameters(reference.module)).abs().max().item()
+    return distance, replica_fingerprint(step.training.model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategies", "cluster"),
+    [
+        (2, [Strategy.flat(None)], None),
+        (3, [Strategy.flat(None)], None),
+        (4, [Strategy.hierarchical(None), Strategy.flat(None)], TWO_HOSTS),
+    ],
+    ids=["two", "three", "hierarchical"],
+)
+def test_a_dense_plan_trains_as_with_the_optimizers_momentum(ranks: int, strategies: Any, cluster: Any):
+    found = run_ranks(ranks, dense, strategies, cluster)
+    assert max(distance for distance, _ in found) <= 2e-6
+    assert len({fingerprint for _, fingerprint in found}) == 1
+
+
+# By the formulas
+
+
+class Simulated:
+    """One rank by the formulas, in plain torch: velocity, residual, compressor's reference, mean over the ranks."""
+
+    def __init__(self, plan: Plan, states: Callable[[int], Tensor | None]):
+        self.model = JOB.build()
+        self.plan = plan
+        self.ranks = dist.get_world_size()
+        self.velocity = {name: torch.zeros(p.numel()) for name, p in self.model.named_parameters()}
+        self.residual = {name: torch.zeros(p.numel()) for name, p in self.model.named_parameters()}
+        self.states = [states(number) for number in range(len(plan.buckets))]
+
+    def step(self, batch: Any, plan: Plan) -> None:
+        named = dict(self.model.named_parameters())
+        gradients = dict(zip(named, torch.autograd.grad(cross_entropy(self.model, batch), named.values()), strict=True))
+        with torch.no_grad():
+            for number, bucket in enumerate(plan.buckets):
+                mean = self._mean(number, bucket.names, bucket.sizes, bucket.strategy.compressor, gradients)
+                for name, part in zip(bucket.names, mean.split(list(bucket.sizes)), strict=True):
+                    named[name].add_(part.view_as(named[name]), alpha=-RATE)
+
+    def _mean(
+        self,
+        number: int,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        compressor: Compressor | None,
+        gradients: dict[str, Tensor],
+    ) -> Tensor:
+        for name in names:
+            self.velocity[name] = MOMENTUM * self.velocity[name] + gradients[name].flatten()
+        velocity = torch.cat([self.velocity[name] for name in names])
+        if compressor is None:
+            dist.all_reduce(velocity)
+            return velocity / self.ranks
+        residual, state = torch.cat([self.residual[name] for name in names]), self.states[number]
+        scale = self.ranks if compressor.is_linear else 1
+        new = compressor.compress_reference(velocity / scale, residual, sizes, state, None)
+        self.states[number] = new.state if state is not None else None
+        payload, copies = new.payload, 1
+        if compressor.is_linear:
+            dist.all_reduce(payload)
+        else:
+            copies, parts = self.ranks, [torch.empty_like(new.payload) for _ in range(self.ranks)]
+            dist.all_gather(parts, new.payload)
+            payload = torch.cat(parts)
+        decodes = self.states[number] if compressor.facts.decode_needs_state else None
+        sent = new.residual == 0
+        for name, left, gone in zip(names, new.residual.split(list(sizes)), sent.split(list(sizes)), strict=True):
+            self.residual[name] = left.clone()
+            if compressor.sends_values:
+                self.velocity[name][gone] = 0
+        return compressor.decompress_reference(payload, copies, sizes, None, decodes)
+
+
+def simulate(names: list[str | None], device: Device, options: dict[str, int]) -> dict[str, Any]:
+    """Steps of a compiled plan beside the formulas."""
+    step = compiled([flat(name, device if name else Device.GPU) for name in names], warm_up=options)
+
+    def state(number: int) -> Tensor | None:
+        compressor = step.stages[-1].plan.buckets[number].strategy.compressor
+        kept = compressor is not None and compressor.has_state
+        return step.compressor_states.of_bucket(number).clone() if kept else None
+
+    other = Simulated(step.stages[-1].plan, state)
+    apart = 0.0
+    for i in range(16):
+        batch = JOB.batch(i, dist.get_rank())
+        step(batch)
+        other.step(batch, step.plan)
+        apart = max(apart, (parameters(step.training.model) - parameters(other.model)).abs().max().item())
+    assert step.velocities is not None
+    return {
+        "apart": apart,
+        "moved": (parameters(other.model) - parameters(JOB.build())).abs().max().item(),
+        "fingerprint": replica_fingerprint(step.training.model),
+        "unsent": (step.velocities.arena != 0).float().mean().item(),
+        "source": step.source,
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "options"),
+    [
+        (["topk(0.05)"], Device.GPU, {}),
+        (["dgc(0.05)"], Device.GPU, {}),
+        (["int8"], Device.GPU, {}),
+        (["topk(0.05)", "sign", None, "randomk(0.1)"], Device.GPU, {}),
+        (["topk(0.05)", "int8"], Device.CPU, {}),
+        (["topk(0.02)", "randomk(0.1)"], Device.GPU, {"dense_steps": 4, "density_steps": 5}),
+    ],
+    ids=["topk", "dgc", "int8", "mixed", "pool", "warm-up"],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_compressed_plan_follows_the_formulas(ranks: int, names: Any, device: Device, options: Any):
+    found = run_ranks(ranks, simulate, names, device, options)
+    for rank in found:
+        assert rank["apart"] <= (0 if ranks == 2 else 1e-6)  # thirds are rounded
+        assert rank["moved"] > 1e-2
+        assert rank["unsent"] > 0.5
+        assert rank["source"].count("rt.accumulate") == 2 if len(names) < 3 else 4
+        assert "rt.mask_velocity" in rank["source"] or names == ["int8"]
+    assert len({rank["fingerprint"] for rank in found}) == 1
+
+
+def sharded() -> str:
+    """Each rank of a host has the velocity of its shard, on the device and on the host."""
+    step = compiled(
+        [Strategy.hierarchical(parse_compressor(name), device) for name, device in SHARDED], 1, cluster=TWO_HOSTS
+    )
+    for i in range(8):
+        step(JOB.batch(i, dist.get_rank()))
+    assert step.velocities is not None
+    for number, bucket in enumerate(step.plan.buckets):
+        held = step.velocities.of_bucket(number)
+        assert len(held) == -(-bucket.elements // 2)
+        assert held.abs().max() > 0
+        whole = sum(step.velocities.of_parameter(name).abs().sum() for name in bucket.names)
+        assert whole == pytest.approx(held.abs().sum().item(), rel=1e-5)
+    return replica_fingerprint(step.training.model)
+
+
+SHARDED = [("topk(0.05)", Device.GPU), ("int8", Device.GPU), ("topk(0.05)", Device.CPU), ("bf16", Device.GPU)]
+
+
+def test_between_hosts_velocities_are_the_shards():
+    assert len(set(run_ranks(4, sharded))) == 1
+
+
+def with_decay() -> float:
+    """The optimizer's weight decay pulls by itself, outside of the velocity."""
+    step = compiled([flat(None)], weight_decay=0.1)
+    model = JOB.build()
+    velocity = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(5):
+        step(JOB.batch(i, dist.get_rank()))
+        gradients = torch.autograd.grad(cross_entropy(model, JOB.batch(i, dist.get_rank())), list(model.parameters()))
+        with torch.no_grad():
+            for p, v, g in zip(model.parameters(), velocity, gradients, strict=True):
+                dist.all_reduce(g)
+                v.mul_(MOMENTUM).add_(g / 2)
+                p.sub_(RATE * (v + 0.1 * p))
+    return (parameters(step.training.model) - parameters(model)).abs().max().item()
+
+
+def test_weight_decay_is_outside_of_the_velocity():
+    assert max(run_ranks(2, with_decay)) <= 1e-6
+
+
+# Steps that are left out, states that are saved, plans that change
+
+
+def left_out(names: list[str | None], device: Device) -> dict[str, Any]:
+    """Two equal steps, of which one meets a gradient that is not finite, once, on one rank."""
+    plans = [flat(name, device if name else Device.GPU) for name in names]
+    step, clean = (compiled(plans, 1, skip_nonfinite=True) for _ in range(2))
+    unchanged = False
+    for i in range(6):
+        inputs, target = JOB.batch(i, dist.get_rank())
+        if i == 3:
+            assert step.velocities is not None
+            before = step.velocities.arena.clone(), parameters(step.training.model)
+            step((torch.full_like(inputs, NAN if dist.get_rank() else 1.0), target))
+            after = step.velocities.arena, parameters(step.training.model)
+            unchanged = all(map(torch.equal, before, after))
+        for each in (step, clean):
+            each((inputs, target))
+    assert clean.velocities is not None
+    return {
+        "unchanged": unchanged,
+        "skipped": (step.skipped_steps, clean.skipped_steps),
+        "finite": bool(step.velocities.arena.isfinite().all()) if step.velocities else False,
+        "apart": (parameters(step.training.model) - parameters(clean.training.model)).abs().max().item(),
+        "fingerprint": replica_fingerprint(step.training.model),
+    }
+
+
+@pytest.mark.parametrize("device", [Device.GPU, Device.CPU])
+def test_a_step_that_is_left_out_leaves_velocities_as_they_were(device: Device):
+    found = run_ranks(2, left_out, ["topk(0.05)", None, "int8", "randomk(0.1)"], device)
+    for rank in found:
+        assert rank["unchanged"]
+        assert rank["finite"]
+        assert rank["skipped"] == (1, 0)
+        assert rank["apart"] <= 1e-4
+    assert len({rank["fingerprint"] for rank in found}) == 1
+
+
+def resumed(names: list[str | None], per_bucket: int) -> bool:
+    """A state goes on in a fresh step, with other buckets, as if nothing had happened."""
+    rank = dist.get_rank()
+    step = compiled([flat(name) for name in names], warm_up={"dense_steps": 2})
+    fresh = compiled([flat(name) for name in names], per_bucket, warm_up={"dense_steps": 2})
+    for i in range(5):
+        step(JOB.batch(i, rank))
+    fresh.load_state_dict(step.state_dict())
+    fresh.training.model.load_state_dict(step.training.model.state_dict())
+    for i in range(5, 8):
+        for each in (step, fresh):
+            each(JOB.batch(i, rank))
+    return torch.equal(parameters(step.training.model), parameters(fresh.training.model))
+
+
+@pytest.mark.parametrize("per_bucket", [2, 4])
+def test_a_saved_state_has_the_velocities(per_bucket: int):
+    assert run_ranks(3, resumed, ["topk(0.05)"], per_bucket) == [True] * 3
+
+
+def switched_back(strategies: list[Strategy], others: list[Strategy], cluster: Any) -> dict[str, Any]:
+    """A compressed plan becomes dense; the mean velocity over all ranks before and behind it, and what was owed."""
+    step, dense = (compiled(plan, 1, cluster=cluster, verify_every=7) for plan in (strategies, others))
+    step._dense_plan, step._dense_ms = dense.plan, 1e-6
+    seen: list[Tensor] = []
+    reconsider = step._reconsider
+
+    def watched() -> None:
+        seen.extend((mean_of(step, "velocities"), mean_of(step, "residuals")))
+        reconsider()
+        seen.append(mean_of(step, "velocities"))
+
+    step._reconsider = watched
+    for i in range(SWITCH_STEPS + WARM_STEPS):
+        step(JOB.batch(i, dist.get_rank()))
+    start = parameters(step.training.model)
+    step(JOB.batch(SWITCH_STEPS + WARM_STEPS, dist.get_rank()))
+    before, owed, after = seen
+    applied = (start - parameters(step.training.model)) / RATE
+    return {
+        "dense": step.plan == dense.plan,
+        "apart": (before - after).abs().max().item(),
+        "size": before.abs().max().item(),
+        "owed": owed.abs().max().item(),
+        "lost": (applied - mean_of(step, "velocities") - owed).abs().max().item(),
+        "fingerprint": replica_fingerprint(step.training.model),
+    }
+
+
+def mean_of(step: fxcomp.CompiledStep, what: str) -> Tensor:
+    """Of all ranks, in the model's order and the gradient's unit, from what would be saved."""
+    saved = step.state_dict()[what]
+    means: list[Tensor] = []
+    for name, parameter in step.training.model.named_parameters():
+        mean = torch.zeros(parameter.numel())
+        if name in saved:
+            Slice(**saved[name]).add_to(mean, dist.get_world_size())
+        means.append(mean)
+    flat = torch.cat(means)
+    dist.all_reduce(flat)
+    return flat
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "others", "cluster"),
+    [
+        (2, ["topk(0.05)", "int8"], [Strategy.flat(None)], None),
+        (3, ["randomk(0.1)", "topk(0.05)"], [Strategy.flat(None)], None),
+        (4, ["topk(0.05)", "bf16"], [Strategy.flat(None), Strategy.hierarchical(None)], TWO_HOSTS),
+    ],
+    ids=["two", "three", "hierarchical"],
+)
+def test_momentum_goes_on_where_a_plan_is_given_up(ranks: int, names: Any, others: Any, cluster: Any):
+    kinds = [Strategy.hierarchical, Strategy.flat] if cluster else [Strategy.flat, Strategy.flat]
+    strategies = [kind(parse_compressor(name)) for kind, name in zip(kinds, names, strict=True)]
+    if cluster:
+        strategies = [strategies[0], strategies[0], strategies[1], strategies[1]]
+    found = run_ranks(ranks, switched_back, strategies, others, cluster)
+    for rank in found:
+        assert rank["dense"]
+        assert rank["size"] > 1e-3
+        assert rank["apart"] <= 1e-6 * rank["size"]
+        assert rank["owed"] > 1e-3
+        assert rank["lost"] <= 1e-5, "what was left out arrives once, and is no part of the velocity"
+    assert len({rank["fingerprint"] for rank in found}) == 1
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("elements", [0, 1, 31, 1000, 300_001])
+def test_kernels_give_the_bits_of_the_ops(elements: int):
+    random = torch.Generator().manual_seed(elements)
+    bucket, velocity, residual = (torch.randn(elements, generator=random) for _ in range(3))
+    residual[torch.rand(elements, generator=random) < 0.05] = 0
+    residual[elements // 2 :: 7] = -0.0
+    for place, value in ((0, NAN), (elements // 2, INF), (elements - 1, -INF)):
+        if elements:
+            bucket[place] = value
+            residual[place] = 0
+    velocity[elements // 3 : elements // 2] *= 1e-42
+    new = torch.ops.fxcomp.accumulate(bucket, velocity, 0.9)
+    kept = torch.ops.fxcomp.keep(velocity, new)
+    masked = torch.ops.fxcomp.mask_velocity(new, velocity, residual)
+    runtime = Runtime(Nowhere(), torch.device("cpu"))
+    for have_kernels in (kernels.available(), False):
+        with patch.object(kernels, "can_run_on", lambda _, have=have_kernels: have):
+            own_bucket, own_velocity = bucket.clone(), velocity.clone()
+            assert runtime.accumulate(own_bucket, own_velocity, 0.9) is own_bucket
+            assert_same_bits(own_bucket, new)
+            assert_same_bits(own_velocity, kept)
+            runtime.mask_velocity(own_velocity, own_bucket, residual)
+            assert_same_bits(own_velocity, masked)
+
+
+def assert_same_bits(one: Tensor, other: Tensor) -> None:
+    finite = one.isfinite()
+    assert torch.equal(finite, other.isfinite())
+    assert torch.equal(one[finite].view(torch.int32), other[finite].view(torch.int32))
+
+
+def test_the_ops_are_what_torch_takes_for_ops():
+    value = torch.randn(7)
+    for op, arguments in (
+        (torch.ops.fxcomp.accumulate.default, (value, value.clone(), 0.5)),
+        (torch.ops.fxcomp.mask_velocity.default, (value, value.clone(), value.clone())),
+    ):
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("compressor", [c for c in examples() if c.sends_values], ids=str)
+def test_what_sends_values_sends_them_as_they_are(compressor: Compressor):
+    segments = (3000, 1, 0, 700)
+    bound = compressor.bound_to(((3000,), (1,), (0,), (700,)), 1)
+    [replica] = replicas_of(bound, segments, feedback=True)
+    value = torch.randn(sum(segments), generator=torch.Generator().manual_seed(0))
+    decoded = average(bound, [value], [replica], segments)
+    assert replica.residual is not None
+    sent = replica.residual == 0
+    assert 0 < sent.sum() < len(value) / 5
+    assert torch.equal(torch.where(sent, value, 0.0), decoded)
+    assert torch.equal(torch.where(sent, 0.0, value), replica.residual)
+
+
+def test_which_compressors_send_values():
+    names = {c.name for c in examples() if c.sends_values}
+    assert names == {"topk", "sidco", "sidco_e", "sidco_gp", "dgc", "threshold", "chunkmax", "randomk"}
+    assert not parse_compressor("randomk(0.1, scaled=true)").sends_values
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 2])
+def test_a_momentum_is_from_zero_to_below_one(momentum: float):
+    with pytest.raises(BadOption, match=rf"momentum is from 0 \(none\) to below 1; it is {momentum}"):
+        ErrorFeedback(momentum=momentum)
+
+
+def test_without_feedback_there_is_nothing_to_correct():
+    with pytest.raises(BadOption, match=r"off=True\) has nothing to scale, to correct.*\n.*Leave off=True out"):
+        ErrorFeedback(off=True, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "what"),
+    [
+        ("sgd", {}, r"parameter group 0 of SGD has momentum=0.9: it would be applied twice.*\n.*Give SGD momentum=0"),
+        ("adamw", {}, r"AdamW has one of its own.*\n.*Use torch.optim.SGD without momentum"),
+        ("plain", {"clips": True}, r"max_grad_norm clips .* ErrorFeedback\(momentum=0.9\) is momentum.*\n.*Leave"),
+        ("plain", {"alone": True}, r"there is one rank: nothing is sent.*\n.*On one rank, give momentum=0.9 to SGD"),
+    ],
+)
+def test_what_momentum_correction_cannot_go_with_is_refused(optimizer: str, options: dict[str, bool], what: str):
+    made = OPTIMIZERS[optimizer](JOB.build().parameters())
+    check_momentum(ErrorFeedback(), made, **options)
+    with pytest.raises(BadOption, match=what):
+        check_momentum(ErrorFeedback(momentum=0.9), made, **options)
+
+
+def with_optimizer(name: str) -> None:
+    model = JOB.build()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    options = ErrorFeedback(momentum=0.9)
+    fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), plan="topk(0.1)", error_feedback=options)
+
+
+def test_two_momenta_are_refused_on_every_rank_and_nobody_hangs():
+    for outcome in try_ranks(2, with_optimizer, "sgd"):
+        assert outcome.error == "BadOption"
+        assert "applied twice" in outcome.text
+
+
+def changed_later() -> None:
+    step = compiled([flat("topk(0.1)")])
+    step(JOB.batch(0))
+    step.training.optimizer.param_groups[0]["momentum"] = 0.5
+    step(JOB.batch(1))
+
+
+def test_a_momentum_that_the_optimizer_gets_later_is_refused():
+    for outcome in try_ranks(2, changed_later):
+        assert outcome.error == "BadOption"
+        assert "SGD has momentum=0.5: it would be applied twice" in outcome.text
+
+
+# The prediction
+
+
+def priced(names: list[str | None]) -> dict[str, float]:
+    """What the graph's and the search's velocity tasks cost."""
+    step = compiled([flat(name) for name in names], 1)
+    report = step.explain()
+    assert "accumulate" in step.source
+    workload_us = sum(
+        span.task.duration_us for span in step.timeline.spans if re.match("corrected|next_velocity", span.task.name)
+    )
+    return {"graph": workload_us, "report": float(len(report))}
+
+
+def test_velocities_are_part_of_the_predicted_step():
+    for rank in run_ranks(2, priced, ["topk(0.05)", None]):
+        assert rank["graph"] > 0
+        assert rank["report"] > 0

@@ -1,0 +1,162 @@
+"""Where one rank fails between two agreements, all end with an error that names why, and can go on afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from injection import Injected, calls_of
+from jobs import cross_entropy, rows
+from ranks import try_ranks
+from test_drift import table
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.errors import PeerFailed
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.drift.judge import Finding
+from fxcomp.step.drift.sheet import Cost, Kind
+
+GROUP_S = 10.0
+
+
+def batch(number: int = 0) -> tuple[Tensor, Tensor]:
+    return rows(torch.Generator().manual_seed(100 * number + dist.get_rank()), 6)
+
+
+def compiled(**options: Any) -> CompiledStep:
+    model = nn.Linear(20, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"costs": table(2.0), **options}
+    return fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **given)
+
+
+def parameters_of(step: CompiledStep) -> list[float]:
+    return nn.utils.parameters_to_vector(step.training.model.parameters()).tolist()
+
+
+def everyone(topic: str, value: Any) -> list[Any]:
+    """Every rank's value, whatever has become of process groups."""
+    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    store.set(f"test/{topic}/{dist.get_rank()}", json.dumps(value))
+    store.wait([f"test/{topic}/{rank}" for rank in ranks], timedelta(seconds=60))
+    return [json.loads(store.get(f"test/{topic}/{rank}")) for rank in ranks]
+
+
+# What fails between two agreements
+
+
+def compiling() -> Callable[[], CompiledStep]:
+    return compiled
+
+
+def loading() -> Callable[[], CompiledStep]:
+    """Each time the same step, which goes on once a state has been loaded on all ranks."""
+    if not _loaded:
+        step = compiled(plan="int8")
+        step(batch())
+        _loaded.append((step, step.state_dict()))
+    step, saved = _loaded[0]
+    step.load_state_dict(saved)
+
+    def load() -> CompiledStep:
+        step.load_state_dict(saved)
+        return step
+
+    return load
+
+
+_loaded: list[tuple[CompiledStep, dict[str, Any]]] = []
+
+
+def planning() -> Callable[[], CompiledStep]:
+    """Planning anew for a reason that all ranks see each time, with a pool to be added."""
+    step = compiled()
+    sheet = Cost(Kind.COMPUTE)
+    findings = (Finding(sheet, 1000.0, 3000.0, ((0, 1000.0, 3000.0),)),)
+    compare = CompiledStep._compare
+
+    def seen(self: CompiledStep, following: Any) -> Any:
+        compare(self, following)
+        return findings
+
+    def plan() -> CompiledStep:
+        with patch.object(CompiledStep, "_compare", seen), patch.object(CompiledStep, "_check_timed"):
+            step.replan()
+        return step
+
+    return plan
+
+
+PREPARED = {"compile_step": compiling, "load_state_dict": loading, "replan": planning}
+
+
+def how_it_went(work: Callable[[], CompiledStep], k: int) -> str:
+    """Run it, with an error at rank 1's k-th call, and a step afterwards."""
+    step = None
+    try:
+        step = calls_of(work, k)[0] if dist.get_rank() == 1 else work()
+        step(batch(1))
+    except (Injected, PeerFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def walk(what: str, first: int, stride: int) -> list[tuple[int, list[str]]]:
+    """What every rank raised, for every so many-th call; until there are no more."""
+    outcomes: list[tuple[int, list[str]]] = []
+    for k in range(first, 10_000, stride):
+        outcomes.append((k, everyone(f"{what} {k}", how_it_went(PREPARED[what](), k))))
+        value = torch.ones(1)
+        dist.all_reduce(value)  # the user's own group is as it was
+        assert value.item() == dist.get_world_size()
+        if outcomes[-1][1] == ["done"] * dist.get_world_size():
+            return outcomes
+    raise AssertionError("so many calls are not made")
+
+
+def walks(strides: Iterable[tuple[str, int, int]]) -> list[tuple[int, list[str]]]:
+    """Walk, and compile and train when everything has failed."""
+    outcomes = [outcome for what, first, stride in strides for outcome in walk(what, first, stride)]
+    torch.manual_seed(dist.get_rank())
+    step = compiled(plan="int8")
+    for number in range(3):
+        step(batch(number))
+    same = everyone("parameters", parameters_of(step))
+    assert same[0] == same[1]
+    return outcomes
+
+
+def check(outcomes: list[tuple[int, list[str]]]) -> None:
+    assert len(outcomes) > 3
+    for k, said in outcomes:
+        if said == ["done"] * len(said):
+            continue
+        assert said[1].startswith("Injected: at "), (k, said)
+        for one in said[:1] + said[2:]:
+            assert one.startswith("PeerFailed: "), (k, said)
+            assert said[1] in one, (k, said)  # the first cause, and nothing else
+
+
+def walked(strides: list[tuple[str, int, int]], timeout_s: float = 120.0) -> None:
+    # Where process groups are made, the others wait for a rank until the timeout: it is short.
+    for outcome in try_ranks(3, walks, strides, timeout_s=timeout_s, group_timeout_s=GROUP_S):
+        assert not outcome.error, outcome.trace or outcome.text
+        check(outcome.value)
+
+
+def test_where_a_rank_fails_anywhere_all_fail_with_its_error():
+    # The first calls look for the others: a rank that fails there has not come at all.
+    walked([("compile_step", 20, 53), ("load_state_dict", 3, 41), ("replan", 7, 83)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "first"), [("compile_step", 20), ("load_state_dict", 1), ("replan", 5)])
+def test_where_a_rank_fails_at_any_call_all_fail_with_its_error(what: str, first: int):
+    walked([(what, first, 1)], timeout_s=3600)

@@ -1,0 +1,398 @@
+"""Verified steps are compared with eager PyTorch: what is wrong is named, what is right is left alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from edits import rerun_with
+from jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import fxcomp
+from fxcomp import compat
+from fxcomp.errors import BadOption, VerificationFailed
+from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.graph.ops import PACK
+from fxcomp.plan.verified_steps import VerifiedSteps
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.verify import compare
+from fxcomp.step.verify.means import Means
+
+BATCH = JOBS["mlp"].batch(0)
+ADAMW: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.99))  # noqa: E731
+
+
+def compiled(
+    model: nn.Module, loss: Any = cross_entropy, optimizer: Any = "sgd", batch: Any = BATCH, **options: Any
+) -> CompiledStep:
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return fxcomp.compile_step(model, loss, make(model.parameters()), batch, **{"verify_every": 1, **options})
+
+
+# Which steps
+
+
+def test_a_sample_of_the_steps_thins_out():
+    steps = VerifiedSteps.parse("sampled")
+    assert [step for step in range(2001) if step in steps] == [2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+
+
+@pytest.mark.parametrize(("option", "expected"), [("never", []), (0, []), (3, [0, 3, 6]), (1, list(range(8)))])
+def test_other_steps_are_verified_if_asked_for(option: Any, expected: list[int]):
+    steps = VerifiedSteps.parse(option)
+    assert [step for step in range(8) if step in steps] == expected
+
+
+@pytest.mark.parametrize("option", ["often", -2, 2.5, None])
+def test_what_is_no_choice_of_steps_is_refused(option: Any):
+    with pytest.raises(BadOption, match=r"'sampled', 'never' or a number(?s:.*)steps 2, 5, 10, 20"):
+        VerifiedSteps.parse(option)
+
+
+def test_steps_are_sampled_unless_told_otherwise():
+    weight = [1.0]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return weight[0] * cross_entropy(model, batch)
+
+    model = mlp()
+    step = fxcomp.compile_step(model, loss, OPTIMIZERS["adam"](model.parameters()), BATCH)
+    step(BATCH)
+    with unseen_change(step, weight, 2.0):
+        step(BATCH)
+        with pytest.raises(VerificationFailed, match=r"step 2: the loss is .*, eager's is"):
+            step(BATCH)
+
+
+@contextmanager
+def unseen_change(step: CompiledStep, holder: list[float], value: float) -> Generator[None]:
+    """Change a value that tracing took for a constant, behind the guards' back."""
+    before, key = holder[0], step._guard.key()
+    holder[0] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fxcomp.capture.step_guard.StepGuard.key", lambda _: key)
+        yield
+    holder[0] = before
+
+
+# What is found
+
+
+def bake(kind: str) -> Callable[[GraphModule], None]:
+    """Make a live number of the captured step the constant that it was."""
+
+    def edit(gm: GraphModule) -> None:
+        for node in gm.graph.nodes:
+            source = info(node).source if node.op == "placeholder" else None
+            if source is not None and source.kind is InputKind.HYPER and source.key == kind:
+                for user in list(node.users):
+                    user.args = tuple(1e-3 if a is node else a for a in user.args)
+                    user.kwargs = {key: 1e-3 if a is node else a for key, a in user.kwargs.items()}
+
+    return edit
+
+
+def drop_update(gm: GraphModule) -> None:
+    """Leave out what updates one parameter."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op == "call_function" and info(node).role is Role.UPDATE and info(node).parameter == "2.bias":
+            gm.graph.erase_node(node)
+            return
+
+
+def drop_clipping(gm: GraphModule) -> None:
+    """Let gradients through as they are."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and info(node).role is Role.CLIP:
+            for user in list(node.users):
+                if info(user).role is Role.UPDATE:
+                    user.replace_input_with(node, node.args[0])
+            if "mul_" in str(node.target):
+                gm.graph.erase_node(node)
+
+
+def halve_a_bucket(gm: GraphModule) -> None:
+    """Send less than the mean."""
+    pack = next(node for node in gm.graph.nodes if node.target is PACK)
+    pack.update_arg(1, 0.5 * pack.args[1])
+
+
+WRONG: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+    "rate": (bake("lr"), "adamw", r"the update of '0.weight' differs from torch.optim.AdamW's by up to", {}),
+    "beta": (bake("betas_0"), "adamw", r"the (update|exp_avg) of '0.weight' differs from torch.optim.AdamW's", {}),
+    "missing": (drop_update, "sgd", r"the update of '2.bias' differs from torch.optim.SGD's by up to", {}),
+    "clipping": (
+        drop_clipping,
+        "sgd",
+        r"the gradient that updates '0.weight' differs from eager's, clipped",
+        {"max_grad_norm": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_update_that_is_not_the_optimizers_is_named_and_undone(case: str):
+    edit, optimizer, text, options = WRONG[case]
+    model = mlp()
+    step = compiled(model, optimizer=optimizer, **options)
+    step(BATCH)
+    rerun_with(step, edit)
+    step.training.optimizer.param_groups[0]["lr"] *= 10
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(VerificationFailed, match=text) as failure:
+        step(BATCH)
+    same = [torch.equal(value, before[name]) for name, value in model.state_dict().items()]
+    changed = "No parameter" if all(same) else f"{len(same) - sum(same)} of {len(same)} parameters"
+    assert f"{changed} of this rank ha" in str(failure.value)
+    assert all(same) == (case != "missing")
+
+
+def test_frozen_auxiliary_results_and_buffers_are_named():
+    scale, counts = [1.0], [False]
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(20, 10)
+            self.register_buffer("mean", torch.zeros(20))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.lerp_(x.mean(0), 0.1 * (scale[0] if counts[0] else 1.0))
+            return self.layer(x)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        value = cross_entropy(model, batch)
+        return value, {"scaled": value.detach() * (1.0 if counts[0] else scale[0]), "name": "loss"}
+
+    for text in (r"value 0 of the auxiliary result is .*, eager's is", "the buffer 'mean'"):
+        step = compiled(Counting(), loss)
+        step(BATCH)
+        with unseen_change(step, scale, 3.0), pytest.raises(VerificationFailed, match=text) as failure:
+            step(BATCH)
+        assert "All parameters of this rank have been updated. Load a checkpoint" in str(failure.value)
+        counts[0] = True
+
+
+def test_an_error_of_eager_pytorch_alone_is_a_difference():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if fails[0]:
+            raise KeyError("gone")
+        return cross_entropy(model, batch)
+
+    fails = [0.0]
+    step = compiled(mlp(), loss)
+    with (
+        unseen_change(step, fails, 1.0),
+        pytest.raises(VerificationFailed, match="eager PyTorch raises KeyError: 'gone'"),
+    ):
+        step(BATCH)
+
+
+# What is left alone
+
+
+class Drawing(nn.Module):
+    """Draws of every generator, a buffer, and a batch that the forward pass writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.layer(x.mul_(0.5))))
+
+
+def test_a_verified_step_leaves_everything_as_any_other_step_does():
+    def state_after(verify_every: int) -> list[Any]:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        model = Drawing()
+        step = compiled(model, optimizer="adamw", verify_every=verify_every, max_grad_norm=1.0)
+        x, target = (value.clone() for value in BATCH)
+        losses = [step((x, target)).item() for _ in range(3)]
+        drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
+        state = step.training.optimizer.state_dict()["state"]
+        return [losses, drawn, x, model.state_dict(), state]
+
+    verified, plain = state_after(1), state_after(0)
+    torch.testing.assert_close(verified, plain, rtol=0, atol=0)
+
+
+def test_a_job_without_room_for_eager_pytorch_trains_on_with_a_note(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compat, "spare_bytes", lambda _: 1000)
+    step = compiled(mlp())
+    step(BATCH)
+    step(BATCH)
+    assert step.notes == [note for note in step.notes if "step 0 was not verified, for want of memory" in note]
+    assert len(step.notes) == 1
+
+
+def test_running_out_of_memory_while_verifying_ends_the_verification_alone(monkeypatch: pytest.MonkeyPatch):
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    step = compiled(mlp())
+    monkeypatch.setattr("fxcomp.step.verify.verifier.run_eagerly", out_of_memory)
+    before = step.training.owned[0].parameter.clone()
+    step(BATCH)
+    assert not torch.equal(before, step.training.owned[0].parameter)
+    assert "step 0 was not verified, for want of memory" in step.notes[0]
+
+
+def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("job", "loss"), [("conv", cross_entropy), ("conv", autocast_loss), ("dropout", autocast_loss)]
+)
+def test_right_steps_raise_no_alarm(job: str, loss: Any):
+    model = JOBS[job].build()
+    step = compiled(model, loss, "adamw_default", JOBS[job].batch(0), max_grad_norm=0.5)
+    for number in range(3):
+        step(JOBS[job].batch(number))
+
+
+def test_gradients_that_share_memory_are_clipped_once_each():
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.one + self.two + x).sum()
+
+    step = compiled(Sum(), lambda model, batch: model(batch), batch=torch.ones(3), max_grad_norm=0.1)
+    for _ in range(2):
+        step(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["_is_expected", "_step_own"])
+def test_an_update_that_cannot_be_copied_for_want_of_memory_is_taken(monkeypatch: pytest.MonkeyPatch, name: str):
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    plain, step = compiled(other, verify_every=0), compiled(model)
+    monkeypatch.setattr(f"fxcomp.step.verify.update.UpdateCheck.{name}", _fails)
+    step(BATCH)
+    plain(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# Precision
+
+
+def test_what_is_noise_depends_on_the_precision():
+    exact = compiled(mlp(), verify_every=0).variant
+    rounded = compiled(mlp(), autocast_loss, verify_every=0).variant
+    assert exact is not None
+    assert rounded is not None
+    assert compare.tolerance_of(exact.captured) == compare.FLOAT32
+    assert compare.tolerance_of(rounded.captured) == compare.HALF[torch.bfloat16]
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_held_against_the_others():
+    noise, other = torch.tensor([3e-9, -1e-9]), torch.tensor([-2e-9, 2e-9])
+    assert compare.difference(noise, other, 1e-4) is not None
+    assert compare.difference(noise, other, 1e-4, absolute=compare.FLOOR * 1e-4 * 1.0) is None
+
+
+def test_an_update_is_held_against_its_movement():
+    before = torch.tensor([1.0, -2.0])
+    after = before - 1e-3
+    assert compare.moved_otherwise(before, after, after + 1e-8) is None
+    assert compare.moved_otherwise(before, before - 1.1e-3, after) is not None
+    infinite = torch.tensor([float("inf"), -2.0])
+    assert compare.moved_otherwise(before, infinite, infinite.clone()) is None
+    assert compare.moved_otherwise(before, infinite, before) is not None
+
+
+# Several ranks
+
+
+def on_two_ranks() -> list[str]:
+    job, rank = JOBS["mlp"], dist.get_rank()
+    outcomes: list[str] = []
+
+    def attempt(step: CompiledStep) -> None:
+        try:
+            step(job.batch(1, rank))
+            outcomes.append("; ".join(step.notes))
+        except VerificationFailed as error:
+            outcomes.append(str(error))
+
+    def made(plan: str, **options: Any) -> CompiledStep:
+        step = compiled(job.build(), optimizer="adamw", batch=job.batch(0, rank), plan=plan, **options)
+        step(job.batch(0, rank))
+        step.notes.clear()
+        return step
+
+    attempt(made("dense", max_grad_norm=0.5))
+    attempt(made("int8", max_grad_norm=0.5))
+    for plan in ("dense", "int8"):  # the clipping goes missing
+        step = made(plan, max_grad_norm=0.01)
+        rerun_with(step, drop_clipping)
+        attempt(step)
+    step = made("dense")  # one bucket is sent with half of its weight
+    rerun_with(step, halve_a_bucket)
+    attempt(step)
+    step = made("dense")  # one rank alone has baked its rate
+    if rank == 1:
+        rerun_with(step, bake("lr"))
+    step.training.optimizer.param_groups[0]["lr"] = 0.1
+    attempt(step)
+    step = made("dense")  # one rank alone has no room
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(compat, "spare_bytes", lambda _: 1000)
+        attempt(step)
+    step = made("int8")  # one rank alone runs out of memory
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr("fxcomp.step.verify.verifier.run_eagerly", _fails)
+        attempt(step)
+    return outcomes
+
+
+def _fails(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no more")
+
+
+def test_ranks_verify_together_and_fail_together():
+    first, second = run_ranks(2, on_two_ranks)
+    assert first[:2] == second[:2] == ["", ""]
+    assert all("is not the mean of the ranks' own, clipped" in rank[2] for rank in (first, second))
+    assert all("the averaged gradients have the norm" in rank[3] for rank in (first, second))
+    assert all("is not the mean of the ranks' own" in rank[4] for rank in (first, second))
+    assert "another rank found a difference" in first[5]
+    assert "All parameters of this rank have been updated" in first[5]
+    assert "the update of '0.bias' differs" in second[5] or "the update of '0.weight' differs" in second[5]
+    for place in (6, 7):
+        assert all("was not verified, for want of memory on some rank" in rank[place] for rank in (first, second))
+
+
+def test_a_weighted_sum_tells_a_mean_from_what_is_close_to_it():
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(300, 70, generator=generator)
+    means = Means(torch.device("cpu"))
+    means.add("weight", mean)
+    assert not means.contradict("weight", mean * (1 + 1e-7), 1.0)
+    assert not means.contradict("weight", mean * 0.25, 0.25)
+    for other in (mean * 1.001, mean.roll(1), mean.roll(1, 0), mean.flip(0), mean.roll(128 * 251), -mean, mean * 0):
+        assert means.contradict("weight", other, 1.0)
+    means.add("nan", mean * float("nan"))
+    assert not means.contradict("nan", mean * float("nan"), 1.0)
+    assert means.contradict("nan", mean, 1.0)

@@ -1,0 +1,37 @@
+"""docs/compressors.md is what the compressors declare."""
+
+from pathlib import Path
+
+import pytest
+
+from fxcomp.compressors import BF16, Int8, TopK, parse_compressor
+from fxcomp.testing.describe_compressors import bits_per_value, describe, example_of, examples, ours, relative_error
+from fxcomp.testing.samples import gaussian
+
+PAGE = Path(__file__).parents[2] / "docs" / "compressors.md"
+
+
+def test_the_page_is_made_from_the_declarations(request: pytest.FixtureRequest) -> None:
+    text = describe()
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "run pytest --update-golden, and read what it writes"
+
+
+def test_every_compressor_has_an_example_that_parses_back() -> None:
+    found = examples()
+    assert {type(compressor) for compressor in found} == set(ours())
+    assert [parse_compressor(str(compressor)) for compressor in found] == found
+
+
+def test_an_example_takes_typical_values_for_parameters_without_a_default() -> None:
+    assert example_of(TopK) == TopK(0.01)
+    assert example_of(TopK, ratio=0.1) == TopK(0.1)
+    assert example_of(Int8) == Int8()
+
+
+def test_sizes_and_errors_are_those_of_the_formulas() -> None:
+    assert bits_per_value(BF16()) == 16
+    assert bits_per_value(Int8()) == 8 + 32 / 512
+    assert relative_error(TopK(1.0), gaussian(1000), (1000,)) == 0
+    assert relative_error(TopK(0.5), gaussian(1000), (1000,)) < 0.5
