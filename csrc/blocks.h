@@ -1,4 +1,4 @@
-// Quantise a bucket block by block: int8, int4, int2, fp8, sign, qsgd, natural and terngrad are this with different codecs.
+// Quantise a bucket block by block: int8, int4, int2, fp8 and sign are this with different codecs.
 //
 // A payload holds the fp32 scales of all blocks, then the codes of b bits, each segment's from a new byte on, then zeros
 // up to a multiple of four; fxcomp/compressors/block_codes.py is the reference. A codec has
@@ -324,61 +324,31 @@ FXCOMP_INLINE float largest_magnitude(const float* bucket, const float* residual
 // Sums over a block run in 64 strided lanes, which then fold in halves: the same order at any vector width.
 constexpr int64_t kLanes = 64;
 
-template <int64_t kHalf, class Sum>
-FXCOMP_INLINE Sum fold(Sum* lanes) {
+template <int64_t kHalf>
+FXCOMP_INLINE float fold(float* lanes) {
     for (int64_t lane = 0; lane < kHalf; ++lane) lanes[lane] += lanes[lane + kHalf];
     if constexpr (kHalf > 1) return fold<kHalf / 2>(lanes);
     return lanes[0];
 }
 
-// The sum of term(v) over a block, in the type that the terms have; a term is not negative, and 0 for 0.
-template <bool kFeedback, class Term>
-FXCOMP_INLINE typename Term::Sum sum_in_lanes(const float* bucket, const float* residual, int64_t size,
-                                              const Term& term) {
-    typename Term::Sum lanes[kLanes];
-    const int64_t whole = size / kLanes * kLanes;
-    if (whole > 0) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = term.of(compensated<kFeedback>(bucket, residual, lane));
-    }
-    for (int64_t start = kLanes; start < whole; start += kLanes) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-            lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, start + lane));
-        }
-    }
-    if (whole < size) {
-        if (whole == 0) std::fill_n(lanes, kLanes, typename Term::Sum{0});
-        for (int64_t lane = 0; lane < size - whole; ++lane) {
-            lanes[lane] += term.of(compensated<kFeedback>(bucket, residual, whole + lane));
-        }
-    }
-    return fold<kLanes / 2>(lanes);
-}
-
-struct Magnitude {
-    using Sum = float;
-    FXCOMP_METHOD float of(float value) const { return float_of(magnitude_bits(value)); }
-};
-
-// In double precision no square of a float overflows or vanishes.
-struct Square {
-    using Sum = double;
-    FXCOMP_METHOD double of(float value) const { return static_cast<double>(value) * static_cast<double>(value); }
-};
-
 template <bool kFeedback>
 FXCOMP_INLINE float mean_magnitude(const float* bucket, const float* residual, int64_t size) {
-    return sum_in_lanes<kFeedback>(bucket, residual, size, Magnitude{}) / static_cast<float>(size);
-}
-
-template <bool kFeedback>
-FXCOMP_INLINE float norm_of(const float* bucket, const float* residual, int64_t size) {
-    return static_cast<float>(std::sqrt(sum_in_lanes<kFeedback>(bucket, residual, size, Square{})));
-}
-
-template <bool kFeedback>
-FXCOMP_INLINE float root_mean_square(const float* bucket, const float* residual, int64_t size) {
-    const double sum = sum_in_lanes<kFeedback>(bucket, residual, size, Square{});
-    return static_cast<float>(std::sqrt(sum / static_cast<double>(size)));
+    const auto magnitude = [=](int64_t i) FXCOMP_LAMBDA {
+        return float_of(magnitude_bits(compensated<kFeedback>(bucket, residual, i)));
+    };
+    float lanes[kLanes];
+    const int64_t whole = size / kLanes * kLanes;
+    if (whole > 0) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = magnitude(lane);
+    }
+    for (int64_t start = kLanes; start < whole; start += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += magnitude(start + lane);
+    }
+    if (whole < size) {
+        if (whole == 0) std::fill_n(lanes, kLanes, 0.0f);
+        for (int64_t lane = 0; lane < size - whole; ++lane) lanes[lane] += magnitude(whole + lane);
+    }
+    return fold<kLanes / 2>(lanes) / static_cast<float>(size);
 }
 
 // To nearest, ties to even: adding 1.5 * 2^23 leaves the whole number in the low bits. For magnitudes below 2^22.

@@ -22,15 +22,12 @@ from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
-from fxcomp.compressors.natural import Natural
 from fxcomp.compressors.powersgd import PowerSGD
-from fxcomp.compressors.qsgd import QSGD
 from fxcomp.compressors.randomk import RandomK
 from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.sidco import Sidco, SidcoE, SidcoGP
 from fxcomp.compressors.sign import Sign
-from fxcomp.compressors.terngrad import TernGrad
 from fxcomp.compressors.threshold import Threshold
 from fxcomp.compressors.topk import TopK
 
@@ -41,7 +38,6 @@ __all__ = [
     "FP8E4M3",
     "FP8E5M2",
     "FP16",
-    "QSGD",
     "Agreement",
     "BadCompressor",
     "Bias",
@@ -53,7 +49,6 @@ __all__ = [
     "Int2",
     "Int4",
     "Int8",
-    "Natural",
     "Parameter",
     "PowerSGD",
     "RandomK",
@@ -62,7 +57,6 @@ __all__ = [
     "SidcoE",
     "SidcoGP",
     "Sign",
-    "TernGrad",
     "Threshold",
     "TopK",
     "compressor_of",

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from fxcomp.compressors.casts import CastCompressor
-from fxcomp.compressors.facts import Bias, Facts, Feedback
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback
 from fxcomp.compressors.registration import register
 
 
@@ -36,4 +36,5 @@ class BF16(CastCompressor):
         use="Always worth a try: half the bytes, no state, the plain all_reduce.",
         avoid="Where compute hides the dense collective anyway.",
         source="IEEE fp32 cut to bfloat16, round to nearest even",
+        case=Case.MODE,
     )

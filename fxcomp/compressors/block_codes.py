@@ -1,4 +1,4 @@
-"""A scale and codes of a few bits for each block: what int8, int4, int2, sign, qsgd and fp8 share.
+"""A scale and codes of a few bits for each block: what int8, int4, int2, sign and fp8 share.
 
     scale   = of a block's values
     code    = of a value and its block's scale, b bits
@@ -48,11 +48,6 @@ class BlockCompressor(Compressor):
     @property
     def is_random(self) -> bool:
         return False
-
-    @property
-    def kernel_parameters(self) -> tuple[float, ...]:
-        """What the kernels want to know besides the block."""
-        return ()
 
     @property
     def largest_value(self) -> float:
@@ -141,7 +136,7 @@ class BlockCompressor(Compressor):
         agreed: Tensor | None,
     ) -> bool:
         cut = (tuple(segments), len(segments), self.block)
-        kernels.run(f"fxcomp_{self.name}_encode", bucket, residual, payload, *cut, state, *self.kernel_parameters)
+        kernels.run(f"fxcomp_{self.name}_encode", bucket, residual, payload, *cut, state)
         return True
 
     def decode_on_cpu(
@@ -154,7 +149,7 @@ class BlockCompressor(Compressor):
         state: Tensor | None,
     ) -> bool:
         cut = (tuple(segments), len(segments), self.block)
-        kernels.run(f"fxcomp_{self.name}_decode", payloads, ranks, *cut, out, *self.kernel_parameters)
+        kernels.run(f"fxcomp_{self.name}_decode", payloads, ranks, *cut, out)
         return True
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
@@ -223,20 +218,15 @@ def most_scale(largest_value: float) -> float:
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
-    """mean|v| of each row as a column."""
-    return sum_in_lanes(rows.abs()) / sizes
-
-
-def sum_in_lanes(rows: Tensor) -> Tensor:
-    """The sum of each row as a column, in an order that any vector width can follow: 64 strided lanes, then halves."""
-    terms = pad(rows, (0, -rows.shape[1] % _LANES))
+    """mean|v| of each row as a column, summed in an order that any vector width can follow: 64 lanes, then halves."""
+    terms = pad(rows.abs(), (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
         lanes = lanes + terms[:, start : start + _LANES]
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes
+    return lanes / sizes
 
 
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:

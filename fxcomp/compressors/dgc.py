@@ -31,7 +31,7 @@ from torch import Tensor
 from fxcomp.compressors import kernels, randomness, survivors
 from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.blocks import split
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 from fxcomp.compressors.survivors import Cut
 from fxcomp.compressors.topk import counts
@@ -72,6 +72,7 @@ class DGC(Compressor):
         use="As topk, where its selection costs too much.",
         avoid="Where ratio is above one over the number of ranks.",
         source="Lin et al. 2018, deep gradient compression",
+        case=Case.SYSTEM,
     )
 
     def payload_elements(self, segments: Sequence[int]) -> int:

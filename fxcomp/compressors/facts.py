@@ -26,6 +26,17 @@ class Bias(Enum):
     BIASED = "biased"
 
 
+class Case(Enum):
+    """Why fxcomp has a compressor: docs/decisions/0012-fewer-compressors.md."""
+
+    MODE = "mode"
+    """A mode offers it."""
+    SYSTEM = "system"
+    """A published system that we build on needs it."""
+    CHOICE = "choice"
+    """A user would pick it over every other for some job, which `Facts.use` names."""
+
+
 class Agreement(Enum):
     """How the ranks' proposals become one, before they compress."""
 
@@ -88,3 +99,4 @@ class Facts:
     """When not."""
     source: str
     """Where the method is from."""
+    case: Case = Case.CHOICE

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from fxcomp.compressors.block_codes import SymmetricCompressor
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 128  # scales add 1/32 byte a value, a sixteenth of the codes
@@ -53,6 +53,7 @@ class Int4(SymmetricCompressor):
         use="Slow links: an eighth of the bytes at the dense loss.",
         avoid="Where int8 already hides behind compute.",
         source="block-wise symmetric quantisation",
+        case=Case.MODE,
     )
 
     @property

@@ -38,7 +38,7 @@ from torch import Tensor
 from fxcomp.compressors import kernels, randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import split
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 from fxcomp.compressors.topk import counts
 
@@ -131,6 +131,7 @@ class RandomK(Compressor):
         use="Many ranks, where gathered payloads grow too large; with a learning rate cut by about the ratio.",
         avoid="Where the links carry top-k or low rank: what is large waits as long as what is small, n/k steps.",
         source="Stich et al. 2018 (with memory); Konečný and Richtárik 2018 (scaled); stratified runs",
+        case=Case.SYSTEM,
     )
 
     @property

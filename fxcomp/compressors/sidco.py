@@ -52,7 +52,7 @@ from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.blocks import split
 from fxcomp.compressors.dgc import sampled_cut
 from fxcomp.compressors.dgc import strides as dgc_strides
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 from fxcomp.compressors.survivors import INFINITY_BITS, Cut
 from fxcomp.compressors.topk import counts
@@ -444,7 +444,7 @@ def _stored(controller: Controller) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _facts(name: str, summary: str, use: str, avoid: str) -> Facts:
+def _facts(name: str, summary: str, use: str, avoid: str, case: Case = Case.SYSTEM) -> Facts:
     return Facts(
         name=name,
         summary=summary,
@@ -457,6 +457,7 @@ def _facts(name: str, summary: str, use: str, avoid: str) -> Facts:
         use=use,
         avoid=avoid,
         source="Abdelmoniem et al. 2021, SIDCo; with a sampled check",
+        case=case,
     )
 
 
@@ -473,6 +474,7 @@ class Sidco(_Sidco):
         "the values above a threshold from generalised Pareto fits",
         "As topk, where its selection costs too much: the best fit for most gradients.",
         "Where ratio is above one over the number of ranks.",
+        Case.MODE,
     )
 
 

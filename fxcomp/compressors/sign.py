@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.block_codes import BlockCompressor, mean_magnitude
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 512
@@ -47,6 +47,7 @@ class Sign(BlockCompressor):
         use="Very slow links, with error feedback and stochastic gradient descent.",
         avoid="Adam, and learning rates near the edge of stability.",
         source="Karimireddy et al. 2019, error feedback fixes SignSGD; a scale a block",
+        case=Case.MODE,
     )
 
     @property

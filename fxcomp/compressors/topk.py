@@ -38,7 +38,7 @@ from fxcomp.compressors.base import (
     mean_over_ranks,
 )
 from fxcomp.compressors.blocks import split
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.places import bytes_of, read, write
 from fxcomp.compressors.registration import register
 
@@ -138,6 +138,7 @@ class TopK(Compressor):
         use="Slow links and few ranks.",
         avoid="Where ratio is above one over the number of ranks.",
         source="Aji and Heafield 2017; radix selection",
+        case=Case.MODE,
     )
 
     def payload_elements(self, segments: Sequence[int]) -> int:

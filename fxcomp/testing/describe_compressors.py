@@ -40,7 +40,8 @@ A compressor is written as in the first column, in plans and strategies. n is th
 block's size, ⌈ ⌉ rounds up. Bits count all that a rank hands to the network, agreement included, for a matrix of
 {SHAPE[0]} × {SHAPE[1]}. A *linear* payload is summed on the wire by all_reduce; others are gathered from all ranks.
 *Passes* is how often encoding reads the gradient from main memory. State is what is kept for a parameter from step to
-step, besides the residual.
+step, besides the residual. *Case* says why fxcomp has it: a mode offers it, a published system that we build on needs
+it, or it is the best choice for the job that its paragraph names ([decision 12](decisions/0012-fewer-compressors.md)).
 
 ω = |v − decoded|² / |v|² is measured on one compression of {SAMPLE:,} values, on one rank, without error feedback. What
 error feedback carries to the next step is delayed, not lost. An unbiased compressor's errors differ between ranks and
@@ -116,7 +117,17 @@ def _middle(parameter: Parameter) -> float:
 
 
 def _table(compressors: Sequence[Compressor]) -> str:
-    heads = ("compressor", "payload bytes", "bits a value", "linear", "bias", "feedback", "passes", "state bytes")
+    heads = (
+        "compressor",
+        "payload bytes",
+        "bits a value",
+        "linear",
+        "bias",
+        "feedback",
+        "passes",
+        "state bytes",
+        "case",
+    )
     lines = ["| " + " | ".join((*heads, "ω Gaussian", "ω Laplace")) + " |", "|---" * (len(heads) + 2) + "|"]
     normal, double_exponential = gaussian(SAMPLE), laplace(SAMPLE)
     for compressor in compressors:
@@ -130,6 +141,7 @@ def _table(compressors: Sequence[Compressor]) -> str:
             compressor.feedback.value,
             str(facts.passes),
             facts.state if compressor.has_state else "none",
+            facts.case.value,
             *(f"{relative_error(compressor, values, SAMPLE_SHAPE):.2g}" for values in (normal, double_exponential)),
         )
         lines.append("| " + " | ".join(cells) + " |")

@@ -29,9 +29,6 @@ EXTREMES = {
     "int4": ["int4", "int4(block=2)", "int4(block=10)", "int4(block=1000)", "int4(block=6, stochastic=true)"],
     "int2": ["int2", "int2(block=4)", "int2(block=20, stochastic=true)"],
     "fp8_e4m3": ["fp8_e4m3", "fp8_e4m3(block=3)"],
-    "qsgd": ["qsgd", "qsgd(7, block=34)", "qsgd(1)", "qsgd(5, block=1000)"],
-    "natural": ["natural", "natural(block=7)"],
-    "terngrad": ["terngrad", "terngrad(block=8, clip=0)", "terngrad(clip=1.5)"],
     "shared_int8": ["shared_int8", "shared_int8(block=9, stochastic=false)"],
     "sign": ["sign", "sign(block=8)"],
 }

@@ -71,6 +71,7 @@ def test_a_default_is_not_written() -> None:
         ("itn8", f"there is no compressor 'itn8'; did you mean 'int8'? There are {KNOWN}"),
         ("TopK(0.1)", f"there is no compressor 'TopK'; did you mean 'topk'? There are {KNOWN}"),
         ("zstd", f"there is no compressor 'zstd'; there are {KNOWN}"),
+        *((gone, f"there is no compressor '{gone}'; there are {KNOWN}") for gone in ("qsgd", "natural", "terngrad")),
         ("topk(", "cannot read the compressor 'topk('; write for example int8(block=128) or topk(0.01)"),
         (
             "topk",

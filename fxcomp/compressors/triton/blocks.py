@@ -147,18 +147,6 @@ def mean_magnitude(bucket: Value, residual: Value, size: Value, BLOCK: constexpr
 
 
 @jit
-def norm(bucket: Value, residual: Value, size: Value, BLOCK: constexpr, ROWS: constexpr):
-    """The L2 norm of each block of a tile that begins at `bucket`, summed in the same order in fp64."""
-    lanes = tl.zeros([ROWS, LANES], tl.float64)
-    for column in range(0, BLOCK, LANES):
-        place, is_there = places_in_lanes(column, size, BLOCK, ROWS)
-        value, _ = compensated(bucket, residual, place, is_there)
-        wide = value.to(tl.float64)
-        lanes += wide * wide
-    return tl.sqrt(folded(lanes, ROWS)).to(tl.float32)
-
-
-@jit
 def nearest_codes(value: Value, scale: Value, LEVELS: constexpr):
     """v / scale as integers within -LEVELS..LEVELS, ties to even; as floats and as int8."""
     quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0)[:, None])
