@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
-from fxcomp.capture.whole_step import owned_parameters
 from fxcomp.commands.demo.gpt import GPT
 
 BEFORE = "22a9f62"

@@ -21,11 +21,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.capture.optimizer import live_numbers, materialize_state
+from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers, check_parameters_are_read
 from fxcomp.capture.step_guard import StepGuard, batch_type, settled
-from fxcomp.capture.training import Training
+from fxcomp.capture.training import LossFn, Training
 from fxcomp.capture.unreached import warn_unreached
-from fxcomp.capture.whole_step import Captured, LossFn, capture, live_numbers, materialize_state, owned_parameters
+from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
@@ -34,6 +36,7 @@ from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import UNSHARED, Processors, simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
 from fxcomp.graph.work import unknowns

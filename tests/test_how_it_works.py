@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxcomp.capture.whole_step import capture, materialize_state, owned_parameters
+from fxcomp.capture.optimizer import materialize_state
+from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.capture.identity import Identity
+from fxcomp.capture.optimizer import live_numbers
 from fxcomp.capture.reach.worlds import Change, Worlds
 from fxcomp.capture.training import Training
 from fxcomp.capture.values import is_plain, key_of, what_is
-from fxcomp.capture.whole_step import live_numbers
 from fxcomp.errors import StepChanged, UnsupportedBatch
 
 T = TypeVar("T")

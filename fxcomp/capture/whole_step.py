@@ -13,13 +13,12 @@ learning rate, momenta, betas, weight decay) are inputs of the graph, so that th
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,167 +29,19 @@ from fxcomp import compat, errors
 from fxcomp.capture.faithful import faithful
 from fxcomp.capture.fake_mode import StepFakes
 from fxcomp.capture.on_fakes import swapped, untouched
+from fxcomp.capture.optimizer import check_optimizer, fresh_optimizer, live_numbers, state_keys, with_live
 from fxcomp.capture.shared_memory import check_written, distinct, first_places
+from fxcomp.capture.training import LossFn, Owned
 from fxcomp.capture.untraceable import explaining
 from fxcomp.capture.user_collectives import keeping_collectives
 from fxcomp.capture.values import is_plain, what_is
+from fxcomp.graph.captured import Captured, Constant
 from fxcomp.graph.edit import call, clone, must_stay
 from fxcomp.graph.functional import functional
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.graph.work import is_sequence
-
-LossFn = Callable[[nn.Module, Any], Any]
-
-OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
-LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
-"""Hyper-parameters that are inputs of the graph. Whether one is zero is still part of the capture."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """A trainable parameter: its first name in the model, and the optimizer's group that updates it."""
-
-    name: str
-    parameter: nn.Parameter
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf of the auxiliary result that neither tensors nor sizes decide: it is what it was when it was captured."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The captured step and what must be known to feed it."""
-
-    graph: GraphModule
-    aux_spec: pytree.TreeSpec | None
-    aux: tuple[Constant | None, ...]
-    """The leaves of the auxiliary result: None for a tensor, or what follows from sizes, which the graph returns."""
-    has_aux: bool
-    gradient_names: tuple[str, ...]
-    without_gradient: tuple[str, ...]
-    guard: Callable[[Sequence[Tensor]], bool]
-    """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
-
-    def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
-        """The leaves of the auxiliary result, with what the graph has returned of them."""
-        values = iter(returned)
-        return [next(values) if constant is None else constant.value for constant in self.aux]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model lies, and with it everything."""
-        return next(iter(self.graph.graph.nodes)).meta["val"].device
-
-
-# What the user hands in
-
-
-def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Owned, ...]:
-    """Match the optimizer's parameters with the model's. Raises for everything that cannot be captured rightly."""
-    _check_optimizer(optimizer)
-    _check_is_bare(model)
-    _check_devices(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise errors.ForeignParameter(
-                    f"the optimizer updates a parameter that the model does not own: number {place} of parameter "
-                    f"group {index}, shape {tuple(parameter.shape)}.\n"
-                    "  Build the optimizer from this model's parameters, after the model has been moved or wrapped."
-                )
-            group_of[id(parameter)] = index
-    owned: list[Owned] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) not in group_of:
-            warnings.warn(
-                f"fxcomp: no parameter group updates {name!r}: it stays as it is and its gradient is not reduced. "
-                "Give it to the optimizer, or set requires_grad=False.",
-                stacklevel=4,
-            )
-            continue
-        _check_parameter(name, parameter)
-        owned.append(Owned(name, parameter, group_of[id(parameter)]))
-    if not owned:
-        raise errors.UnsupportedParameter("the optimizer updates no trainable parameter of the model")
-    return tuple(owned)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    known = ", ".join(cls.__name__ for cls in OPTIMIZERS)
-    if type(optimizer) not in OPTIMIZERS:
-        raise errors.UnsupportedOptimizer(
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer that fxcomp captures.\n"
-            f"  Use torch.optim's {known}, or torch.compile(model, backend='fxcomp'), which leaves the optimizer yours."
-        )
-    if hooks := compat.optimizer_hooks(optimizer):
-        raise errors.UnsupportedOptimizer(
-            f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
-            "  Remove it, or do its work around step(batch)."
-        )
-    for option in ("differentiable", "capturable"):
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise errors.UnsupportedOptimizer(f"{option}=True is not captured: build the optimizer without it")
-
-
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch whose forward pass, or backward pass, communicates by itself."""
-
-
-def _check_is_bare(model: nn.Module) -> None:
-    """Refuse a model that reduces or shards by itself: its gradients would be reduced twice, or not known whole."""
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
-                where = f"the module {name!r}" if name else "the model"
-                raise errors.UnsupportedModel(
-                    f"{where} is wrapped by {kind.__module__}.{kind.__name__}, which communicates by itself.\n"
-                    "  Give compile_step the plain model (of a DistributedDataParallel, its .module): it averages"
-                    " gradients itself. Sharded parameters are not handled."
-                )
-
-
-def _check_devices(model: nn.Module) -> None:
-    devices: dict[str, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        devices.setdefault(str(tensor.device), name)
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise errors.MixedDevices(
-            f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
-        )
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if compat.is_subclass(parameter):
-        raise errors.UnsupportedParameter(
-            f"the parameter {name!r} is a {type(parameter.data).__name__}, which wraps other tensors; sharded and"
-            " otherwise wrapped parameters are not handled.\n  Build the model from plain parameters."
-        )
-    if parameter.dtype is not torch.float32:
-        raise errors.UnsupportedParameter(
-            f"the parameter {name!r} is {parameter.dtype}; only float32 parameters can be trained.\n"
-            "  Keep the parameters in float32 and use torch.autocast inside the loss function."
-        )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise errors.UnsupportedParameter(
-            f"the parameter {name!r} has a gradient hook, which a captured step would not call.\n"
-            "  Remove it, or do its work in the loss function."
-        )
-
-
-# Capturing
 
 
 def capture(
@@ -208,7 +59,7 @@ def capture(
     `dynamic_dims` names the dimensions of batch tensors (by leaf index) whose size may vary. Outputs of the graph: the
     loss, then the auxiliary results; buffers and parameters change in place.
     """
-    _check_optimizer(optimizer)  # its options may have changed since the first capture
+    check_optimizer(optimizer)  # its options may have changed since the first capture
     fakes = _Fakes(model, owned, batch, dynamic_dims or {})
     body, layout = _trace_forward_backward(model, loss_fn, owned, fakes)
     if dynamic_dims and _names_a_size(layout.aux, fakes):  # right for these sizes alone
@@ -415,95 +266,6 @@ def _check_body(body: GraphModule, model: nn.Module) -> None:
         seen_loss = seen_loss or node is loss
 
 
-# The optimizer and clipping
-
-
-def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a parameter group that are inputs of the graph; betas count as two. Zeros are baked in."""
-    found: dict[str, float] = {}
-    for key in LIVE_NUMBERS:
-        if key == "dampening" and not group.get("momentum"):
-            continue  # it dampens momentum
-        value = group.get(key)
-        values = value if is_sequence(value) else (value,)
-        for i, number in enumerate(values):
-            if hasattr(number, "item"):  # a tensor, or a number of NumPy's
-                number = number.item()
-            if isinstance(number, int | float) and not isinstance(number, bool) and (key == "lr" or number != 0):
-                found[f"{key}_{i}" if len(values) > 1 else key] = float(number)
-    return found
-
-
-def _with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with other numbers in place of the live ones."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    for key, value in options.items():
-        if is_sequence(value):
-            options[key] = tuple(numbers.get(f"{key}_{i}", item) for i, item in enumerate(value))
-        elif key in numbers:
-            options[key] = numbers[key]
-    return options
-
-
-def state_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of the optimizer's state tensors of a parameter."""
-    return tuple(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
-
-
-def fresh_optimizer(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
-) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over one parameter."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {key: _number(value) for key, value in group.items() if key in accepted and key != "params"}
-    make: Any = type(optimizer)
-    return make([parameter], **options)
-
-
-def _number(value: Any) -> Any:
-    """A tensor that holds a learning rate as the number that it is now; it stays live as an input of the graph."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, object]:
-    """Create the optimizer's state where its first step would, all zero; returns what is fresh, by parameter name.
-
-    Runs the optimizer's own class once on a zero parameter with a zero gradient for all that are alike, so no knowledge
-    of its state is needed.
-    """
-    fresh: dict[str, object] = {}
-    of_likeness: dict[Any, dict[str, Any]] = {}
-    for owner in owned:
-        parameter = owner.parameter
-        if has_state(optimizer, parameter):
-            continue
-        likeness = (owner.group, parameter.shape, parameter.stride(), parameter.device)
-        if likeness not in of_likeness:
-            of_likeness[likeness] = _zero_state(optimizer, owner)
-        alike = of_likeness[likeness].items()
-        with torch.inference_mode(False):
-            state = {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in alike}
-        optimizer.state[parameter] = state
-        fresh[owner.name] = state
-    return fresh
-
-
-def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any]:
-    """The state that a step makes for a parameter like this one."""
-    with torch.inference_mode(False), torch.enable_grad():
-        stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
-        stand_in.grad = torch.zeros_like(stand_in)
-        shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
-        shadow.step()
-    return dict(shadow.state[stand_in])
-
-
-def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
-    state: dict[str, Any] = optimizer.state.get(parameter, {})
-    return any(isinstance(value, Tensor) for value in state.values())
-
-
 def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], fakes: _Fakes) -> GraphModule:
     """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers.
 
@@ -521,7 +283,7 @@ def _trace_update(optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence
     shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
 
     def update(parameter: Tensor, gradient: Tensor, tensors: list[Tensor], live: list[Any]) -> tuple[()]:
-        options = _with_live(group, dict(zip(numbers, live, strict=True)))
+        options = with_live(group, dict(zip(numbers, live, strict=True)))
         shadow.param_groups[0].update(options | plain, params=[parameter])
         shadow.state.clear()
         shadow.state[parameter] = {**state, **dict(zip(keys, tensors, strict=True))}

@@ -18,8 +18,10 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.capture.optimizer import materialize_state
+from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers
-from fxcomp.capture.whole_step import Captured, capture, materialize_state, owned_parameters
+from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
@@ -27,6 +29,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Processors, Timeline, simulate
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import clone
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.passes.annotate_costs import annotate_costs

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule
 
 from fxcomp.capture.step_guard import BatchType, Key, StepGuard, batch_change, settled
-from fxcomp.capture.whole_step import Captured
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import CaptureFailed
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import Source, info
 from fxcomp.step.recaptures import Recaptures
 

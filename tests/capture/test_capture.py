@@ -15,9 +15,12 @@ from torch.fx.node import map_arg
 import fxcomp
 from fxcomp import compat
 from fxcomp.capture import whole_step as capturing
+from fxcomp.capture.optimizer import materialize_state
+from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.step_guard import batch_type
-from fxcomp.capture.whole_step import Captured, capture, materialize_state, owned_parameters
+from fxcomp.capture.whole_step import capture
 from fxcomp.graph import functional as functionalizing
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import ALL_REDUCE

@@ -106,7 +106,7 @@ class BakesItsRate(torch.optim.SGD):
 
 
 def test_an_update_that_takes_a_live_number_as_a_constant_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxcomp.capture.whole_step.OPTIMIZERS", (BakesItsRate,))
+    monkeypatch.setattr("fxcomp.capture.optimizer.OPTIMIZERS", (BakesItsRate,))
     model = nn.Linear(8, 4)
     with pytest.raises(UnsupportedOptimizer, match=r"'weight' was traced with lr of parameter group 0 as a constant"):
         fxcomp.compile_step(model, square, BakesItsRate(model.parameters(), lr=0.1), batches(1)[0])

@@ -20,9 +20,9 @@ from jobs import cross_entropy, mlp
 from torch import Tensor, nn
 
 from fxcomp import errors
+from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
-from fxcomp.capture.whole_step import owned_parameters
 
 WEIGHT = 0.5
 TABLE = {"kl": [1.0, 2.0]}
@@ -288,7 +288,7 @@ def with_callable() -> tuple[Any, Callable[[Any], None]]:
 
 
 def with_module() -> tuple[Any, Callable[[Any], None]]:
-    conf = types.ModuleType("conf_of_test_guards")
+    conf = types.ModuleType("conf_of_test_step_guard")
     conf.KL = 0.5
     return lambda model, batch: conf.KL * cross_entropy(model, batch), lambda _: setattr(conf, "KL", 0.25)
 
@@ -451,7 +451,7 @@ def in_a_global(_: Any, x: Tensor) -> None:
         (on_a_list, r"model\.aux\[1\]"),
         (in_a_dict, r"model\.table\['known'\]"),
         (on_a_configuration, r"model\.cfg\.last"),
-        (in_a_global, r"test_guards\.NOTED\[0\]"),
+        (in_a_global, r"test_step_guard\.NOTED\[0\]"),
         (lambda model, x: setattr(model, "last", x), r"model\.last"),
     ],
 )
@@ -496,8 +496,8 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(
     ("draw", "text"),
     [
-        (lambda _: random.random(), r"draws from random, at .*test_guards.py:\d+: .*Draw outside and pass"),
-        (lambda _: np.random.rand(), r"draws from numpy.random, at .*test_guards.py:\d+.*torch.rand"),
+        (lambda _: random.random(), r"draws from random, at .*test_step_guard.py:\d+: .*Draw outside and pass"),
+        (lambda _: np.random.rand(), r"draws from numpy.random, at .*test_step_guard.py:\d+.*torch.rand"),
         (lambda model: model.own.gauss(0, 1), r"draws from model.own: "),
         (lambda model: model.modern.random(), r"draws from model.modern: "),
     ],

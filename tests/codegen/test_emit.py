@@ -13,8 +13,8 @@ import pytest
 from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 
 from fxcomp import pipeline
-from fxcomp.capture.whole_step import Captured
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.graph.captured import Captured
 from fxcomp.plan.strategy import Plan
 
 DENSE = "all_reduce@world"

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import pipeline
-from fxcomp.capture.whole_step import capture, materialize_state, owned_parameters
+from fxcomp.capture.optimizer import materialize_state
+from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level, Link
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable, Transport

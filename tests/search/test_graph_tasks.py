@@ -10,11 +10,14 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from test_parity import plan_in_turns
 
 from fxcomp import pipeline
-from fxcomp.capture.whole_step import Captured, capture, materialize_state, owned_parameters
+from fxcomp.capture.optimizer import materialize_state
+from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import Transport
 from fxcomp.cost.timeline import Processors, Stream, simulate
+from fxcomp.graph.captured import Captured
 from fxcomp.plan.strategy import CollectiveKind, Device, Plan, Strategy
 from fxcomp.search.plan_tasks import plan_tasks
 

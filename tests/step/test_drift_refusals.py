@@ -17,10 +17,10 @@ from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
 from fxcomp import pipeline
-from fxcomp.capture.whole_step import Captured
 from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, CannotReplan
+from fxcomp.graph.captured import Captured
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.strategy import Plan
 from fxcomp.runtime.stopwatch import LINES

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.capture.whole_step import Captured
+from fxcomp.graph.captured import Captured
 
 FLOAT32 = 1e-4
 """Relative to the largest element: sums in another order, as Inductor's code has them (assumed)."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.capture.training import Training
-from fxcomp.capture.whole_step import Captured
 from fxcomp.graph.buffers import written_parameters
+from fxcomp.graph.captured import Captured
 from fxcomp.step.verify.outside import unwritten
 
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.capture.training import Training
-from fxcomp.capture.whole_step import Captured, Owned
+from fxcomp.capture.training import Owned, Training
 from fxcomp.codegen.load import observed
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.errors import VerificationFailed
 from fxcomp.graph.buffers import written_parameters
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import Role, info
 from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.runtime.runtime import Runtime

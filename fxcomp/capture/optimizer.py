@@ -1,0 +1,122 @@
+"""The optimizer as a capture sees it: numbers that stay live, state tensors, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp import compat, errors
+from fxcomp.capture.training import Owned
+from fxcomp.graph.work import is_sequence
+
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
+"""Hyper-parameters that are inputs of the graph. Whether one is zero is still part of the capture."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    known = ", ".join(cls.__name__ for cls in OPTIMIZERS)
+    if type(optimizer) not in OPTIMIZERS:
+        raise errors.UnsupportedOptimizer(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer that fxcomp captures.\n"
+            f"  Use torch.optim's {known}, or torch.compile(model, backend='fxcomp'), which leaves the optimizer yours."
+        )
+    if hooks := compat.optimizer_hooks(optimizer):
+        raise errors.UnsupportedOptimizer(
+            f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
+            "  Remove it, or do its work around step(batch)."
+        )
+    for option in ("differentiable", "capturable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise errors.UnsupportedOptimizer(f"{option}=True is not captured: build the optimizer without it")
+
+
+def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a parameter group that are inputs of the graph; betas count as two. Zeros are baked in."""
+    found: dict[str, float] = {}
+    for key in LIVE_NUMBERS:
+        if key == "dampening" and not group.get("momentum"):
+            continue  # it dampens momentum
+        value = group.get(key)
+        values = value if is_sequence(value) else (value,)
+        for i, number in enumerate(values):
+            if hasattr(number, "item"):  # a tensor, or a number of NumPy's
+                number = number.item()
+            if isinstance(number, int | float) and not isinstance(number, bool) and (key == "lr" or number != 0):
+                found[f"{key}_{i}" if len(values) > 1 else key] = float(number)
+    return found
+
+
+def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with other numbers in place of the live ones."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    for key, value in options.items():
+        if is_sequence(value):
+            options[key] = tuple(numbers.get(f"{key}_{i}", item) for i, item in enumerate(value))
+        elif key in numbers:
+            options[key] = numbers[key]
+    return options
+
+
+def state_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
+    """The names of the optimizer's state tensors of a parameter."""
+    return tuple(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
+
+
+def fresh_optimizer(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over one parameter."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {key: _number(value) for key, value in group.items() if key in accepted and key != "params"}
+    make: Any = type(optimizer)
+    return make([parameter], **options)
+
+
+def _number(value: Any) -> Any:
+    """A tensor that holds a learning rate as the number that it is now; it stays live as an input of the graph."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, object]:
+    """Create the optimizer's state where its first step would, all zero; returns what is fresh, by parameter name.
+
+    Runs the optimizer's own class once on a zero parameter with a zero gradient for all that are alike, so no knowledge
+    of its state is needed.
+    """
+    fresh: dict[str, object] = {}
+    of_likeness: dict[Any, dict[str, Any]] = {}
+    for owner in owned:
+        parameter = owner.parameter
+        if has_state(optimizer, parameter):
+            continue
+        likeness = (owner.group, parameter.shape, parameter.stride(), parameter.device)
+        if likeness not in of_likeness:
+            of_likeness[likeness] = _zero_state(optimizer, owner)
+        alike = of_likeness[likeness].items()
+        with torch.inference_mode(False):
+            state = {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in alike}
+        optimizer.state[parameter] = state
+        fresh[owner.name] = state
+    return fresh
+
+
+def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any]:
+    """The state that a step makes for a parameter like this one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
+        stand_in.grad = torch.zeros_like(stand_in)
+        shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
+        shadow.step()
+    return dict(shadow.state[stand_in])
+
+
+def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    return any(isinstance(value, Tensor) for value in state.values())

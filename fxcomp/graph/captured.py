@@ -1,0 +1,44 @@
+"""A captured training step: its graph, and what must be known to feed it and to read its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of the auxiliary result that neither tensors nor sizes decide: it is what it was when it was captured."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The captured step and what must be known to feed it."""
+
+    graph: GraphModule
+    aux_spec: pytree.TreeSpec | None
+    aux: tuple[Constant | None, ...]
+    """The leaves of the auxiliary result: None for a tensor, or what follows from sizes, which the graph returns."""
+    has_aux: bool
+    gradient_names: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+    guard: Callable[[Sequence[Tensor]], bool]
+    """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
+
+    def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
+        """The leaves of the auxiliary result, with what the graph has returned of them."""
+        values = iter(returned)
+        return [next(values) if constant is None else constant.value for constant in self.aux]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies, and with it everything."""
+        return next(iter(self.graph.graph.nodes)).meta["val"].device
