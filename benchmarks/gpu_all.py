@@ -39,8 +39,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fxcomp
-from fxcomp import compat, pipeline
+from fxcomp import compat
 from fxcomp.cluster.cluster import Level
+from fxcomp.codegen import program
 from fxcomp.commands.demo.gpt import GPT
 from fxcomp.commands.demo.shaped_hosts import join, run_ranks
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
@@ -149,7 +150,7 @@ class Results:
 def one_gpu(results: Results) -> None:
     contestants: dict[str, Callable[[], object]] = {"eager": eager_step(job())}
     for regions in ("eager", "inductor"):
-        pipeline.INDUCTOR_DEVICES = ("cuda",) if regions == "inductor" else ()
+        program.INDUCTOR_DEVICES = ("cuda",) if regions == "inductor" else ()
 
         def parity(regions: str = regions) -> tuple[bool, str]:
             mine, reference = job(), job()
@@ -322,7 +323,7 @@ def rank_main(backend: str, path: Path) -> None:
     else:
         join()
     results = Results(path if dist.get_rank() == 0 else None)
-    pipeline.INDUCTOR_DEVICES = ()
+    program.INDUCTOR_DEVICES = ()
     plans: dict[str, object] = {"dense": "dense", "bf16": "bf16", "int8": "int8"}
     first = compiled_step(job(), plan="dense")
     plans["int8 on the host"] = offload_plan(first, Device.CPU)

@@ -102,8 +102,8 @@ def train(name: str, rank: int, ranks: int) -> Record:
         result = "refused" if isinstance(error, FxcompError) else "foreign"
         where = _line(error.__cause__ or error)
         return replace(record, result=result, detail=_said(error), where=where)
-    variant = step.variant
-    record = replace(record, nodes=len(variant.captured.graph.graph.nodes) if variant is not None else 0)
+    program = step.program
+    record = replace(record, nodes=len(program.captured.graph.graph.nodes) if program is not None else 0)
     difference, share = first_difference(expected, everything(model, optimizer, losses))
     result = "identical" if not difference else "rounded" if share <= ROUNDING else "wrong"
     return replace(record, result=result, detail=difference)

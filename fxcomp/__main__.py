@@ -120,8 +120,8 @@ def _dump(arguments: argparse.Namespace) -> int:
 
     cluster, _ = _cluster(arguments)
     plan = plan_named(arguments.plan, cluster) if arguments.plan else None
-    variant = rewritten(load_job(arguments.job), cluster, plan=plan)
-    text = variant.source if arguments.source else dump(graph_after(variant, arguments.after))
+    program = rewritten(load_job(arguments.job), cluster, plan=plan)
+    text = program.source if arguments.source else dump(graph_after(program, arguments.after))
     print(encodable(text, sys.stdout.encoding))
     return 0
 

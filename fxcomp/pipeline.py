@@ -20,7 +20,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from fxcomp import compat
 from fxcomp.capture.optimizer import live_numbers, materialize_state
 from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers, check_parameters_are_read
@@ -29,8 +28,7 @@ from fxcomp.capture.training import LossFn, Training
 from fxcomp.capture.unreached import warn_unreached
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.codegen.emit import emit
-from fxcomp.codegen.load import compile_regions, load
+from fxcomp.codegen.program import Program, Replay, load_program
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
@@ -87,7 +85,6 @@ from fxcomp.search.read_workload import read_workload
 from fxcomp.search.workload import Workload
 from fxcomp.step.compiled_step import CompiledStep, Following, GivenUp, Replanned
 from fxcomp.step.drift.watch import Replan, Schedule, Watch
-from fxcomp.step.programs import Replay, Variant
 
 P = ParamSpec("P")
 
@@ -116,7 +113,7 @@ def rewrite(
     feedback: ErrorFeedback = CLASSIC,
     *,
     skip_nonfinite: bool = False,
-) -> Variant:
+) -> Program:
     """Turn a captured step into the source of one that follows the plan."""
 
     def followed(run: PassRunner) -> GraphModule:
@@ -181,18 +178,9 @@ def carry_out(
     return run(order_for_overlap, gm, plan)
 
 
-def finish(captured: Captured, gm: GraphModule, replay: Replay, processors: Processors = UNSHARED) -> Variant:
+def finish(captured: Captured, gm: GraphModule, replay: Replay, processors: Processors = UNSHARED) -> Program:
     """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
-    source = emit(gm)
-    module = load(source, gm, compat.cache_directory() / "steps")
-    if captured.device.type in INDUCTOR_DEVICES:
-        compile_regions(module, gm)
-    return Variant.of(captured, gm, replay, module, source, simulate(graph_tasks(gm), processors))
-
-
-INDUCTOR_DEVICES = ("cuda",)
-"""Where Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and took minutes to
-compile (measured, 2026-11); on CUDA it is assumed to win: not measured."""
+    return load_program(captured, gm, replay, simulate(graph_tasks(gm), processors))
 
 
 class PassRunner:
@@ -343,10 +331,10 @@ def _compile(
     ranks.share(itertools.chain(model.parameters(), model.buffers()))
     device = training.device
 
-    def emitted(captured: Captured, plan: Plan, costs: CostTable) -> Variant:
+    def emitted(captured: Captured, plan: Plan, costs: CostTable) -> Program:
         return rewrite(captured, plan, costs, cluster, ranks.rank, error_feedback, skip_nonfinite=skip_nonfinite)
 
-    def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
+    def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Program:
         check_momentum(error_feedback, optimizer)
         again = _capture(training, batch, varying)
         _check_same_gradients(captured, again)
@@ -744,9 +732,9 @@ def _measured_on_job(
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     plan = Plan.from_json(data)
     rewriting = partial(rewrite, cluster=cluster, rank=ranks.rank, feedback=feedback, skip_nonfinite=skip_nonfinite)
-    variant = rewriting(captured, plan, costs)
+    program = rewriting(captured, plan, costs)
 
-    def no_rebuild(*_: Any) -> Variant:
+    def no_rebuild(*_: Any) -> Program:
         raise AssertionError("a step that is only measured is captured once")
 
     device = training.device
@@ -756,11 +744,11 @@ def _measured_on_job(
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
     mine = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
-    here = measure_step(step, variant, networks(variant.graph, transport, costs, cluster), leaves, repeats)
+    here = measure_step(step, program, networks(program.graph, transport, costs, cluster), leaves, repeats)
     # All ranks judge by the same numbers: one that switched back to dense alone would wait for the others for ever.
     everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
     alone, *others = as_slowest(here, everyone)
-    compute = apportion(variant, alone, "measured in the emitted step, all ranks running")
+    compute = apportion(program, alone, "measured in the emitted step, all ranks running")
     starts = [on.launch_us for on in others if on.launch_us is not None]
     costs = replace(
         costs,

@@ -294,7 +294,7 @@ def group_option(**options: Any) -> Callable[[nn.Module, torch.optim.Optimizer],
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "variants"),
+    ("change", "options", "programs"),
     [
         (group_option(lr=0.01), {}, 1),
         (group_option(lr=0.0), {}, 1),
@@ -309,10 +309,10 @@ def group_option(**options: Any) -> Callable[[nn.Module, torch.optim.Optimizer],
         (lambda model, _: model.eval(), {}, 2),
     ],
 )  # fmt: skip
-def test_a_changed_option_is_followed(change: Any, options: dict[str, Any], variants: int):
+def test_a_changed_option_is_followed(change: Any, options: dict[str, Any], programs: int):
     torch.manual_seed(0)
     step = assert_eager(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10)), change, **options)
-    assert len(step.variants) == variants
+    assert len(step.programs) == programs
 
 
 def test_switching_dropout_off_between_steps_is_followed():
@@ -427,11 +427,11 @@ def test_plain_values_of_every_kind_may_stand_in_a_batch():
     step = compile_alone(model, loss, batch=(*BATCH, VALUES[0]))
     for value in VALUES:
         step((*BATCH, value))
-    before = step.variant
+    before = step.program
     step((*BATCH, torch.float64))
-    assert step.variant is before  # seen before
+    assert step.program is before  # seen before
     step((*BATCH, 3.0))
-    assert step.variant is not before
+    assert step.program is not before
 
 
 def test_equal_values_of_other_classes_are_told_apart():
@@ -456,7 +456,7 @@ def test_a_model_that_counts_its_calls_is_refused():
 
 def test_a_model_that_sets_itself_up_at_its_first_call_is_followed():
     step = assert_eager(SetsUp(), lambda *_: None)
-    assert len(step.variants) == 1
+    assert len(step.programs) == 1
 
 
 def test_a_pass_that_is_not_there_is_answered_with_those_that_are():

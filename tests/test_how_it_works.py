@@ -58,8 +58,8 @@ def listings() -> dict[str, str]:
     workload = analyze(captured.graph, COSTS, CLUSTER)
     plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)
     assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int8")]
-    variant = rewrite(captured, plan, COSTS, CLUSTER, 0)
-    history = variant.replay()
+    program = rewrite(captured, plan, COSTS, CLUSTER, 0)
+    history = program.replay()
     labelled = history["label_gradients"]
     dumps = {name: dump(graph, costs=False) for name, graph in history.items()}
     return {
@@ -71,8 +71,8 @@ def listings() -> dict[str, str]:
         "bucket_gradients": changed(dumps["label_gradients"], dumps["bucket_gradients"]),
         "insert_compression": changed(dumps["split_by_level"], dumps["insert_compression"]),
         "thread_state": changed(dumps["insert_compression"], dumps["thread_state"]),
-        "order_for_overlap": inner(dump(variant.graph)),
-        "source": variant.source,
+        "order_for_overlap": inner(dump(program.graph)),
+        "source": program.source,
     }
 
 

@@ -23,6 +23,7 @@ from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.codegen.program import Program
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
@@ -57,7 +58,6 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.workload import Workload
 from fxcomp.step.compiled_step import CompiledStep, Training
-from fxcomp.step.programs import Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def with_processors(costs: CostTable, device: torch.device) -> CostTable:
     return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
-def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Variant:
+def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Program:
     """The job's step for a cluster by assumed costs alone: the same on every machine."""
     _, captured = capture_job(job)
     costs = CostTable()
@@ -224,11 +224,11 @@ def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> V
     return rewrite(captured, wanted, costs, cluster, 0)
 
 
-def graph_after(variant: Variant, after: str | None) -> GraphModule:
+def graph_after(program: Program, after: str | None) -> GraphModule:
     """The graph after a pass, by default the last. Raises BadOption naming the passes."""
     if after is None:
-        return variant.graph
-    history = variant.replay()
+        return program.graph
+    history = program.replay()
     if after not in history:
         raise BadOption(f"there is no pass {after!r}; the passes are {', '.join(history)}")
     return history[after]
@@ -257,20 +257,20 @@ def measured_here(
         plan = uniform("dense", workload, costs, cluster)
     final = carry_out(run, plan, clone(graph), costs, cluster, 0)
     assert_whole(final, "one of the passes")
-    variant = finish(captured, final, dict)
+    program = finish(captured, final, dict)
     device = training.device
     nothing = Residuals({}, device), CompressorStates({}, device)
     step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
     leaves = pytree.tree_leaves(batch)
-    measured = measure_step(step, variant, [Nowhere()], leaves, MOST_REPEATS, MEASURING_US)[0]
+    measured = measure_step(step, program, [Nowhere()], leaves, MOST_REPEATS, MEASURING_US)[0]
     source = f"measured in the emitted step, {_threads(device)}"
-    compute = apportion(variant, measured, source)
+    compute = apportion(program, measured, source)
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack)
     return costs, read_workload(annotate_costs(graph, costs, cluster))
 
 
-def _no_rebuild(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Variant:
+def _no_rebuild(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Program:
     raise AssertionError(f"a step that is only measured is captured once: {batch}, {plan}, {varying}")
 
 

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.codegen.load import rebound
+from fxcomp.codegen.program import Program
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
@@ -33,7 +34,6 @@ from fxcomp.runtime.clock import Clock, clock_of
 from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
 from fxcomp.runtime.transport import Transport, Work
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.programs import Variant
 
 SLOW_STEP_S = 2.0
 """A step slower than this is measured fewer times."""
@@ -269,7 +269,7 @@ def _slowest(transport: Transport, seconds: float, device: torch.device) -> floa
 
 def measure_step(
     step: CompiledStep,
-    variant: Variant,
+    program: Program,
     transports: Sequence[Transport],
     leaves: Sequence[Any],
     repeats: int,
@@ -283,13 +283,13 @@ def measure_step(
     allocates, and the last one time every operator by itself; the shorter time counts, because a hiccup makes one long.
     """
     device = step.training.device
-    scratch = tuple([_copy(value) for value in values] for values in step.feed(variant, leaves))
+    scratch = tuple([_copy(value) for value in values] for values in step.feed(program, leaves))
     runs = [_Run(_LinesTimed(transport, device)) for transport in transports]
-    nodes = _NodeTimes(variant.graph, device)
-    one_by_one = rebound(variant.module, nodes.timed)
+    nodes = _NodeTimes(program.graph, device)
+    one_by_one = rebound(program.module, nodes.timed)
     current: list[_Run] = [runs[0]]
     meeting = transports[min(1, len(transports) - 1)]  # the first is Nowhere
-    whole = rebound(variant.module, lambda name, run: _timed(name, run, lambda: current[0]))
+    whole = rebound(program.module, lambda name, run: _timed(name, run, lambda: current[0]))
     try:
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
@@ -478,13 +478,13 @@ def _us(clock: Clock, start: Any, end: Any) -> float:
     return us
 
 
-def apportion(variant: Variant, step: StepMeasurement, source: str) -> dict[str, Measured]:
+def apportion(program: Program, step: StepMeasurement, source: str) -> dict[str, Measured]:
     """Share each region's time out to its nodes, by what each took alone.
 
     A key that occurs more than once gets the mean, so that the sum over the step stays what was measured.
     """
     found: dict[str, list[float]] = {}
-    for piece in cut(variant.graph):
+    for piece in cut(program.graph):
         if not isinstance(piece, Region) or piece.name not in step.region_us:
             continue
         working = [node for node in piece.nodes if not is_free(node)]

@@ -19,6 +19,7 @@ from fxcomp.capture.optimizer import has_state, live_numbers, materialize_state
 from fxcomp.capture.step_guard import BatchType, Key, StepGuard, batch_type
 from fxcomp.capture.training import Owned, Training
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import CannotReplan, FxcompError, StepChanged
@@ -36,7 +37,7 @@ from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge, step_with
 from fxcomp.step.drift.sheet import sheet_of
 from fxcomp.step.drift.watch import Replan, Watch
 from fxcomp.step.lockstep import Lockstep
-from fxcomp.step.programs import Variant, Variants
+from fxcomp.step.programs import Programs
 from fxcomp.step.step_times import Looks, StepTimes
 from fxcomp.step.verify.verifier import Verification, Verifier
 
@@ -50,7 +51,7 @@ SWITCH_MARGIN = 0.03
 """How much slower than dense a plan must be to be given up: less is noise (assumed)."""
 
 
-Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Variant]
+Build = Callable[[Any, Plan, Mapping[int, frozenset[int]]], Program]
 """Captures and compiles for a batch and a plan, with the dimensions of batch tensors that may vary. Local: ranks do not
 communicate in it."""
 
@@ -75,7 +76,7 @@ class Replanned:
     dense_plan: Plan
     dense_us: float
     """What is predicted for it."""
-    variant: Variant
+    program: Program
     """The first capture, following the plan."""
     residuals: Residuals
     compressor_states: CompressorStates
@@ -90,7 +91,7 @@ class Following:
     watch: Watch
     replan: Replan
     cluster: Cluster
-    emit: Callable[[Plan], Variant]
+    emit: Callable[[Plan], Program]
     """The first capture, following another plan by the costs in force. Local."""
     decide: Callable[[CostTable, GivenUp | None, str], Replanned] | None
     """Choose anew by another table; every rank calls it, for a topic of its own."""
@@ -144,7 +145,7 @@ class CompiledStep:
         self.times = StepTimes(training.device)
         self._build = build
         self._guard = StepGuard(training)
-        self.variants = Variants(self._guard, self._build_variant)
+        self.programs = Programs(self._guard, self._build_program)
         self._verifier = Verifier(training, VerifiedSteps.parse(verify_every), self._is_fresh, self.notes.append)
         self._judge_from_here()
         self._following = following
@@ -155,7 +156,7 @@ class CompiledStep:
         self._patience, self._least_patience, self._patient_until = 1, 1, 0
         self._given_up: GivenUp | None = None
         self._returns = 0
-        self._adopted: Variant | None = None
+        self._adopted: Program | None = None
         self._first_key: Key | None = None
         self._dense_ms, self._dense_plan = dense_ms, dense_plan
         self._report = report
@@ -169,7 +170,7 @@ class CompiledStep:
         self._stateful = True
         self._group_of = {owner.name: owner.group for owner in training.owned}
         self._parameters = dict(training.model.named_parameters())
-        self.variant: Variant | None = None
+        self.program: Program | None = None
         self._first_type: BatchType | None = None
 
     # Running
@@ -198,51 +199,51 @@ class CompiledStep:
     def _step(self, batch: Any) -> Any:
         self._enter_stage()
         kind, leaves = batch_type(batch)
-        variant = self.variant = self.variants.find(batch, kind, leaves, self._stage)
+        program = self.program = self.programs.find(batch, kind, leaves, self._stage)
         verify = self._verifier.wants(self.steps)
         watch = self._watch_of(kind) if not verify else None
         begin = self.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         plain = torch.inference_mode(False), torch.no_grad(), compat.without_autocast()
         with plain[0]:
-            checking = self._begin_verifying(batch, variant) if verify else None
+            checking = self._begin_verifying(batch, program) if verify else None
             with plain[1], plain[2]:
-                result = self._run(variant, leaves, checking or watch)
+                result = self._run(program, leaves, checking or watch)
         self._count((begin, self.times.look()), kind, verify)
         return result
 
-    def _run(self, variant: Variant, leaves: Sequence[Any], observer: Watch | Verification | None) -> Any:
+    def _run(self, program: Program, leaves: Sequence[Any], observer: Watch | Verification | None) -> Any:
         if self._feedback.scale_with_lr:
             self._scale_residuals()
-        arguments = self.feed(variant, leaves)
+        arguments = self.feed(program, leaves)
         self._lockstep.has_begun = True
         if observer is None:
-            loss, aux = variant.module.step(self.runtime, *arguments)
+            loss, aux = program.run(self.runtime, arguments)
         elif isinstance(observer, Verification):
             loss, aux = observer.run(arguments)
         else:
-            loss, aux = observer.run(self.steps, variant, self.runtime, arguments)
+            loss, aux = observer.run(self.steps, program, self.runtime, arguments)
         self.runtime.finish()
         if not self.runtime.counters.skipped:
             self._fresh_state.clear()
             self._settle_waiting()
-        captured = variant.captured
+        captured = program.captured
         if captured.has_aux:
             assert captured.aux_spec is not None, "a step with aux knows its structure"
             return loss, pytree.tree_unflatten(captured.aux_leaves(aux), captured.aux_spec)
         return loss
 
-    def _begin_verifying(self, batch: Any, variant: Variant) -> Verification | None:
+    def _begin_verifying(self, batch: Any, program: Program) -> Verification | None:
         is_plain = self.plan.is_dense and self.velocities is None and not self.runtime.owed
-        return self._verifier.begin(batch, variant, self.runtime, self.steps, is_plain=is_plain)
+        return self._verifier.begin(batch, program, self.runtime, self.steps, is_plain=is_plain)
 
-    def feed(self, variant: Variant, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
+    def feed(self, program: Program, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
         """The arguments of the emitted function, in its order: lists of what the graph's inputs stand for."""
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in InputKind}
         buffers = dict(self.training.model.named_buffers())
         self._ensure_state()
         numbers = self._live_numbers()
-        for source in variant.inputs:
+        for source in program.inputs:
             lists[source.kind].append(self._value(source, leaves, buffers, numbers))
         order = (
             InputKind.PARAMETER,
@@ -354,28 +355,28 @@ class CompiledStep:
                 self.velocities.forget(name, value)
         self.runtime.owed.clear()
 
-    # Variants
+    # Programs
 
-    def _build_variant(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Variant:
+    def _build_program(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
         self._stateful = True  # an option that changed may ask for state that was not needed before
         self._ensure_state()
         with torch.inference_mode(False):
             return self._build(batch, self.plan, varying)
 
-    def adopt(self, batch: Any, variant: Variant, stage: int = 0) -> None:
-        """Take over a variant that was built for this batch while compiling."""
+    def adopt(self, batch: Any, program: Program, stage: int = 0) -> None:
+        """Take over a program that was built for this batch while compiling."""
         kind, _ = batch_type(batch)
         self._first_type, self._first_key = kind, self._guard.key()
-        self._adopt(variant, stage)
+        self._adopt(program, stage)
 
-    def _adopt(self, variant: Variant, stage: int) -> None:
+    def _adopt(self, program: Program, stage: int) -> None:
         assert self._first_type is not None, "adopt knows the batch"
         assert self._first_key is not None, "and what was around it"
-        self.variants.adopt(self._first_type, stage, self._first_key, variant)
+        self.programs.adopt(self._first_type, stage, self._first_key, program)
         if stage == self._stage:
-            self.variant = variant
+            self.program = program
         if stage == max(0, len(self._stages) - 1):
-            self._adopted = variant
+            self._adopted = program
 
     # Watching
 
@@ -468,7 +469,7 @@ class CompiledStep:
         self.runtime.close()
         self.runtime = Runtime(transport, self.training.device)
         self.runtime.owed = waiting
-        self.variants.clear()
+        self.programs.clear()
         self._adopted = None
         self._watch_anew()
 
@@ -491,10 +492,10 @@ class CompiledStep:
 
     def agree_on_watching(self, topic: str) -> None:
         """Compare nothing if ranks would compare different things; every rank calls it when all stages are adopted."""
-        variant = self._adopted
-        if self._following is None or variant is None:
+        program = self._adopted
+        if self._following is None or program is None:
             return
-        mine = [str(cost) for cost in sheet_of(variant.graph, variant.timeline).costs]
+        mine = [str(cost) for cost in sheet_of(program.graph, program.timeline).costs]
         if any(theirs != mine for theirs in self._ranks.gather(topic, mine)):
             self._following = None
 
@@ -516,10 +517,10 @@ class CompiledStep:
 
     def _compare(self, following: Following) -> tuple[Finding, ...]:
         """What is wrong with the costs, by numbers that all ranks share; every rank calls it at the same step."""
-        variant = self._adopted
-        if variant is None or self.costs is None:
+        program = self._adopted
+        if program is None or self.costs is None:
             return ()
-        sheet = sheet_of(variant.graph, variant.timeline)
+        sheet = sheet_of(program.graph, program.timeline)
         everyone = self._gather([sheet.step_us, self.costs.error, *following.watch.rows(self.steps, sheet)])
         self.timed = agreed_rows(sheet.costs, [mine[2:] for mine in everyone])
         step_us, error = everyone[0][:2]
@@ -540,11 +541,11 @@ class CompiledStep:
             self._patient_until = self.steps + self._patience * following.watch.schedule.judged_every
 
     def _note_drift(self, following: Following, findings: Sequence[Finding], *, offers: bool) -> None:
-        variant, costs = self._adopted, self.costs
-        assert variant is not None, "there are findings about what was adopted"
+        program, costs = self._adopted, self.costs
+        assert program is not None, "there are findings about what was adopted"
         assert costs is not None, "and they compare with its costs"
-        sheet = sheet_of(variant.graph, variant.timeline)
-        becomes_us = step_with(findings, sheet, variant.timeline, costs.processors)
+        sheet = sheet_of(program.graph, program.timeline)
+        becomes_us = step_with(findings, sheet, program.timeline, costs.processors)
         said = "; ".join(describe(finding, costs, following.cluster) for finding in findings)
         offer = " step.replan(), called by every rank, plans anew." if offers else ""
         self.notes.append(
@@ -584,16 +585,16 @@ class CompiledStep:
             )
 
     def _plan_anew(self, following: Following, findings: Sequence[Finding]) -> bool:
-        variant, costs = self._adopted, self.costs
-        assert variant is not None, "there are findings about what was adopted"
+        program, costs = self._adopted, self.costs
+        assert program is not None, "there are findings about what was adopted"
         assert costs is not None, "and they compare with its costs"
         assert following.decide is not None, "asked only where there is something to decide"
         self._replans += 1
         topic = "planning anew"
 
         def put_right() -> CostTable:
-            sheet = sheet_of(variant.graph, variant.timeline)
-            return corrected(costs, findings, sheet, variant.graph, following.cluster)
+            sheet = sheet_of(program.graph, program.timeline)
+            return corrected(costs, findings, sheet, program.graph, following.cluster)
 
         table = self._ranks.attempt(f"{topic}: correcting the costs", put_right)
         # A dense plan has just been measured. Of another one there is only a prediction, with its error.
@@ -607,7 +608,7 @@ class CompiledStep:
         self.notes.append(
             f"planned anew at step {self.steps}, for {', '.join(str(f.cost) for f in findings)}:"
             f" {'another plan is followed' if changed else 'the plan stays'},"
-            f" predicted at {new.variant.timeline.step_time_us / 1e3:.4g} ms a step; dense at {new.dense_us / 1e3:.4g}."
+            f" predicted at {new.program.timeline.step_time_us / 1e3:.4g} ms a step; dense at {new.dense_us / 1e3:.4g}."
         )
         if new.mistrusted_us is not None and self._given_up is not None:
             self.notes[-1] += (
@@ -629,7 +630,7 @@ class CompiledStep:
         self._leave_plan()
         self.times.forget()
         self._judge_from_here()
-        self._adopt(new.variant, 0)
+        self._adopt(new.program, 0)
         self.agree_on_watching("watching the new plan")
 
     @property
@@ -680,9 +681,9 @@ class CompiledStep:
         return self._report(self)
 
     @property
-    def _current(self) -> Variant:
-        assert self.variant is not None, "compile_step adopts a variant before it returns"
-        return self.variant
+    def _current(self) -> Program:
+        assert self.program is not None, "compile_step adopts a program before it returns"
+        return self.program
 
     # State
 

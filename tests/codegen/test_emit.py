@@ -91,8 +91,8 @@ def digest_of_all() -> str:
 
     captured, _ = captured_step("transformer", 1.0)
     choice = choose(pipeline.analyze(captured.graph, COSTS, SHARED), COSTS, SHARED, Mode.AGGRESSIVE)
-    variant = pipeline.rewrite(captured, choice.plan, COSTS, SHARED, 1)
-    text = f"{choice.plan}\n{variant.source}\n{variant.timeline}"
+    program = pipeline.rewrite(captured, choice.plan, COSTS, SHARED, 1)
+    text = f"{choice.plan}\n{program.source}\n{program.timeline}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

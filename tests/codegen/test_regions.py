@@ -9,7 +9,7 @@ from jobs import cross_entropy
 from torch import Tensor, nn
 
 import fxcomp
-from fxcomp import pipeline
+from fxcomp.codegen import program
 
 
 class Attending(nn.Module):
@@ -47,7 +47,7 @@ def trained(
     make: Callable[[], nn.Module], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and parameters after a few steps with regions run by `backend`."""
-    monkeypatch.setattr(pipeline, "INDUCTOR_DEVICES", ("cpu",) if backend == "inductor" else ())
+    monkeypatch.setattr(program, "INDUCTOR_DEVICES", ("cpu",) if backend == "inductor" else ())
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -148,10 +148,10 @@ def test_the_graph_for_a_cluster_needs_no_clock():
 
 
 def test_a_pass_that_does_not_exist_is_answered_with_those_that_do(job: Job):
-    variant = rewritten(job, cluster("2x1", "1gbit"))
-    assert "pack_0" in {node.name for node in graph_after(variant, "bucket_gradients").graph.nodes}
+    program = rewritten(job, cluster("2x1", "1gbit"))
+    assert "pack_0" in {node.name for node in graph_after(program, "bucket_gradients").graph.nodes}
     with pytest.raises(BadOption, match=r"no pass 'bucket'; the passes are canonicalize_sync, .*order_for_overlap"):
-        graph_after(variant, "bucket")
+        graph_after(program, "bucket")
 
 
 def test_one_rank_runs_the_plain_step(job: Job):

@@ -16,14 +16,14 @@ from fxcomp.step.compiled_step import CompiledStep
 
 def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     """Edit a copy of the final graph, emit it anew, and let the step run that from now on."""
-    variant = step.variant
-    assert variant is not None, "compile_step adopts a variant"
+    program = step.program
+    assert program is not None, "compile_step adopts a program"
     gm = clone(step.graph())
     edit(gm)
     gm.graph.lint()
-    changed = pipeline.finish(variant.captured, gm, variant.replay)
-    step.variants.exchange(variant, changed)
-    step.variant = changed
+    changed = pipeline.finish(program.captured, gm, program.replay)
+    step.programs.exchange(program, changed)
+    step.program = changed
     step.runtime = Runtime(
         step.runtime.transport, step.training.device
     )  # buffers are kept by name, and may have another size now

@@ -45,11 +45,11 @@ def assert_followed(model: nn.Module, loss: Any, *changes: Callable[[Any], Any],
 def count_captures(step: CompiledStep) -> list[None]:
     """Grows with every capture of a step from now on."""
     built: list[None] = []
-    make = step.variants._make
+    make = step.programs._make
 
     def counted(*arguments: Any) -> Any:
         built.append(None)
         return make(*arguments)
 
-    step.variants._make = counted
+    step.programs._make = counted
     return built

@@ -13,18 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Processors, simulate
 from fxcomp.runtime.stopwatch import Call, Stopwatch
 from fxcomp.step import step_times
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift import watch as watching
 from fxcomp.step.drift.sheet import Cost, Kind, Sheet, sheet_of
-from fxcomp.step.programs import Variant
 
 Factor = Callable[[Cost], float]
 
 
-def no_surprise(_: Variant) -> float:
+def no_surprise(_: Program) -> float:
     return 1.0
 
 
@@ -34,7 +34,7 @@ class VirtualTime:
 
     sees_threads: bool
     factor: Factor = lambda _: 1.0
-    surprise: Callable[[Variant], float] = no_surprise
+    surprise: Callable[[Program], float] = no_surprise
     """How many times longer a whole step takes than its lines explain."""
     now: float = 0.0
     wall_s: float = 0.0
@@ -67,15 +67,15 @@ class VirtualTime:
             elif passage.wait == call:
                 self.now = max(self.now, self._ends[passage.launch])
 
-    def step_us(self, variant: Variant, processors: Processors) -> float:
+    def step_us(self, program: Program, processors: Processors) -> float:
         """What a whole step takes, timed line by line or not."""
-        costs = sheet_of(variant.graph, variant.timeline).tasks
-        tasks = [span.task for span in variant.timeline.spans]
+        costs = sheet_of(program.graph, program.timeline).tasks
+        tasks = [span.task for span in program.timeline.spans]
         tasks = [
             replace(t, duration_us=t.duration_us * (self.factor(costs[t.name]) if t.name in costs else 1.0))
             for t in tasks
         ]
-        return simulate(tasks, processors).step_time_us * self.surprise(variant)
+        return simulate(tasks, processors).step_time_us * self.surprise(program)
 
     def end_of(self, call: Call) -> float:
         return self._ends[call]
@@ -120,10 +120,10 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         sheets.append(read(*arguments))
         return sheets[-1]
 
-    def run(step: CompiledStep, variant: Variant, *arguments: Any) -> Any:
-        result = really_run(step, variant, *arguments)
+    def run(step: CompiledStep, program: Program, *arguments: Any) -> Any:
+        result = really_run(step, program, *arguments)
         assert step.costs is not None, "virtual time is for steps with costs"
-        clock.wall_s += clock.step_us(variant, step.costs.processors) / 1e6
+        clock.wall_s += clock.step_us(program, step.costs.processors) / 1e6
         return result
 
     read, really_run = watching.sheet_of, CompiledStep._run

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
 
 import fxcomp
+from fxcomp.codegen.program import Program
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.cost.timeline import Processors
 from fxcomp.plan.strategy import CollectiveKind
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.step.drift.sheet import Kind, sheet_of
-from fxcomp.step.programs import Variant
 
 JOB = JOBS["mlp"]
 EVERY, WINDOW = 2, 4
@@ -68,7 +68,7 @@ def train(
     options: dict[str, Any],
     seen: bool = True,
     jitter: float = 0.0,
-    surprise: Callable[[Variant], float] = no_surprise,
+    surprise: Callable[[Program], float] = no_surprise,
 ) -> dict[str, Any]:
     """Steps in which `factors` hold from the first comparison on, until the costs have been put right.
 
@@ -132,15 +132,15 @@ def test_a_link_that_becomes_faster_lets_compression_go_and_what_was_left_out_ar
     assert (found["before"], found["is dense"], found["compressed"]) == (False, True, False)
 
 
-def slow_if_compressed(variant: Variant) -> float:
-    return 100.0 if "rt.compress" in variant.source else 1.0
+def slow_if_compressed(program: Program) -> float:
+    return 100.0 if "rt.compress" in program.source else 1.0
 
 
 @pytest.mark.parametrize(
     ("surprise", "is_given_up"), [(slow_if_compressed, True), (no_surprise, False)], ids=["slower", "as predicted"]
 )
 def test_a_plan_that_turns_out_slower_than_dense_is_given_up_again_and_what_was_left_out_arrives(
-    surprise: Callable[[Variant], float], is_given_up: bool
+    surprise: Callable[[Program], float], is_given_up: bool
 ):
     steps = 4 * JUDGED + SWITCH_STEPS + WARM_STEPS
     found = same(run_ranks(2, train, table(2.0), WIRE, steps, AUTO, True, 0.0, surprise))

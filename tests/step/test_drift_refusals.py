@@ -202,9 +202,9 @@ def test_where_every_step_is_verified_none_is_timed():
 def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluster: Cluster, commits: bool):
     graph = linear_step(buffer=True, clip=True)
     captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
-    variant = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=commits)
-    sheet = sheet_of(variant.graph, variant.timeline)
-    lines = variant.source[variant.source.index("def step(") :].splitlines()
+    program = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=commits)
+    sheet = sheet_of(program.graph, program.timeline)
+    lines = program.source[program.source.index("def step(") :].splitlines()
     body = "\n".join(line for line in lines if not line.startswith(" " * 8))  # without what is taken back
     silent = ("wait", "d2h", "h2d")
     for method in LINES:
@@ -212,7 +212,7 @@ def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluste
         assert known == (0 if method in silent else body.count(f"rt.{method}("))
     assert len(sheet.passages) == body.count("rt.launch(")
     assert all(passage.wait is not None for passage in sheet.passages)
-    costly = {span.task.name for span in variant.timeline.spans if span.task.duration_us > 0}
+    costly = {span.task.name for span in program.timeline.spans if span.task.duration_us > 0}
     assert costly - set(sheet.tasks) <= {name for name in costly if name.startswith(("d2h", "h2d"))}
     assert sum(sheet.predicted_us.values()) > 0
 

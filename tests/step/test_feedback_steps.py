@@ -52,7 +52,7 @@ def warm_up() -> dict[str, Any]:
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
     sent: list[list[str]] = []
     found: dict[str, Any] = {}
-    builds = len(step.variants)
+    builds = len(step.programs)
     for i in range(DENSE_STEPS + DENSITY_STEPS + 2):
         batch = JOB.batch(i, rank)
         note = step.counted_notes
@@ -71,7 +71,7 @@ def warm_up() -> dict[str, Any]:
             found["note"] = note
     found["sent"] = sent
     found["residual after"] = step.residuals.arena.abs().max().item()
-    found["built later"] = len(step.variants) - builds
+    found["built later"] = len(step.programs) - builds
     found["last notes"] = step.counted_notes
     found["parameters"] = parameters(step.training.model).tolist()
     return found

@@ -15,11 +15,11 @@ from torch import nn
 from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
+from fxcomp.codegen.program import Program
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.step import step_times
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.step.drift.sheet import Kind
-from fxcomp.step.programs import Variant
 
 
 def train(dense_ms: float) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def returned(steps: int, unexplained: float, slows: str, options: dict[str, Any]
     """
     clock = VirtualTime(sees_threads=True)
 
-    def surprise(variant: Variant) -> float:
-        is_compressed = "rt.compress" in variant.source
+    def surprise(program: Program) -> float:
+        is_compressed = "rt.compress" in program.source
         return unexplained if is_compressed and (slows == "always" or not step._returns) else 1.0
 
     clock.surprise = surprise

@@ -1,0 +1,59 @@
+"""A program: one captured step, rewritten for one plan, emitted as source and loaded.
+
+captured step ─► final graph ─emit─► source ─load─► module ─► program.run(runtime, arguments)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxcomp import compat
+from fxcomp.codegen.emit import emit
+from fxcomp.codegen.load import compile_regions, load
+from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.captured import Captured
+from fxcomp.graph.info import Source, info
+from fxcomp.runtime.runtime import Runtime
+
+Replay = Callable[[], Mapping[str, GraphModule]]
+"""The graph after each pass, by the pass's name."""
+
+INDUCTOR_DEVICES = ("cuda",)
+"""Where Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and took minutes to
+compile (measured, 2026-11); on CUDA it is assumed to win: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One captured step that follows one plan. Immutable: another plan, or another capture, is another program."""
+
+    captured: Captured
+    graph: GraphModule
+    """The final graph, which the source was written from."""
+    replay: Replay
+    """Runs the passes again for whoever asks; keeping every graph would take ten times the memory."""
+    module: ModuleType
+    source: str
+    timeline: Timeline
+    """The predicted step."""
+    inputs: tuple[Source, ...]
+    """What the graph's inputs stand for, in their order."""
+
+    def run(self, runtime: Runtime, arguments: Sequence[Any]) -> Any:
+        """Run one step; returns what the emitted function does, the loss and the auxiliary results."""
+        return self.module.step(runtime, *arguments)
+
+
+def load_program(captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
+    """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
+    source = emit(graph)
+    module = load(source, graph, compat.cache_directory() / "steps")
+    if captured.device.type in INDUCTOR_DEVICES:
+        compile_regions(module, graph)
+    inputs = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
+    return Program(captured, graph, replay, module, source, timeline, inputs)
