@@ -184,7 +184,8 @@ def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Reco
 
 def with_compute_scaled(step: Any, drift: float) -> float:
     """The predicted step, in ms, on processors that take `drift` times as long."""
-    from fxcomp.cost.timeline import Stream, step_time_us
+    from fxcomp.cost.timeline import step_time_us
+    from fxcomp.plan.streams import Stream
 
     tasks = [
         replace(span.task, duration_us=span.task.duration_us * drift)

@@ -28,11 +28,12 @@ from fxcomp.capture.training import LossFn, Training
 from fxcomp.capture.unreached import warn_unreached
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.codegen.program import Program, Replay, load_program
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import UNSHARED, Processors, simulate
+from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, StepChanged
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.check import check

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level, Link
-from fxcomp.cost.timeline import Processors
+from fxcomp.cluster.processors import Processors
 from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.plan.strategy import Device, Plan
 from fxcomp.runtime.agree import Agreement

@@ -13,10 +13,11 @@ from fxcomp.capture.optimizer import materialize_state
 from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable, Roofline
-from fxcomp.cost.timeline import Processors, Timeline, simulate
+from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone
 from fxcomp.passes.annotate_costs import annotate_costs

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from fxcomp.cluster.processors import UNSHARED
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import UNSHARED
 from fxcomp.errors import BadOption
 
 Key = TypeVar("Key")

@@ -11,7 +11,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cost.timeline import WIRES, Processors, Stream, Task, simulate, step_time_us
+from fxcomp.cluster.processors import Processors
+from fxcomp.cost.timeline import Task, simulate, step_time_us
+from fxcomp.plan.streams import WIRES, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxcomp.cost.timeline import Span, Stream, Timeline
+from fxcomp.cost.timeline import Span, Timeline
+from fxcomp.plan.streams import Stream
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:

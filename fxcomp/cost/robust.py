@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import UNSHARED, WIRES, Processors, Stream, Task, step_time_us
+from fxcomp.cost.timeline import Task, step_time_us
+from fxcomp.plan.streams import WIRES, Stream
 
 
 @dataclass(frozen=True, slots=True)

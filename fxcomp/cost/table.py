@@ -17,12 +17,12 @@ from typing import Any
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import REACH, Cluster, Level, Link
+from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.contention import UNCHANGED, Contention
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
-from fxcomp.cost.timeline import UNSHARED, Processors
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import CollectiveKind, Device
 

@@ -18,44 +18,10 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import kernels
-
-
-class Stream(Enum):
-    """A queue in which work runs in order."""
-
-    COMPUTE = "compute"  # the device; compressors placed on it run here too
-    INTRA = "intra"  # the links inside a host
-    INTER = "inter"  # the links between hosts
-    D2H = "d2h"
-    H2D = "h2d"
-    CPU = "cpu"  # the compressor pool
-
-    # Members are single objects; Enum's own hash runs in Python and took a third of the simulator's time.
-    __hash__ = object.__hash__
-
-
-WIRES = (Stream.INTRA, Stream.INTER)
-
-
-@dataclass(frozen=True, slots=True)
-class Processors:
-    """What compute, the compressor pool and the network's software share, for one rank."""
-
-    count: float = math.inf
-    """Processors, or on a GPU 1 for the device; infinite where nothing that runs beside compute slows it."""
-    compute: float = 1.0
-    """How many of them compute takes."""
-
-    @property
-    def has_spare(self) -> bool:
-        """Whether another thread finds a processor beside compute."""
-        return self.count >= self.compute + 1
-
-
-UNSHARED = Processors()
+from fxcomp.plan.streams import Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,12 @@ from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.processors import Processors
 from fxcomp.codegen.program import Program
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Processors, Timeline, simulate
+from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxcomp.cost.timeline import Stream
 from fxcomp.graph.work import Work
+from fxcomp.plan.streams import Stream
 
 KEY = "fxcomp"
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.cost.timeline import Stream
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role, info, update_info
 from fxcomp.graph.ops import D2H, H2D, SAVE
+from fxcomp.plan.streams import Stream
 
 
 def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:

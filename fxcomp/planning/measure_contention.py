@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.processors import Processors
 from fxcomp.cost.contention import Contention, fit_contention
 from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Processors, Task, step_time_us
+from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.graph.ops import ALL_REDUCE
 from fxcomp.plan.strategy import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement

@@ -25,9 +25,10 @@ from fxcomp.cost.critical import critical_path, exposed_by_task
 from fxcomp.cost.measured import CompressorCost, format_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Span, Stream, Timeline
+from fxcomp.cost.timeline import Span, Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.plan.strategy import Bucket, Device, Plan, Strategy
+from fxcomp.plan.streams import Stream
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines, sent_by
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.plan_tasks import plan_tasks

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.cost.timeline import Stream, Task
+from fxcomp.cost.timeline import Task
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import SAVE
+from fxcomp.plan.streams import Stream
 
 _PLAIN = (Role.COMPUTE, Role.GRADIENT, Role.CLIP, Role.UPDATE, Role.UNPACK)
 

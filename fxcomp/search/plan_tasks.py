@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Stream, Task
+from fxcomp.cost.timeline import Task
 from fxcomp.plan.strategy import (
     Bucket,
     Collective,
@@ -31,6 +31,7 @@ from fxcomp.plan.strategy import (
     Strategy,
     launch_order,
 )
+from fxcomp.plan.streams import Stream
 from fxcomp.search.workload import Workload
 
 END_OF_BACKWARD = "backward"

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from fxcomp.cluster.processors import Processors
 from fxcomp.cost.compare import diff, differences, merge
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
-from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import CollectiveKind
 

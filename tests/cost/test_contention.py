@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import kernels
 from fxcomp.cost import contention
 from fxcomp.cost.contention import LOADS, NOISE, SPEEDS, USUAL_LOAD, USUAL_SPEED, Contention, fit_contention
-from fxcomp.cost.timeline import Processors, Stream, Task, Timeline, simulate
+from fxcomp.cost.timeline import Task, Timeline, simulate
+from fxcomp.plan.streams import Stream
 
 ONE = Processors(1.0, 1.0)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import FASTEST_GB_PER_S, CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport, cache_path
-from fxcomp.cost.timeline import Processors
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import CollectiveKind, Device
 

@@ -5,8 +5,10 @@ import random
 
 import pytest
 
+from fxcomp.cluster.processors import Processors
 from fxcomp.cost.critical import bubbles, critical_path, exposed_by_task
-from fxcomp.cost.timeline import Processors, Stream, Task, Timeline, simulate
+from fxcomp.cost.timeline import Task, Timeline, simulate
+from fxcomp.plan.streams import Stream
 
 STEP = [
     Task("backward 0", Stream.COMPUTE, 10.0),

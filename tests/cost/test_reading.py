@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.fit import Fit, Piece, fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.reading import FLAG, TEXT, number, positive, record, whole
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
-from fxcomp.cost.timeline import Processors, Stream, Task, simulate
+from fxcomp.cost.timeline import Task, simulate
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.streams import Stream
 
 _K = CollectiveKind
 CLUSTERS = [Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1)), Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))]

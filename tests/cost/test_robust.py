@@ -10,7 +10,8 @@ import pytest
 
 from fxcomp.cost.robust import Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable, Measured
-from fxcomp.cost.timeline import Stream, Task, step_time_us
+from fxcomp.cost.timeline import Task, step_time_us
+from fxcomp.plan.streams import Stream
 
 STEADY = Jitter(0.0, 0.0, 0.0)
 

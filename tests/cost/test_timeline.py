@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import kernels
-from fxcomp.cost.timeline import UNSHARED, Processors, Stream, Task, Timeline, simulate, step_time_us
+from fxcomp.cost.timeline import Task, Timeline, simulate, step_time_us
+from fxcomp.plan.streams import Stream
 
 ONE = Processors(1.0, 1.0)
 WIRES = (Stream.INTRA, Stream.INTER)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from fxcomp.cluster.processors import Processors
 from fxcomp.codegen.program import Program
-from fxcomp.cost.timeline import Processors, simulate
+from fxcomp.cost.timeline import simulate
 from fxcomp.runtime.stopwatch import Call, Stopwatch
 from fxcomp.step import step_times
 from fxcomp.step.compiled_step import CompiledStep

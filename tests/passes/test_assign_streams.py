@@ -5,11 +5,11 @@ from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket
 from stages import compressed
 
 from fxcomp.cluster.cluster import Cluster, Link
-from fxcomp.cost.timeline import Stream
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import info
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
+from fxcomp.plan.streams import Stream
 
 HIERARCHICAL = "reduce_scatter@intra > compress(int8)@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
 

@@ -18,10 +18,12 @@ from fxcomp.capture.optimizer import materialize_state
 from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.processors import Processors
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable, Transport
-from fxcomp.cost.timeline import Processors, Stream, Task, simulate
+from fxcomp.cost.timeline import Task, simulate
 from fxcomp.plan.strategy import Bucket, CollectiveKind, Plan, Strategy
+from fxcomp.plan.streams import Stream
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (
     GATHERED,

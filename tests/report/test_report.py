@@ -12,9 +12,10 @@ from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import kernels, parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Stream, Task, simulate
+from fxcomp.cost.timeline import Task, simulate
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.streams import Stream
 from fxcomp.report.terminal import (
     Explanation,
     encodable,

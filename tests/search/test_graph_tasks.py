@@ -14,11 +14,13 @@ from fxcomp.capture.optimizer import materialize_state
 from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import Transport
-from fxcomp.cost.timeline import Processors, Stream, simulate
+from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.plan.strategy import CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 
 SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))

@@ -8,11 +8,13 @@ import pytest
 from workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable, Transport
-from fxcomp.cost.timeline import Processors, Stream, simulate, step_time_us
+from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.plan.modes import Mode, strategies
 from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
 

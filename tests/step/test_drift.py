@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
 
 import fxcomp
+from fxcomp.cluster.processors import Processors
 from fxcomp.codegen.program import Program
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Roofline
-from fxcomp.cost.timeline import Processors
 from fxcomp.plan.strategy import CollectiveKind
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.step.drift.sheet import Kind, sheet_of

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cost.timeline import Processors, Timeline, simulate
+from fxcomp.cluster.processors import Processors
+from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.step.drift.sheet import Cost, Kind, Sheet
 
 NOISE = {

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import compressor_of
-from fxcomp.cost.timeline import Stream, Timeline
+from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import (
     ACCUMULATE,
@@ -30,6 +30,7 @@ from fxcomp.graph.ops import (
     SAVE,
 )
 from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.streams import Stream
 from fxcomp.runtime.stopwatch import Call, Reading
 
 BLOCKED_US = 50.0

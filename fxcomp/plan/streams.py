@@ -1,0 +1,22 @@
+"""Name the queues in which a step's work runs."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Stream(Enum):
+    """A queue in which work runs in order."""
+
+    COMPUTE = "compute"  # the device; compressors placed on it run here too
+    INTRA = "intra"  # the links inside a host
+    INTER = "inter"  # the links between hosts
+    D2H = "d2h"
+    H2D = "h2d"
+    CPU = "cpu"  # the compressor pool
+
+    # Members are single objects; Enum's own hash runs in Python and took a third of the simulator's time.
+    __hash__ = object.__hash__
+
+
+WIRES = (Stream.INTRA, Stream.INTER)
