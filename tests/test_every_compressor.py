@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from jobs import JOBS, OPTIMIZERS, cross_entropy
+from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks
-from test_parity import TWO_HOSTS, plan_in_turns, replica_fingerprint
+from replicas import replica_fingerprint
 
 import fxcomp
 from fxcomp.compressors import CATALOGUE, parse_compressor

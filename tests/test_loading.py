@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from jobs import JOBS, cross_entropy
 from ranks import run_ranks, try_ranks
-from test_parity import replica_fingerprint
+from replicas import replica_fingerprint
 
 import fxcomp
 from fxcomp.step.compiled_step import CompiledStep

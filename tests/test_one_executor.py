@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from edits import rerun_with, scale_gradient
 from jobs import JOBS, OPTIMIZERS, cross_entropy
+from plans import plan_in_turns
 from ranks import run_ranks
-from test_parity import plan_in_turns
 from torch import nn
 from torch.fx import GraphModule, Node
 

@@ -6,7 +6,6 @@ Configurations of one rank count share one spawn: ranks run a list of cases and 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,15 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS, OPTIMIZERS, Job, cross_entropy
+from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks
+from replicas import replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp import pipeline
-from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.plan.strategy import Bucket, Device, Plan, Strategy
+from fxcomp.plan.strategy import Device, Plan, Strategy
 
 STEPS = 20
 
@@ -98,8 +98,6 @@ DENSE_4 = [Case(job, plan="hierarchical dense") for job in ("mlp", "conv")] + [
     Case("transformer", "adamw", "hierarchical dense", lengths="changing")
 ]
 LOSSY_4 = [Case("mlp", plan="hierarchical"), Case("transformer", "adamw", "hierarchical", lengths="changing")]
-
-TWO_HOSTS = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
 
 
 # On the ranks
@@ -214,23 +212,6 @@ def _plan(name: str, model: nn.Module) -> Plan | str | None:
     if name not in by_hand:
         return None if name == "auto" else name
     return plan_in_turns(model, by_hand[name])
-
-
-def plan_in_turns(model: nn.Module, strategies: list[Strategy], per_bucket: int = 1) -> Plan:
-    """Buckets of so many parameters, last parameters first, with the strategies in turns."""
-    named = list(model.named_parameters())[::-1]
-    groups = [named[k : k + per_bucket] for k in range(0, len(named), per_bucket)]
-    return Plan(
-        tuple(
-            Bucket(tuple(n for n, _ in group), tuple(p.numel() for _, p in group), strategies[k % len(strategies)])
-            for k, group in enumerate(groups)
-        )
-    )
-
-
-def replica_fingerprint(model: nn.Module) -> str:
-    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def _distance(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> float:

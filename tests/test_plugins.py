@@ -60,7 +60,7 @@ def test_an_emitted_step_imports_it_from_its_own_package(tmp_path: Path) -> None
         _installed(tmp_path),
         EXAMPLE,
         tests,
-        tests / "passes",
+        tests / "helpers",
     )
     assert done.returncode == 0, done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS, OPTIMIZERS, cross_entropy
+from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks
-from test_parity import TWO_HOSTS, plan_in_turns
 from torch import Tensor, nn
 
 import fxcomp

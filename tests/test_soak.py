@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from drifting import table
 from jobs import cross_entropy, rows
 from ranks import run_ranks
-from test_drift import table
-from test_together import PREPARED
+from small_step import replanning
 from torch import nn
 from torch.fx import GraphModule
 
@@ -67,7 +67,7 @@ def one_compile(number: int, shapes: int = 1) -> None:
 
 def plan_anew(times: int) -> None:
     """One step that is planned anew again and again."""
-    plan = PREPARED["replan"]()
+    plan = replanning()
     for _ in range(times):
         plan()
 

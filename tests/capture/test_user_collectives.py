@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from graphs import COSTS
 from ranks import run_ranks
-from test_parity import replica_fingerprint
+from replicas import replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
+from jobs import captured_step
 
 from fxcomp import pipeline
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.captured import Captured
+from fxcomp.plan.modes import Mode
 from fxcomp.plan.strategy import Plan
+from fxcomp.search.choose import choose
 
 DENSE = "all_reduce@world"
 INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
@@ -83,15 +86,9 @@ print(digest_of_all())
 
 def digest_of_all() -> str:
     """A fingerprint of everything that is decided and emitted for a real model."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "search"))
-    from test_graph_tasks import SHARED, captured_step
-
-    from fxcomp.plan.modes import Mode
-    from fxcomp.search.choose import choose
-
-    captured, _ = captured_step("transformer", 1.0)
-    choice = choose(pipeline.analyze(captured.graph, COSTS, SHARED), COSTS, SHARED, Mode.AGGRESSIVE)
-    program = pipeline.rewrite(captured, choice.plan, COSTS, SHARED, 1)
+    captured = captured_step("transformer", 1.0)
+    choice = choose(pipeline.analyze(captured.graph, COSTS, TWO_BY_TWO), COSTS, TWO_BY_TWO, Mode.AGGRESSIVE)
+    program = pipeline.rewrite(captured, choice.plan, COSTS, TWO_BY_TWO, 1)
     text = f"{choice.plan}\n{program.source}\n{program.timeline}"
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxcomp.capture.optimizer import materialize_state
+from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.whole_step import capture
+from fxcomp.graph.captured import Captured
+
 WORDS = 20
 
 
@@ -85,3 +90,13 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
     "adamw_default": lambda p: torch.optim.AdamW(p, lr=1e-3),
 }
+
+
+def captured_step(job_name: str, max_grad_norm: float | None = None) -> Captured:
+    """Capture the step of a job under AdamW."""
+    job = JOBS[job_name]
+    model = job.build()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    owned = owned_parameters(model, optimizer)
+    materialize_state(optimizer, owned)
+    return capture(model, cross_entropy, optimizer, job.batch(0), owned, max_grad_norm=max_grad_norm)

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 from graphs import COSTS
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from test_parity import plan_in_turns
+from jobs import JOBS, captured_step
+from plans import plan_in_turns
 
 from fxcomp import pipeline
-from fxcomp.capture.optimizer import materialize_state
-from fxcomp.capture.owned import owned_parameters
-from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
@@ -70,20 +67,10 @@ PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
 }
 
 
-def captured_step(job_name: str, max_grad_norm: float | None = None) -> tuple[Captured, list[str]]:
-    job = JOBS[job_name]
-    model = job.build()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    owned = owned_parameters(model, optimizer)
-    materialize_state(optimizer, owned)
-    captured = capture(model, cross_entropy, optimizer, job.batch(0), owned, max_grad_norm=max_grad_norm)
-    return captured, [name for name, _ in model.named_parameters()]
-
-
 @pytest.fixture(scope="module", params=["mlp", "conv", "transformer", "conv, clipped"])
 def step(request: pytest.FixtureRequest) -> tuple[str, Captured]:
     job, _, clipped = request.param.partition(", ")
-    return job, captured_step(job, 1.0 if clipped else None)[0]
+    return job, captured_step(job, 1.0 if clipped else None)
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_handover import CLUSTERS, SIZES, Books, Job
+from books import CLUSTERS, SIZES, Books, Job
 from virtual_ranks import try_virtual
 
 from fxcomp.compressors import parse_compressor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,56 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
+from drifting import EVERY, JOB, JUDGED, POINTS, WINDOW, compiled, same, table
 from ranks import run_ranks
-from test_feedback_commit import NAN
+from replicas import flat_parameters
 from torch import Tensor, nn
 from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
 
 import fxcomp
-from fxcomp.cluster.processors import Processors
 from fxcomp.codegen.program import Program
-from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Roofline
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.cost.table import CostTable
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.step.drift.sheet import Kind, sheet_of
-
-JOB = JOBS["mlp"]
-EVERY, WINDOW = 2, 4
-JUDGED = 2 * EVERY * WINDOW
-POINTS = tuple(CompressorPoint(n, n * 1e-2, n * 1e-2, n * 1e-2) for n in (1_000, 100_000))
-
-
-def table(gbit: float, **more: Any) -> CostTable:
-    """An operation takes 10 us, compressing a value 10 ns, and sending all 9,310 of them over 2 Gbit/s 150 us."""
-    names = ("bf16", "int8", "int4", "sign", "topk(0.01)", "sidco(0.01)")
-    points = {f"{name}@{device}": CompressorCost.of(*POINTS) for name in names for device in ("gpu", "cpu")}
-    wires = {
-        (kind, sits): MeasuredCollective.line(kind, ranks, 0.01, gbit / 8)
-        for sits, ranks in (("1x2", 2), ("1x3", 3), ("2x2", 4), ("2x1*2", 2))
-        for kind in CollectiveKind
-    }
-    known: dict[str, Any] = {
-        "roofline": Roofline(50.0, 10.0, launch_us=10.0),
-        "collectives": wires, "compressors": points, "launch_us": 10.0, "error": 0.1,
-        "processors": Processors(1.0),
-    }  # fmt: skip
-    return CostTable(**{**known, **more})
-
-
-def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
-    model = JOB.build()
-    given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, **options}
-    step = fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), **given
-    )
-    scheduled(step, EVERY, WINDOW)
-    return step
-
-
-def parameters(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def train(
@@ -90,20 +52,12 @@ def train(
         "is dense": step.plan.is_dense,
         "compressed": "rt.compress" in step.source,
         "sources": [*sources, step.source],
-        "parameters": parameters(step.training.model).tolist(),
+        "parameters": flat_parameters(step.training.model).tolist(),
         "text": text,
         "costs": step.costs,
         "first": {str(cost): us for cost, us in first.items()},
         "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.timed},
     }
-
-
-def same(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks found alike, to the bit."""
-    for rank in ranks[1:]:
-        for what in ("notes", "plan", "parameters", "rows"):
-            assert rank[what] == ranks[0][what]
-    return ranks[0]
 
 
 WIRE = {(Kind.COLLECTIVE, ""): 10.0}
@@ -234,7 +188,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
             gradients = draw(i)
             owed = owed or bool(step.runtime.owed)
             if commits and plans[-1] != step.plan:  # the first step of a plan is left out
-                gradients["0.weight"][0, 0] = NAN
+                gradients["0.weight"][0, 0] = math.nan
             else:
                 for name, gradient in gradients.items():
                     due[name] += 0.1 * gradient.double()

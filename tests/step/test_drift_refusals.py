@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from drifting import JUDGED, compiled, table
 from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks
-from test_drift import JUDGED, compiled, table
 from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp

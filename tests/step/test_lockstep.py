@@ -10,9 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from drifting import table
 from ranks import run_ranks
-from test_drift import table
-from test_together import batch, compiled, everyone, parameters_of
+from replicas import everyone
+from small_step import batch, compiled, parameters_of
 from torch import Tensor, nn
 
 import fxcomp

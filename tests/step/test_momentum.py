@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS, OPTIMIZERS, cross_entropy
+from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks, try_ranks
-from test_feedback_commit import INF, NAN
-from test_parity import TWO_HOSTS, plan_in_turns, replica_fingerprint
+from replicas import replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -260,7 +261,7 @@ def left_out(names: list[str | None], device: Device) -> dict[str, Any]:
         if i == 3:
             assert step.velocities is not None
             before = step.velocities.arena.clone(), parameters(step.training.model)
-            step((torch.full_like(inputs, NAN if dist.get_rank() else 1.0), target))
+            step((torch.full_like(inputs, math.nan if dist.get_rank() else 1.0), target))
             after = step.velocities.arena, parameters(step.training.model)
             unchanged = all(map(torch.equal, before, after))
         for each in (step, clean):
@@ -382,7 +383,7 @@ def test_kernels_give_the_bits_of_the_ops(elements: int):
     bucket, velocity, residual = (torch.randn(elements, generator=random) for _ in range(3))
     residual[torch.rand(elements, generator=random) < 0.05] = 0
     residual[elements // 2 :: 7] = -0.0
-    for place, value in ((0, NAN), (elements // 2, INF), (elements - 1, -INF)):
+    for place, value in ((0, math.nan), (elements // 2, math.inf), (elements - 1, -math.inf)):
         if elements:
             bucket[place] = value
             residual[place] = 0

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from drifting import JUDGED, compiled, same, table
 from jobs import JOBS
 from ranks import run_ranks
-from test_drift import JUDGED, compiled, same, table
 from torch import nn
 from virtual_time import VirtualTime, slower, virtual_time
 

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from injection import Injected, calls_of
-from jobs import cross_entropy, rows
 from ranks import try_ranks
-from test_drift import table
-from torch import Tensor, nn
+from replicas import everyone
+from small_step import batch, compiled, parameters_of, replanning
 
-import fxcomp
 from fxcomp.errors import PeerFailed
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.drift.judge import Finding
-from fxcomp.step.drift.sheet import Cost, Kind
 
 GROUP_S = 10.0
-
-
-def batch(number: int = 0) -> tuple[Tensor, Tensor]:
-    return rows(torch.Generator().manual_seed(100 * number + dist.get_rank()), 6)
-
-
-def compiled(**options: Any) -> CompiledStep:
-    model = nn.Linear(20, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given: dict[str, Any] = {"costs": table(2.0), **options}
-    return fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **given)
-
-
-def parameters_of(step: CompiledStep) -> list[float]:
-    return nn.utils.parameters_to_vector(step.training.model.parameters()).tolist()
-
-
-def everyone(topic: str, value: Any) -> list[Any]:
-    """Every rank's value, whatever has become of process groups."""
-    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
-    store.set(f"test/{topic}/{dist.get_rank()}", json.dumps(value))
-    store.wait([f"test/{topic}/{rank}" for rank in ranks], timedelta(seconds=60))
-    return [json.loads(store.get(f"test/{topic}/{rank}")) for rank in ranks]
 
 
 # What fails between two agreements
@@ -75,26 +45,7 @@ def loading() -> Callable[[], CompiledStep]:
 _loaded: list[tuple[CompiledStep, dict[str, Any]]] = []
 
 
-def planning() -> Callable[[], CompiledStep]:
-    """Planning anew for a reason that all ranks see each time, with a pool to be added."""
-    step = compiled()
-    sheet = Cost(Kind.COMPUTE)
-    findings = (Finding(sheet, 1000.0, 3000.0, ((0, 1000.0, 3000.0),)),)
-    compare = CompiledStep._compare
-
-    def seen(self: CompiledStep, following: Any) -> Any:
-        compare(self, following)
-        return findings
-
-    def plan() -> CompiledStep:
-        with patch.object(CompiledStep, "_compare", seen), patch.object(CompiledStep, "_check_timed"):
-            step.replan()
-        return step
-
-    return plan
-
-
-PREPARED = {"compile_step": compiling, "load_state_dict": loading, "replan": planning}
+PREPARED = {"compile_step": compiling, "load_state_dict": loading, "replan": replanning}
 
 
 def how_it_went(work: Callable[[], CompiledStep], k: int) -> str:

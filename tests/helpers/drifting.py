@@ -1,0 +1,55 @@
+"""A job whose costs change in virtual time: a table that every line keeps to, and a step that is compared soon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from jobs import JOBS, OPTIMIZERS, cross_entropy
+from virtual_time import scheduled
+
+import fxcomp
+from fxcomp.cluster.processors import Processors
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.plan.strategy import CollectiveKind
+
+JOB = JOBS["mlp"]
+EVERY, WINDOW = 2, 4
+JUDGED = 2 * EVERY * WINDOW
+POINTS = tuple(CompressorPoint(n, n * 1e-2, n * 1e-2, n * 1e-2) for n in (1_000, 100_000))
+
+
+def table(gbit: float, **more: Any) -> CostTable:
+    """An operation takes 10 us, compressing a value 10 ns, and sending all 9,310 of them over 2 Gbit/s 150 us."""
+    names = ("bf16", "int8", "int4", "sign", "topk(0.01)", "sidco(0.01)")
+    points = {f"{name}@{device}": CompressorCost.of(*POINTS) for name in names for device in ("gpu", "cpu")}
+    wires = {
+        (kind, sits): MeasuredCollective.line(kind, ranks, 0.01, gbit / 8)
+        for sits, ranks in (("1x2", 2), ("1x3", 3), ("2x2", 4), ("2x1*2", 2))
+        for kind in CollectiveKind
+    }
+    known: dict[str, Any] = {
+        "roofline": Roofline(50.0, 10.0, launch_us=10.0),
+        "collectives": wires, "compressors": points, "launch_us": 10.0, "error": 0.1,
+        "processors": Processors(1.0),
+    }  # fmt: skip
+    return CostTable(**{**known, **more})
+
+
+def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
+    model = JOB.build()
+    given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, **options}
+    step = fxcomp.compile_step(
+        model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), **given
+    )
+    scheduled(step, EVERY, WINDOW)
+    return step
+
+
+def same(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks found alike, to the bit."""
+    for rank in ranks[1:]:
+        for what in ("notes", "plan", "parameters", "rows"):
+            assert rank[what] == ranks[0][what]
+    return ranks[0]
