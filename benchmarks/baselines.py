@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.frontends.job import Job
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 
 BASELINES = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd")
 FXCOMP = {"fxcomp": "balanced", "fxcomp_lossless": "lossless", "fxcomp_aggressive": "aggressive"}  # and their modes
@@ -98,7 +98,7 @@ def _without_transport(job: Job) -> Callable[[Any], torch.Tensor]:
     step = fxcomp.compile_step(
         job.model, job.loss_fn, job.optimizer, job.batch, plan="dense", max_grad_norm=job.max_grad_norm
     )
-    step.runtime.transport = Nowhere()
+    step.runtime.transport = NullTransport()
     return step
 
 

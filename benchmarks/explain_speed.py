@@ -40,12 +40,12 @@ def ask(job: str) -> None:
     from fxcomp.cluster.cluster import Cluster, Link
     from fxcomp.frontends.job import load_job
     from fxcomp.frontends.what_if import what_if
+    from fxcomp.gc_paused import gc_paused
     from fxcomp.report.terminal import print_report
-    from fxcomp.runtime.collector import without_collecting
 
     next_phase("load the job")
     cluster = Cluster.parse(CLUSTER, intra=Link.parse("100gbit", alpha_us=5.0), inter=Link.parse("10gbit"))
-    with without_collecting():
+    with gc_paused():
         answer = what_if(load_job(job), cluster, tell=next_phase)
         next_phase("report")
         print_report(answer.explanation(), io.StringIO())

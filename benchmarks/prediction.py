@@ -90,7 +90,7 @@ def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Reporte
 def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str, Any]:
     """A step for each plan, and the dense one without a network, all from the same costs."""
     import fxcomp
-    from fxcomp.runtime.transport import Nowhere
+    from fxcomp.runtime.transport import NullTransport
 
     def compiled(**options: Any) -> Any:
         job = after_one_step(model)
@@ -107,7 +107,7 @@ def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str,
     for name in names:
         tell(f"compiling {name}")
         steps[name] = compiled(plan=plan_called(name, gradients), costs=first.costs, error_feedback=timed_only)
-    free.runtime.transport = Nowhere()
+    free.runtime.transport = NullTransport()
     return {**steps, FREE: free}
 
 

@@ -1,8 +1,8 @@
 """fxcomp decides where gradient compression pays in a PyTorch training step, and compiles the step that does it."""
 
-from fxcomp.runtime.collector import without_collecting
+from fxcomp.gc_paused import gc_paused
 
-with without_collecting():
+with gc_paused():
     from fxcomp.cluster.cluster import Cluster, Link
     from fxcomp.cluster.cluster_file import load_cluster
     from fxcomp.cost.table import CostTable

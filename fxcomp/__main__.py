@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fxcomp.cluster.cluster import Cluster, Link, parse_gb_per_s
 from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.errors import BadOption, FxcompError
-from fxcomp.runtime.collector import without_collecting
+from fxcomp.gc_paused import gc_paused
 
 if TYPE_CHECKING:
     from fxcomp.cost.table import CostTable
@@ -67,7 +67,7 @@ def _run(words: list[str]) -> int:
         return _demo(arguments)
     if arguments.command == "calibrate":
         return _calibrate(arguments)
-    with without_collecting():
+    with gc_paused():
         status = _explain(arguments) if arguments.command == "explain" else _dump(arguments)
         gc.freeze()  # nor when Python ends
         return status

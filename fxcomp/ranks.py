@@ -22,7 +22,7 @@ from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.plan.strategy import Device, Plan
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.lending import Lease, lender
-from fxcomp.runtime.transport import Groups, Nowhere, Transport
+from fxcomp.runtime.transport import Groups, NullTransport, Transport
 
 T = TypeVar("T")
 
@@ -267,7 +267,7 @@ class Ranks:
     def transport(self, cluster: Cluster) -> Transport:
         """Groups for everything that is measured before there is a plan."""
         if self._root is None:
-            return Nowhere()
+            return NullTransport()
         self._cluster = cluster
         self._borrow("main")
         return self._groups

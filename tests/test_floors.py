@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["errors", "compat"],
+    ["errors", "compat", "gc_paused"],
     ["cluster", "compressors"],
     ["plan", "runtime", "testing"],
     ["cost", "graph", "ranks"],

@@ -462,12 +462,12 @@ class CompiledModel:
         here = Here(trained, sorted(trained), {self.plan.digest}, self.residuals.slices)
         agreed = read_together(state, here, exchange)
         if agreed is not None:
-            self.runtime.owed = restore(agreed, self._carried, here, exchange)
+            self.runtime.undelivered = restore(agreed, self._carried, here, exchange)
 
     @property
     def _carried(self) -> Carried:
         return Carried(
-            self.plan.digest, self.passes, {}, self.residuals, self.compressor_states, None, self.runtime.owed
+            self.plan.digest, self.passes, {}, self.residuals, self.compressor_states, None, self.runtime.undelivered
         )
 
     def close(self) -> None:
@@ -681,7 +681,7 @@ def _emitted(labelled: GraphModule, compiled: CompiledModel) -> Callable[[list[A
         with torch.no_grad():
             _, results = module.step(compiled.runtime, (), (), (), (), (), residuals, states, given)
             compiled.runtime.finish()
-            compiled.runtime.owed.clear()
+            compiled.runtime.undelivered.clear()
             compiled.passes += 1
             if compiled.model is None and compiled.passes <= COMPARED_PASSES:
                 _compare(compiled, {name: results[place] for name, place in places.items()})

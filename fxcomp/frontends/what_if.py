@@ -53,7 +53,7 @@ from fxcomp.planning.measure_step import apportion, machine_costs, measure_step
 from fxcomp.report.terminal import Explanation
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.read_workload import read_workload
@@ -261,9 +261,9 @@ def measured_here(
     program = finish(captured, final, dict)
     device = training.device
     nothing = Residuals({}, device), CompressorStates({}, device)
-    step = CompiledStep(training, plan, _no_rebuild, Runtime(Nowhere(), device), *nothing)
+    step = CompiledStep(training, plan, _no_rebuild, Runtime(NullTransport(), device), *nothing)
     leaves = pytree.tree_leaves(batch)
-    measured = measure_step(step, program, [Nowhere()], leaves, MOST_REPEATS, MEASURING_US)[0]
+    measured = measure_step(step, program, [NullTransport()], leaves, MOST_REPEATS, MEASURING_US)[0]
     source = f"measured in the emitted step, {_threads(device)}"
     compute = apportion(program, measured, source)
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s

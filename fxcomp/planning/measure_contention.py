@@ -1,6 +1,6 @@
 """How compute and communication slow each other down in this very job, from its dense step on three networks.
 
-Nowhere          what its regions take alone
+NullTransport    what its regions take alone
 the real one     what summing gradients does to them, and they to it
 SentAsGathers    what gathers do, which compressed steps are made of, before anything is compressed
 """
@@ -22,7 +22,7 @@ from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.graph.ops import ALL_REDUCE
 from fxcomp.plan.strategy import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement
-from fxcomp.runtime.transport import Nowhere, Transport, Work
+from fxcomp.runtime.transport import NullTransport, Transport, Work
 from fxcomp.search.graph_tasks import graph_tasks
 
 GATHERED = 4
@@ -64,7 +64,7 @@ def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster
 
     And where it needs no memory that training would miss, nor much more time than the real network.
     """
-    first: list[Transport] = [Nowhere(), transport]
+    first: list[Transport] = [NullTransport(), transport]
     received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
     is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
     return [*first, SentAsGathers(transport, cluster.world_size)] if is_worth_it else first

@@ -288,7 +288,7 @@ def measure_step(
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)
     current: list[_Run] = [runs[0]]
-    meeting = transports[min(1, len(transports) - 1)]  # the first is Nowhere
+    meeting = transports[min(1, len(transports) - 1)]  # the first is NullTransport
     whole = rebound(program.module, lambda name, run: _timed(name, run, lambda: current[0]))
     try:
         cuda = [device] if device.type == "cuda" else []

@@ -77,7 +77,7 @@ class Runtime:
         self.on_update: Callable[[Tensor], None] | None = None
         self.watch_pool: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
         """Puts a clock around what the pool does, in a step that is timed."""
-        self.owed: dict[str, Tensor] = {}
+        self.undelivered: dict[str, Tensor] = {}
         """What another plan left out of parameters' gradients, flat: packing adds it, until somebody clears it."""
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
@@ -101,10 +101,10 @@ class Runtime:
                 slot.copy_(gradient)
             else:
                 torch.mul(gradient, scale, out=slot)
-        if self.owed:
+        if self.undelivered:
             for parameter, slot in zip(parameters, parts, strict=False):
-                if parameter in self.owed:
-                    slot.add_(self.owed[parameter].view(slot.shape), alpha=scale)
+                if parameter in self.undelivered:
+                    slot.add_(self.undelivered[parameter].view(slot.shape), alpha=scale)
         return flat
 
     def pad(self, name: str, bucket: Tensor, ranks: int) -> Tensor:
@@ -278,10 +278,10 @@ class Runtime:
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Show gradients that no bucket carries, and add what waited for them: one rank alone has no buckets."""
         self.see(parameters, gradients)
-        if not self.owed:
+        if not self.undelivered:
             return list(gradients)
         return [
-            gradient + self.owed[name].view(gradient.shape) if name in self.owed else gradient
+            gradient + self.undelivered[name].view(gradient.shape) if name in self.undelivered else gradient
             for name, gradient in zip(parameters, gradients, strict=True)
         ]
 

@@ -1,4 +1,4 @@
-"""Move payloads between ranks: collectives over process groups, or nowhere at all."""
+"""Move payloads between ranks: collectives over process groups, or none at all."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class _Done:
         return
 
 
-class Nowhere:
+class NullTransport:
     """No network: every collective ends at once, with this rank's own values.
 
     What a step costs without communication is measured with it.

@@ -234,7 +234,7 @@ class CompiledStep:
         return loss
 
     def _begin_verifying(self, batch: Any, program: Program) -> Verification | None:
-        is_plain = self.plan.is_dense and self.velocities is None and not self.runtime.owed
+        is_plain = self.plan.is_dense and self.velocities is None and not self.runtime.undelivered
         return self._verifier.begin(batch, program, self.runtime, self.steps, is_plain=is_plain)
 
     def feed(self, program: Program, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -344,16 +344,16 @@ class CompiledStep:
             self._rates[index] = rate
             if before != rate:
                 for owner in self.training.owned:
-                    for values in (kept, self.runtime.owed):
+                    for values in (kept, self.runtime.undelivered):
                         if owner.group == index and owner.name in values:
                             values[owner.name].mul_(before / rate)
 
     def _settle_waiting(self) -> None:
         """What waited for this step's gradients has arrived. It was no gradient of this step: no velocity keeps it."""
         if self.velocities is not None:
-            for name, value in self.runtime.owed.items():
+            for name, value in self.runtime.undelivered.items():
                 self.velocities.forget(name, value)
-        self.runtime.owed.clear()
+        self.runtime.undelivered.clear()
 
     # Programs
 
@@ -453,8 +453,8 @@ class CompiledStep:
         """Go on with other residuals and velocities, for the plan that is followed from now on; nothing is lost."""
         exchange = self._exchange("changing plans")
         sizes, ranks = self._here.trained_sizes, self._ranks.world_size
-        before = Holding.of(ranks, self.residuals.slices, self.runtime.owed)
-        self.runtime.owed = hand_over(before, residuals.slices, sizes, exchange)
+        before = Holding.of(ranks, self.residuals.slices, self.runtime.undelivered)
+        self.runtime.undelivered = hand_over(before, residuals.slices, sizes, exchange)
         self.residuals = residuals
         if self.velocities is not None:
             velocities = self._fresh_velocities()
@@ -465,10 +465,10 @@ class CompiledStep:
         """Forget what was made for another plan than the one that is followed now, but not what that still owes."""
         self._stages = tuple[Stage, ...]()
         self._stage = 0
-        waiting, transport = self.runtime.owed, self.runtime.transport
+        waiting, transport = self.runtime.undelivered, self.runtime.transport
         self.runtime.close()
         self.runtime = Runtime(transport, self.training.device)
-        self.runtime.owed = waiting
+        self.runtime.undelivered = waiting
         self.programs.clear()
         self._adopted = None
         self._watch_anew()
@@ -716,13 +716,13 @@ class CompiledStep:
         self.steps, self._rates = agreed.steps, dict(agreed.rates)
         self._enter_stage()
         self._go_on_from_here()
-        self.runtime.owed = restore(agreed, self._carried, self._here, exchange)
+        self.runtime.undelivered = restore(agreed, self._carried, self._here, exchange)
 
     @property
     def _carried(self) -> Carried:
         return Carried(
             self.plan.digest, self.steps, self._rates, self.residuals, self.compressor_states, self.velocities,
-            self.runtime.owed,
+            self.runtime.undelivered,
         )  # fmt: skip
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxcomp.compressors import Compressor, Feedback
 from fxcomp.runtime.float_state import flushes_denormals
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 from fxcomp.testing.checks import assert_same_bits
 from fxcomp.testing.rounds import agree, decode, encode, replicas_of
 from fxcomp.testing.samples import gaussian
@@ -56,7 +56,7 @@ def test_threads_change_no_bit_whether_denormals_are_flushed_or_not(compressor: 
 
 
 def test_the_pool_of_a_runtime_flushes_denormals_as_its_caller_does() -> None:
-    runtime = Runtime(Nowhere(), torch.device("cpu"))
+    runtime = Runtime(NullTransport(), torch.device("cpu"))
     for flush in (False, True, False):
         torch.set_flush_denormal(flush)
         assert runtime._submit(flushes_denormals).result() == flush

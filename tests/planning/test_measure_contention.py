@@ -34,7 +34,7 @@ from fxcomp.planning.measure_contention import (
     summed_bytes,
 )
 from fxcomp.planning.measure_step import StepMeasurement, _LinesTimed  # pyright: ignore[reportPrivateUsage]
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.graph_tasks import graph_tasks
 
 CLUSTER = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
@@ -119,13 +119,17 @@ def test_the_larger_of_both_errors_is_told(captured: Any):
 
 
 def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
-    graph, somewhere = dense_step(captured, SHARED), Nowhere()
-    assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [Nowhere, Nowhere, SentAsGathers]
+    graph, somewhere = dense_step(captured, SHARED), NullTransport()
+    assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [
+        NullTransport,
+        NullTransport,
+        SentAsGathers,
+    ]
     spare = replace(SHARED, processors=Processors(2.0, 1.0))
     assert len(networks(graph, somewhere, spare, CLUSTER)) == 2
 
 
-class Recording(Nowhere):
+class Recording(NullTransport):
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
@@ -157,7 +161,7 @@ def test_only_sums_over_all_ranks_are_sent_as_gathers():
 
 def test_a_network_that_would_need_memory_of_its_own_is_left_out(captured: Any):
     many = Cluster(1 << 16, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
-    assert len(networks(dense_step(captured, SHARED), Nowhere(), SHARED, many)) == 2
+    assert len(networks(dense_step(captured, SHARED), NullTransport(), SHARED, many)) == 2
 
 
 def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():
@@ -187,7 +191,7 @@ class Seconds:
 def test_packing_and_starts_are_timed_but_not_the_first_ones_nor_broadcasts(monkeypatch: pytest.MonkeyPatch):
     now = iter([0.0, 9.0, 10.0, 10.5, 20.0, 28.0, 30.0, 30.25, 40.0, 41.0, 50.0, 57.0])  # seconds; starts and ends
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(now))
-    runtime = _LinesTimed(Nowhere(), torch.device("cpu"))
+    runtime = _LinesTimed(NullTransport(), torch.device("cpu"))
     runtime.clock = Seconds(lambda: next(now))
     for _ in range(2):  # 9 s, then 0.5 s
         runtime.pack("pack", ["w"], [torch.ones(4)], 1.0)
@@ -198,4 +202,4 @@ def test_packing_and_starts_are_timed_but_not_the_first_ones_nor_broadcasts(monk
     assert (runtime.pack_us, runtime.launch_us) == (0.5e6, 0.25e6)
     alone = StepMeasurement(1.0, 0.0, {"a": 2.0, "b": 3.0}, 4.0, None, None, {})
     assert alone.compute_us == 9.0
-    assert _LinesTimed(Nowhere(), torch.device("cpu")).launch_us is None
+    assert _LinesTimed(NullTransport(), torch.device("cpu")).launch_us is None

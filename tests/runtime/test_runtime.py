@@ -10,12 +10,12 @@ import torch
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadTensor
 from fxcomp.runtime.runtime import OnHost, Runtime
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 
 
 @pytest.fixture
 def rt():
-    runtime = Runtime(Nowhere(), torch.device("cpu"))
+    runtime = Runtime(NullTransport(), torch.device("cpu"))
     yield runtime
     runtime.close()
 
@@ -95,7 +95,7 @@ def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
 def test_what_waits_for_a_gradient_is_added_but_not_shown(rt: Runtime):
     seen: dict[str, float] = {}
     rt.on_gradient = lambda name, gradient: seen.update({name: float(gradient.sum())})
-    rt.owed = {"a": torch.full((2,), 3.0), "c": torch.full((4,), 5.0)}
+    rt.undelivered = {"a": torch.full((2,), 3.0), "c": torch.full((4,), 5.0)}
     packed = rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(1)), 0.5)
     broadcast = torch.ones(1).expand(2, 2)  # gradients may overlap in memory: they are not added to in place
     alone, other = rt.complete(("c", "d"), (broadcast, broadcast))

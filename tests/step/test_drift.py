@@ -186,7 +186,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
         for i in range(3 * JUDGED):
             clock.factor = slower({(Kind.COLLECTIVE, ""): factor} if i >= 4 and not step._replans else {})
             gradients = draw(i)
-            owed = owed or bool(step.runtime.owed)
+            owed = owed or bool(step.runtime.undelivered)
             if commits and plans[-1] != step.plan:  # the first step of a plan is left out
                 gradients["0.weight"][0, 0] = math.nan
             else:

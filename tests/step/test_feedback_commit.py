@@ -17,7 +17,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.strategy import DENSE, Bucket, Device, Plan, Strategy
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 
 STEPS = 6
 BAD_STEP = 2
@@ -204,7 +204,7 @@ def test_without_it_parameters_become_not_finite_on_all_ranks_as_in_eager():
 @pytest.mark.parametrize("elements", [1, 7, 1000, (1 << 14) + 1, 300_000])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_value_that_is_not_finite_is_found_wherever_it_lies(elements: int, value: float):
-    runtime = Runtime(Nowhere(), torch.device("cpu"))
+    runtime = Runtime(NullTransport(), torch.device("cpu"))
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0)) * 5e37
     other = torch.zeros(5)
     assert runtime.all_finite((other, values))

@@ -25,7 +25,7 @@ from fxcomp.plan.error_feedback import ErrorFeedback, check_momentum
 from fxcomp.plan.strategy import Device, Plan, Strategy
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Slice
-from fxcomp.runtime.transport import Nowhere
+from fxcomp.runtime.transport import NullTransport
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.testing import average, replicas_of
 from fxcomp.testing.describe_compressors import examples
@@ -391,7 +391,7 @@ def test_kernels_give_the_bits_of_the_ops(elements: int):
     new = torch.ops.fxcomp.accumulate(bucket, velocity, 0.9)
     kept = torch.ops.fxcomp.keep(velocity, new)
     masked = torch.ops.fxcomp.mask_velocity(new, velocity, residual)
-    runtime = Runtime(Nowhere(), torch.device("cpu"))
+    runtime = Runtime(NullTransport(), torch.device("cpu"))
     for have_kernels in (kernels.available(), False):
         with patch.object(kernels, "can_run_on", lambda _, have=have_kernels: have):
             own_bucket, own_velocity = bucket.clone(), velocity.clone()

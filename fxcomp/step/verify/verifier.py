@@ -191,7 +191,7 @@ class Verification:
 
     def _with_owed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Eager's gradients and what has waited for them, which one rank adds by itself."""
-        owed = {name: self._runtime.owed[name] for name in gradients if name in self._runtime.owed}
+        owed = {name: self._runtime.undelivered[name] for name in gradients if name in self._runtime.undelivered}
         return gradients | {name: gradients[name] + value.view_as(gradients[name]) for name, value in owed.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

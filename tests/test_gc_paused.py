@@ -6,12 +6,12 @@ import gc
 import subprocess
 import sys
 
-from fxcomp.runtime.collector import without_collecting
+from fxcomp.gc_paused import gc_paused
 
 
 def test_what_is_made_meanwhile_is_old_at_once():
     gc.unfreeze()  # what the command froze in other tests
-    with without_collecting():
+    with gc_paused():
         assert not gc.isenabled()
         made: list[list[int]] = [[] for _ in range(10)]
     assert gc.isenabled()
@@ -24,7 +24,7 @@ def test_garbage_is_still_found():
     class Node:
         other: Node
 
-    with without_collecting():
+    with gc_paused():
         first, second = Node(), Node()
         first.other, second.other = second, first
         del first, second
@@ -35,10 +35,10 @@ def test_garbage_is_still_found():
 def test_what_the_caller_froze_stays_frozen():
     code = """
 import gc
-from fxcomp.runtime.collector import without_collecting
+from fxcomp.gc_paused import gc_paused
 gc.freeze()
 frozen = gc.get_freeze_count()
-with without_collecting():
+with gc_paused():
     made = [[] for _ in range(10)]
 assert gc.get_freeze_count() == frozen > 0
 """
@@ -48,7 +48,7 @@ assert gc.get_freeze_count() == frozen > 0
 def test_a_caller_without_a_collector_keeps_it_off():
     gc.disable()
     try:
-        with without_collecting():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
