@@ -81,7 +81,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     from fxcomp.frontends.job import load_job
     from fxcomp.frontends.what_if import plan_named, what_if
     from fxcomp.plan.modes import Mode
-    from fxcomp.report.terminal import print_report, to_json
+    from fxcomp.report.as_json import to_json
+    from fxcomp.report.terminal import print_report
 
     costs = CostTable.read(arguments.costs) if arguments.costs else None
     cluster, assumed = _cluster(arguments, costs)

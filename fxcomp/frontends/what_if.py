@@ -50,7 +50,7 @@ from fxcomp.pipeline import (
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.strategy import Plan
 from fxcomp.planning.measure_step import apportion, machine_costs, measure_step
-from fxcomp.report.terminal import Explanation
+from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.runtime.transport import NullTransport

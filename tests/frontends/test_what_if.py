@@ -21,7 +21,9 @@ from fxcomp.pipeline import analyze
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.strategy import Plan
-from fxcomp.report.terminal import Explanation, to_json, to_text
+from fxcomp.report.as_json import to_json
+from fxcomp.report.explanation import Explanation
+from fxcomp.report.terminal import to_text
 from fxcomp.search.choose import uniform
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload

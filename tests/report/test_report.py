@@ -16,16 +16,11 @@ from fxcomp.cost.timeline import Task, simulate
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
 from fxcomp.plan.streams import Stream
-from fxcomp.report.terminal import (
-    Explanation,
-    encodable,
-    exposed_by_bucket,
-    parts_us,
-    sent_bytes,
-    short,
-    to_json,
-    to_text,
-)
+from fxcomp.report.as_json import to_json
+from fxcomp.report.attribution import exposed_by_bucket, parts_us
+from fxcomp.report.explanation import Explanation
+from fxcomp.report.sections import short
+from fxcomp.report.terminal import encodable, to_text
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
@@ -246,12 +241,13 @@ def test_names_of_the_graph_and_of_the_search_lead_to_their_bucket():
 def test_sent_bytes_are_those_between_hosts():
     int8, where = parse_compressor("int8"), cluster("1gbit", 4, 2)
     work = Workload((Gradient("w", (1000, 8), 1.0, 0.0),), 1.0)
+    explained = explanation(where, workload=work)
     dense = Bucket(("w",), (8000,), Strategy.flat(None))
-    assert sent_bytes(dense, where, work) == 2 * 7 / 8 * 32_000
+    assert explained.sent_bytes(dense) == 2 * 7 / 8 * 32_000
     levels = Bucket(("w",), (8000,), Strategy.hierarchical(int8))
-    assert sent_bytes(levels, where, work) == 3 * int8.payload_bytes((4000,))
+    assert explained.sent_bytes(levels) == 3 * int8.payload_bytes((4000,))
     thin = Bucket(("w",), (8000,), Strategy.flat(parse_compressor("powersgd(1)")))
-    assert sent_bytes(thin, where, work) == 2 * 7 / 8 * 4 * (1000 + 8)
+    assert explained.sent_bytes(thin) == 2 * 7 / 8 * 4 * (1000 + 8)
 
 
 def test_strategies_have_short_names():

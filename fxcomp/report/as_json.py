@@ -1,0 +1,72 @@
+"""The report as data, for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fxcomp.cost.critical import critical_path
+from fxcomp.report.attribution import exposed_by_bucket
+from fxcomp.report.explanation import Explanation, Variation, variation
+from fxcomp.report.wire_arithmetic import formula_lines
+
+
+def to_json(explanation: Explanation) -> dict[str, Any]:
+    """Convert to JSON; times in ms, None where nothing was compared."""
+    plan, choice, cluster = explanation.plan, explanation.choice, explanation.cluster
+    waits = exposed_by_bucket(explanation.timeline)
+    return {
+        "verdict": "dense" if plan.is_dense else "compress",
+        "step_ms": {
+            "chosen": explanation.step_us / 1e3,
+            "dense": choice.dense_us / 1e3 if choice else None,
+            "bf16": choice.bf16_us / 1e3 if choice else None,
+            "free": explanation.workload.free_us / 1e3,
+        },
+        "error": explanation.error,
+        "estimate": explanation.costs.estimate or None,
+        "compute": {
+            "source": explanation.compute_source,
+            "unpriced": _counted(explanation.unknowns.unpriced),
+            "by_bytes": _counted(explanation.unknowns.by_bytes),
+        },
+        "varied": _varied(variation(explanation)),
+        "critical_path": [span.task.name for span in critical_path(explanation.timeline)],
+        "exposed_ms": explanation.timeline.exposed_us / 1e3,
+        "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
+        "plan": {
+            "digest": plan.digest,
+            "buckets": [
+                {
+                    "names": list(bucket.names),
+                    "elements": bucket.elements,
+                    "bytes": bucket.dense_bytes,
+                    "wire_bytes": round(explanation.sent_bytes(bucket)),
+                    "strategy": str(bucket.strategy),
+                    "exposed_ms": waits.get(k, 0.0) / 1e3,
+                }
+                for k, bucket in enumerate(plan.buckets)
+            ],
+        },
+        "flip_gbit": explanation.flip_gbit,
+        "mode": explanation.mode,
+        "cluster": {
+            "hosts": cluster.hosts,
+            "ranks_per_host": cluster.ranks_per_host,
+            "shape": cluster.shape,
+            "inter": str(cluster.inter),
+            "intra": str(cluster.intra),
+        },
+        "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
+        "notes": list(explanation.notes),
+    }
+
+
+def _counted(operators: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"operator": name, "count": count} for name, count in operators]
+
+
+def _varied(found: Variation) -> dict[str, float | None]:
+    spread = {f"p{share}_ms": found.plan.at(share / 100) / 1e3 for share in (10, 50, 90)}
+    return {**spread, "compute": found.jitter.compute, "links": found.jitter.links, "beats_dense": found.beats_dense}

@@ -1,0 +1,71 @@
+"""Draw a timeline in characters: one row a stream, the step from left to right."""
+
+from __future__ import annotations
+
+from fxcomp.cost.timeline import Span, Timeline
+from fxcomp.plan.streams import Stream
+from fxcomp.report.attribution import bucket_of, kind_of, parts_us
+from fxcomp.report.quantities import decimals, ms
+
+_ROWS = {
+    Stream.COMPUTE: "compute",
+    Stream.D2H: "to host",
+    Stream.CPU: "cpu pool",
+    Stream.INTRA: "in host",
+    Stream.INTER: "between",
+    Stream.H2D: "to device",
+}
+_MARKS = {"compute": "█", "compression": "▓", "packing": "░", "exchanges": "▒"}
+_BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_IDLE = "·"
+_LABEL = 11  # columns before the first cell
+
+
+def draw_timeline(timeline: Timeline, width: int) -> list[str]:
+    """Draw the streams that have work to do, and the time axis, in `width` columns."""
+    cells = max(8, width - _LABEL - 1)
+    end = f"{ms(timeline.step_time_us, decimals(timeline.step_time_us))} ms"
+    rows = [f"  {_ROWS[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in _busy(timeline)]
+    return [*rows, f"{'':<{_LABEL}}0{end:>{cells - 1}}"]
+
+
+def legend(timeline: Timeline) -> str:
+    """Explain the marks that `draw_timeline` uses for this timeline."""
+    parts = parts_us(timeline)
+    marks = [f"{mark} {name}" for name, mark in _MARKS.items() if parts.get(name)]
+    if any(stream is not Stream.COMPUTE for stream in _busy(timeline)):
+        marks.append("0-9a-z a bucket on its way")
+    return "   ".join([*marks, f"{_IDLE} idle"])
+
+
+def _busy(timeline: Timeline) -> list[Stream]:
+    return [stream for stream in _ROWS if timeline.busy_us(stream) > 0]
+
+
+def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
+    """Mark each cell by what fills most of it; a link's cell by what is there at all, however short."""
+    cell_us = timeline.step_time_us / cells
+    filled: list[dict[str, float]] = [{} for _ in range(cells)]
+    for span in timeline.spans:
+        if span.task.stream is not stream or not span.task.duration_us:
+            continue
+        mark = _mark(span)
+        first, last = int(span.start_us / cell_us), min(cells - 1, int(span.end_us / cell_us))
+        for cell in range(min(first, cells - 1), last + 1):
+            us = min(span.end_us, (cell + 1) * cell_us) - max(span.start_us, cell * cell_us)
+            filled[cell][mark] = filled[cell].get(mark, 0.0) + us
+    least_us = cell_us / 2 if stream is Stream.COMPUTE else 0.0
+    return "".join(_fullest(marks, least_us) for marks in filled)
+
+
+def _fullest(marks: dict[str, float], least_us: float) -> str:
+    if not marks or sum(marks.values()) <= least_us:
+        return _IDLE
+    return max(marks, key=lambda mark: marks[mark])
+
+
+def _mark(span: Span) -> str:
+    if span.task.stream is Stream.COMPUTE:
+        return _MARKS[kind_of(span.task.name)]
+    bucket = bucket_of(span.task.name)
+    return "*" if bucket is None else _BUCKETS[bucket % len(_BUCKETS)]

@@ -1,0 +1,113 @@
+"""The data of a report. Every format (terminal, JSON) takes one `Explanation`.
+
+To add a format, write one more file with a function of an `Explanation`. For people, lay out the text and tables of
+`sections.report_of(explanation)`, as `terminal.py` does; for programs, take the data itself, as `as_json.py` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cost.collectives import wire_bytes
+from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
+from fxcomp.plan.strategy import Bucket, Plan
+from fxcomp.report.quantities import count
+from fxcomp.report.wire_arithmetic import sent_by
+from fxcomp.search.choose import Choice
+from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan, its predicted step, and what both were computed from."""
+
+    plan: Plan
+    timeline: Timeline
+    """The predicted step of the plan."""
+    workload: Workload
+    costs: CostTable
+    cluster: Cluster
+    choice: Choice | None = None
+    """The comparison that chose a plan; None if nothing was compared."""
+    mode: str = ""
+    flip_gbit: float | None = None
+    """The bandwidth between hosts at which the verdict changes; None if it never does."""
+    knows_flip: bool = False
+    """The break-even bandwidth was computed."""
+    notes: Sequence[str] = ()
+    measured_ms: float = math.nan
+    exposed_ms: float = math.nan
+    """Measured: how long the step stood still for the network."""
+    unknowns: Unknowns = NO_UNKNOWNS
+    """Operators that the model of compute knows little of."""
+
+    @property
+    def step_us(self) -> float:
+        return self.timeline.step_time_us
+
+    @property
+    def error(self) -> float:
+        """The prediction's own relative error."""
+        if self.choice is not None and self.is_chosen:
+            return self.choice.error
+        return self.costs.error_of(self.workload.free_us, self.step_us)
+
+    @property
+    def is_chosen(self) -> bool:
+        """The plan is the one that was chosen, and not given or switched to later."""
+        return self.choice is not None and self.choice.plan == self.plan
+
+    @property
+    def machine(self) -> str:
+        return machine_of(self.costs)
+
+    @property
+    def compute_source(self) -> str:
+        """The source of compute times, in words."""
+        roofline = f"{self.costs.roofline} ({self.costs.roofline.source})"
+        measured = self.costs.compute.values()
+        if not measured:
+            return f"by {roofline}"
+        sources = ", ".join(dict.fromkeys(each.source for each in measured))
+        return f"{count(len(measured), 'operation')}: {sources}; others by {roofline}"
+
+    def sent_bytes(self, bucket: Bucket) -> float:
+        """Bytes of a bucket that one rank sends over the slowest links: between hosts, if there are several."""
+        sent: dict[bool, float] = {True: 0.0, False: 0.0}
+        for part in sent_by(bucket, self.cluster, self.workload.shapes):
+            ranks = self.cluster.ranks_at(part.step.level)
+            sent[part.step.level is Level.INTRA] += wire_bytes(part.step.kind, ranks, part.size)
+        return sent[False] or sent[True]
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """The same step when times vary from step to step."""
+
+    jitter: Jitter
+    plan: Distribution
+    beats_dense: float | None
+    """Share of the draws in which the plan is faster; None if nothing was compared, or the plan is the dense one."""
+
+
+def variation(explanation: Explanation) -> Variation:
+    """Draw steps of the plan, and of the best dense plan with the same random factors."""
+    costs, choice = explanation.costs, explanation.choice
+    jitter = jitter_of(costs, explanation.cluster.world_size)
+    drawn = draw_steps([span.task for span in explanation.timeline.spans], jitter, costs.processors)
+    if choice is None or choice.dense == explanation.plan:
+        return Variation(jitter, drawn, None)
+    dense = plan_tasks(explanation.workload, choice.dense, costs, explanation.cluster)
+    return Variation(jitter, drawn, drawn.share_faster_than(draw_steps(dense, jitter, costs.processors)))
+
+
+def machine_of(costs: CostTable) -> str:
+    """`NVIDIA H200, torch 2.13, 2026-11-20`: what a table was measured on, and when."""
+    return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)

@@ -1,0 +1,283 @@
+"""Write the report for people as sections of text, whatever format shows them: the verdict, what each alternative would
+take, the plan, the timeline, and where the numbers are from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from fxcomp.cluster.cluster import format_gbit
+from fxcomp.compressors import kernels
+from fxcomp.plan.strategy import Bucket, Device, Strategy
+from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
+from fxcomp.report.document import Block, Column, Pairs, Section, Table
+from fxcomp.report.explanation import Explanation, variation
+from fxcomp.report.quantities import count, decimals, mb, ms
+from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
+from fxcomp.search.choose import Alternative, Choice
+
+_LONGEST_PATH = 12  # entries of the critical path
+_MOST_OPERATORS = 6  # by name; more are counted
+
+
+class Tone(Enum):
+    COMPRESS = "compress"
+    DENSE = "dense"
+    GIVEN = "given"
+    """The plan in use was not chosen by this comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    headline: str
+    tone: Tone
+    verdict: str
+    reason: str
+    sections: Sequence[Section]
+
+
+def report_of(explanation: Explanation) -> Report:
+    """Write all sections of the report, the most wanted first."""
+    plan, cluster, choice = explanation.plan, explanation.cluster, explanation.choice
+    digits = decimals(explanation.step_us)
+    summary: list[Block] = [_steps(explanation, digits), _arithmetic(explanation, digits)]
+    sections = [Section("", [*summary, _prediction(explanation, digits), _variation(explanation, digits)])]
+    if plan.buckets:
+        sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
+    if explanation.is_chosen and choice is not None and any(choice.alternatives):
+        sections.append(Section("Not taken", [_not_taken(explanation, choice, digits)]))
+    if plan.buckets:
+        sections.append(Section("Collectives", _collectives(explanation)))
+    sections.append(Section("Timeline", [explanation.timeline]))
+    sections.append(Section("What the step's length hangs on", [_critical_path(explanation, digits)]))
+    if explanation.knows_flip and cluster.hosts > 1:
+        sections.append(Section("Where the verdict flips", [_flip(explanation)]))
+    sections.append(Section("Where the numbers are from", [_sources(explanation)]))
+    if explanation.notes:
+        sections.append(Section("Notes", list(explanation.notes)))
+    tone, verdict = _verdict(explanation)
+    reason = f"{choice.reason[0].upper()}{choice.reason[1:]}." if choice is not None and explanation.is_chosen else ""
+    return Report(_headline(explanation), tone, verdict, reason, sections)
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy in a word or two: `dense`, `int8 by level`, `topk(0.01) on cpu`."""
+    name = "dense" if strategy.compressor is None else str(strategy.compressor)
+    levels = " by level" if strategy.is_hierarchical else ""
+    return f"{name}{levels}{' on cpu' if strategy.device is Device.CPU else ''}"
+
+
+# The verdict
+
+
+def _headline(explanation: Explanation) -> str:
+    cluster, workload = explanation.cluster, explanation.workload
+    where = f"{count(cluster.hosts, 'host')} x {count(cluster.ranks_per_host, 'rank')}"
+    if not cluster.is_even or cluster.above:
+        where = f"{count(cluster.hosts, 'host')}, {count(cluster.world_size, 'rank')} ({cluster.shape})"
+    links = [f"{format_gbit(cluster.inter.gb_per_s)} between hosts"] if cluster.hosts > 1 else []
+    links += [f"{format_gbit(tier.link.gb_per_s)} between {tier.name}s" for tier in cluster.above]
+    links += [f"{format_gbit(cluster.intra.gb_per_s)} inside"] if cluster.ranks_per_host > 1 else []
+    if explanation.costs.collectives:
+        links = ["links as measured"]
+    parts = [", ".join([where, *links])]
+    parts.append(f"{count(len(workload.gradients), 'gradient')}, {mb(workload.dense_bytes)} MB")
+    if explanation.mode:
+        parts.append(f"mode {explanation.mode}")
+    if explanation.costs.estimate:
+        parts.append(f"estimate for {explanation.costs.hardware}")
+    return " · ".join(parts)
+
+
+def _verdict(explanation: Explanation) -> tuple[Tone, str]:
+    buckets, choice = explanation.plan.buckets, explanation.choice
+    compressed = [bucket for bucket in buckets if not bucket.strategy.is_dense]
+    share = f"{len(compressed)} of {count(len(buckets), 'bucket')}"
+    if buckets and not explanation.is_chosen:
+        given = f"The plan in use {f'compresses {share}' if compressed else 'is dense'}"
+        if choice is not None:
+            given += f"; fxcomp {'would not compress' if choice.plan.is_dense else 'would choose another'}"
+        return Tone.GIVEN, given
+    if not compressed:
+        return Tone.DENSE, "Do not compress"
+    of_bytes = sum(bucket.elements for bucket in compressed) / sum(bucket.elements for bucket in buckets)
+    return Tone.COMPRESS, f"Compress {share} ({of_bytes:.1%} of the bytes)"
+
+
+def _steps(explanation: Explanation, digits: int) -> Table:
+    choice, step_us, free_us = explanation.choice, explanation.step_us, explanation.workload.free_us
+    dense_us = choice.dense_us if choice else None
+    steps: list[tuple[str, float]] = []
+    if choice is None:
+        steps = [("this plan", step_us), ("no communication", free_us)]
+    else:
+        steps = [("chosen" if explanation.is_chosen else "this plan", step_us)]
+        if not explanation.is_chosen:
+            steps.append(("fxcomp's choice", choice.step_us))
+        elif choice.fastest != explanation.plan:
+            steps.append(("fastest, not chosen", choice.fastest_us))
+        steps += [("dense", choice.dense_us), ("bf16 everywhere", choice.bf16_us), ("no communication", free_us)]
+    rows: list[Sequence[str]] = []
+    for name, us in steps:
+        gain = f"{round(us / dense_us - 1, 3) + 0.0:+.1%}" if dense_us and name != "dense" else ""
+        rows.append((name, f"{ms(us, digits)} ms", gain))
+    if not math.isnan(explanation.measured_ms):
+        rows.append(("measured", f"{ms(1e3 * explanation.measured_ms, digits)} ms", ""))
+    return Table((Column("", is_text=True), Column("a step"), Column("against dense")), rows)
+
+
+def _arithmetic(explanation: Explanation, digits: int) -> str:
+    """The parts of the step, rounded so that the numbers shown add up."""
+    step = round(explanation.step_us / 1e3, digits)
+    parts = {name: round(us / 1e3, digits) for name, us in parts_us(explanation.timeline).items()}
+    largest = max(parts, key=lambda name: parts[name])
+    parts[largest] = round(step - sum(part for name, part in parts.items() if name != largest), digits)
+    shown = " + ".join(f"{name} {part:.{digits}f}" for name, part in parts.items() if part or name in _ALWAYS_SHOWN)
+    return f"{shown} = {step:.{digits}f} ms"
+
+
+_ALWAYS_SHOWN = ("compute", "exposed")
+
+
+def _prediction(explanation: Explanation, digits: int) -> str:
+    what = "This is an estimate and" if explanation.costs.estimate else "The prediction"
+    error = f"{what} may be off by ±{explanation.error:.0%}."
+    if math.isnan(explanation.measured_ms):
+        return error
+    off = 1e-3 * explanation.step_us / explanation.measured_ms - 1
+    text = f"{error} It is off by {off:+.1%}"
+    if math.isnan(explanation.exposed_ms):
+        return f"{text}."
+    predicted = ms(explanation.timeline.exposed_us, digits)
+    return f"{text}; exposed: {explanation.exposed_ms:.{digits}f} ms measured, {predicted} ms predicted."
+
+
+def _variation(explanation: Explanation, digits: int) -> str:
+    found = variation(explanation)
+    low, high = (ms(found.plan.at(share), digits) for share in (0.1, 0.9))
+    text = f"Where compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
+    text = f"{text} take {low} to {high} ms"
+    if found.beats_dense is not None:
+        text += f"; {found.beats_dense:.0%} are faster than the best dense plan's"
+    return f"{text} ({len(found.plan.draws)} draws)."
+
+
+# The plan
+
+
+def _plan(explanation: Explanation, digits: int) -> Table:
+    waits = exposed_by_bucket(explanation.timeline)
+    columns = (
+        Column("bucket"),
+        Column("MB"),
+        Column("strategy", is_text=True),
+        Column("MB sent", is_optional=True),
+        Column("exposed ms"),
+        Column("tensors", is_text=True, is_optional=True),
+    )
+    rows: list[Sequence[str]] = []
+    for k, bucket in enumerate(explanation.plan.buckets):
+        sent, exposed = mb(explanation.sent_bytes(bucket)), ms(waits.get(k, 0.0), digits)
+        rows.append((str(k), mb(bucket.dense_bytes), short(bucket.strategy), sent, exposed, _members(bucket)))
+    if waits.get(None):
+        rows.append(("buffers", "", "broadcast@world", "", ms(waits[None], digits), ""))
+    return Table(columns, rows)
+
+
+def _members(bucket: Bucket) -> str:
+    first, number = bucket.names[0], len(bucket.names)
+    return first if number == 1 else f"{first} and {number - 1} more"
+
+
+def _strategies(explanation: Explanation) -> Pairs:
+    """Spell out the short names."""
+    strategies = dict.fromkeys(bucket.strategy for bucket in explanation.plan.buckets)
+    return Pairs([(short(strategy), str(strategy)) for strategy in strategies])
+
+
+def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Table:
+    """For each bucket the best of its other strategies, all else equal; consecutive equal rows share one."""
+    columns = (
+        Column("bucket"),
+        Column("instead of", is_text=True, is_optional=True),
+        Column("best other", is_text=True),
+        Column("a step", is_optional=True),
+        Column("longer by"),
+    )
+    runs: list[tuple[int, int, Sequence[str]]] = []
+    for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
+        best = _best_other(others)
+        cells = (short(bucket.strategy), "nothing within the mode's limit", "", "")
+        if best is not None:
+            longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits) + 0.0
+            step = f"{ms(best.step_us, digits)} ms"
+            cells = (short(bucket.strategy), short(best.strategy), step, f"{longer_ms:+.{digits}f} ms")
+        first = runs.pop()[0] if runs and runs[-1][2] == cells else k
+        runs.append((first, k, cells))
+    rows = [(str(first) if first == last else f"{first}-{last}", *cells) for first, last, cells in runs]
+    return Table(columns, rows)
+
+
+def _best_other(others: Sequence[Alternative]) -> Alternative | None:
+    possible = [other for other in others if math.isfinite(other.step_us)]
+    return min(possible, key=lambda other: other.step_us, default=None)
+
+
+# What the numbers rest on
+
+
+def _collectives(explanation: Explanation) -> list[Block]:
+    """The largest of each kind of collective with its formula, and the bandwidth at which compressing it alone pays."""
+    asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
+    return [Pairs(formula_lines(*asked)), *break_even_lines(*asked)]
+
+
+def _critical_path(explanation: Explanation, digits: int) -> str:
+    shares = critical_shares(explanation.timeline)
+    texts = [f"{name} {ms(us, digits)}" for name, us in shares]
+    if len(texts) > _LONGEST_PATH:
+        middle = slice(_LONGEST_PATH // 2, -_LONGEST_PATH // 2)
+        texts[middle] = [f"... {ms(sum(us for _, us in shares[middle]), digits)}"]
+    return " → ".join(texts) + " ms"
+
+
+def _flip(explanation: Explanation) -> str:
+    gbit, choice = explanation.flip_gbit, explanation.choice
+    if gbit is None:
+        plan = explanation.plan if choice is None else choice.plan
+        verdict = "not to compress" if plan.is_dense else "to compress"
+        return f"Nowhere: from 1 Mbit/s to 1 Tbit/s between hosts the verdict is {verdict}."
+    text = f"Below {format_gbit(gbit / 8)} between hosts compression pays, above it does not"
+    if explanation.costs.collectives:
+        return f"{text}, with latencies of {explanation.cluster.inter.alpha_us:g} us; the links here are listed below."
+    return f"{text}; here it is {format_gbit(explanation.cluster.inter.gb_per_s)}."
+
+
+def _sources(explanation: Explanation) -> Pairs:
+    costs, buckets, unknowns = explanation.costs, explanation.plan.buckets, explanation.unknowns
+    rows = [("compute", explanation.compute_source)]
+    if unknowns.unpriced:
+        rows.append(("unpriced", _operators(unknowns.unpriced)))
+    if unknowns.by_bytes:
+        rows.append(("priced by bytes alone", _operators(unknowns.by_bytes)))
+    if costs.collectives:
+        rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
+    else:
+        steps = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
+        rows += [(str(s), costs.collective_source(s.kind, s.level, explanation.cluster)) for s in steps]
+    for compressor, device in dict.fromkeys((b.strategy.compressor, b.strategy.device) for b in buckets):
+        if compressor is not None and device is not None:
+            rows.append((f"{compressor}@{device.value}", costs.compressor_source(compressor, device)))
+    if costs.hardware != "unknown":
+        rows.append(("machine", explanation.machine))
+    rows.append(("kernels", kernels.describe().removeprefix("compression on the CPU: ")))
+    return Pairs(rows)
+
+
+def _operators(operators: Sequence[tuple[str, int]]) -> str:
+    """`3 calls: mine.scan x 2, mine.log x 1`."""
+    shown = ", ".join(f"{name} x {calls}" for name, calls in operators[:_MOST_OPERATORS])
+    more = f", and {len(operators) - _MOST_OPERATORS} more" if len(operators) > _MOST_OPERATORS else ""
+    return f"{count(sum(calls for _, calls in operators), 'call')}: {shown}{more}"
