@@ -165,15 +165,13 @@ def carry_out(
     skip_nonfinite: bool = False,
 ) -> GraphModule:
     """Rewrite a labelled graph until it follows the plan."""
-    if cluster.world_size > 1:
-        gm = run(bucket_gradients, gm, plan)
+    gm = run(bucket_gradients, gm, plan)
     gm = run(split_by_level, gm, plan, cluster)
     gm = run(insert_compression, gm, plan, cluster, cluster.local_rank(rank))
     gm = run(thread_state, gm, feedback.surrounds)
     gm = run(correct_momentum, gm, feedback.momentum)
     gm = run(remove_dead_nodes, gm)
-    if skip_nonfinite:
-        gm = run(commit_if_finite, gm)
+    gm = run(commit_if_finite, gm, skip_nonfinite)
     gm = run(annotate_costs, gm, costs, cluster)
     gm = run(assign_streams, gm, cluster)
     return run(order_for_overlap, gm, plan)

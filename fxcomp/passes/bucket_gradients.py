@@ -11,6 +11,8 @@
    %s   unpack      …         aten.split_with_sizes(%w, [8, 4])
    %u0  unpack      f32[4,2]  aten.view(%s[0], [4, 2])        fc.weight
    %u1  unpack      f32[4]    aten.view(%s[1], [4])           fc.bias
+
+One rank alone has no collectives, and keeps its gradients as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from fxcomp.plan.strategy import Bucket, Plan
 
 def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     local = gradients(gm)
+    if not any(collective_of(gradient) for gradient in local.values()):
+        return gm
     plan.check_covers({name: node.meta["val"].numel() for name, node in local.items()})
     order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     for number, bucket in enumerate(plan.buckets):

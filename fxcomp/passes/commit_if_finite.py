@@ -35,7 +35,9 @@ from fxcomp.graph.info import NodeInfo, Role, info
 from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
 
 
-def commit_if_finite(gm: GraphModule) -> GraphModule:
+def commit_if_finite(gm: GraphModule, skip_nonfinite: bool) -> GraphModule:
+    if not skip_nonfinite:
+        return gm
     graph, arrived = gm.graph, _arrived(gm)
     for compress in [n for n in graph.nodes if info(n).role is Role.COMPRESS and n.target is not operator.getitem]:
         if _result(compress, 1) is not None:

@@ -72,7 +72,7 @@ def test_without_momentum_nothing_changes():
 
 def test_a_step_that_is_taken_back_has_its_velocities_back():
     _, gm = corrected(two_buckets(DENSE, TOPK))
-    text, _ = before_after(commit_if_finite, gm)
+    text, _ = before_after(commit_if_finite, gm, True)
     for number in (0, 1):
         assert f"restored_velocity_{number}" in text
         assert text.index(f"%saved_velocity_{number}", text.index("-->")) < text.rindex(f"%corrected_{number} ")
