@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 from fxcomp.commands.demo.gpt import GPT
@@ -70,7 +69,7 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def training_of(model: nn.Module) -> Training:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Training(model, loss_fn, optimizer, owned_parameters(model, optimizer), None)
+    return Training.of(model, loss_fn, optimizer)
 
 
 def timed(ask: Callable[[], Any], change: Callable[[int], None], repeats: int, known: dict[Any, int]) -> list[float]:

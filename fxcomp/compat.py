@@ -655,14 +655,23 @@ def users_source(error: BaseException) -> str | None:
     return f"{users_line(error)}: {linecache.getline(*place).strip()}" if place is not None else None
 
 
+def users_level() -> int:
+    """The `stacklevel` with which a warning of the caller names the user's line."""
+    files = (frame.f_code.co_filename for frame in _frames(sys._getframe(1)))
+    return next((level for level, name in enumerate(files, 1) if not name.startswith(_NOT_THE_USERS)), 1)
+
+
+_NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(os.__file__), "<")
+"""Beginnings of the names of files of torch, of ours, of Python's library, and of made-up ones."""
+
+
 def _users_place(error: BaseException | None) -> tuple[str, int] | None:
     if error is None:
         stack = [(frame, frame.f_lineno) for frame in _frames(sys._getframe(2))]
     else:
         stack = list(traceback.walk_tb(error.__traceback__))[::-1]
-    own = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(os.__file__), "<")
     lines = ((frame.f_code.co_filename, line) for frame, line in stack)
-    return next(((name, line) for name, line in lines if not name.startswith(own)), None)
+    return next(((name, line) for name, line in lines if not name.startswith(_NOT_THE_USERS)), None)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

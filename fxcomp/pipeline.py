@@ -20,13 +20,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from fxcomp.capture.optimizer import live_numbers, materialize_state
-from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers, check_parameters_are_read
-from fxcomp.capture.step_guard import StepGuard, batch_type, settled
 from fxcomp.capture.training import LossFn, Training
-from fxcomp.capture.unreached import warn_unreached
-from fxcomp.capture.whole_step import capture
+from fxcomp.capture.whole_step import capture_again, capture_first, facts_to_agree_on
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.codegen.program import Program, Replay, load_program
@@ -34,7 +30,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.errors import BadOption, BadPlan, StepChanged
+from fxcomp.errors import BadOption, BadPlan
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
@@ -306,7 +302,7 @@ def _compile(
     chosen_mode, why_not = ranks.attempt("checking options", checked)
 
     def captured_first() -> tuple[Training, Captured]:
-        training, captured = _capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
+        training, captured = capture_first(model, loss_fn, optimizer, example_batch, max_grad_norm)
         if ranks.world_size > 1:
             check_parameters_are_read(captured.graph)
         return training, captured
@@ -321,7 +317,7 @@ def _compile(
         "replan": replan,
     }
     asked |= {"the plan": _asked_plan(plan), "how costs are given": _asked_costs(costs)}
-    ranks.check_same("comparing models", _facts(training, captured) | asked)
+    ranks.check_same("comparing models", facts_to_agree_on(training, captured) | asked)
     shared_buffers = SharedBuffers.agree(captured.graph, ranks)
     shared_buffers.mark(captured.graph)
     table = given_costs(costs, ranks)
@@ -335,8 +331,7 @@ def _compile(
 
     def build(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Program:
         check_momentum(error_feedback, optimizer)
-        again = _capture(training, batch, varying)
-        _check_same_gradients(captured, again)
+        again = capture_again(training, batch, varying, captured)
         if ranks.world_size > 1:
             check_parameters_are_read(again.graph)
             shared_buffers.mark(again.graph)
@@ -437,62 +432,6 @@ EVERY_STEP_VERIFIED = (
     "every step is verified, so none is timed (verify_every=1): what turns out slower than predicted, or than dense,"
     " is not noticed"
 )
-
-
-# Capturing
-
-
-def _capture_first(
-    model: nn.Module, loss_fn: LossFn, optimizer: torch.optim.Optimizer, batch: Any, max_grad_norm: float | None
-) -> tuple[Training, Captured]:
-    batch_type(batch)  # refuses what no batch may hold
-    owned = owned_parameters(model, optimizer)
-    fresh = materialize_state(optimizer, owned)
-    training = Training(model, loss_fn, optimizer, owned, max_grad_norm, fresh)
-    captured = settled(StepGuard(training), lambda: _capture(training, batch, {}))
-    warn_unreached(captured.without_gradient, stacklevel=6)
-    return training, captured
-
-
-def _capture(training: Training, batch: Any, varying: Mapping[int, frozenset[int]]) -> Captured:
-    return capture(
-        training.model,
-        training.loss_fn,
-        training.optimizer,
-        batch,
-        training.owned,
-        max_grad_norm=training.max_grad_norm,
-        dynamic_dims=varying,
-    )
-
-
-def _check_same_gradients(first: Captured, again: Captured) -> None:
-    """A plan covers certain gradients; another set of them needs another plan, on all ranks at once."""
-    if set(first.gradient_names) != set(again.gradient_names):
-        changed = sorted(set(first.gradient_names) ^ set(again.gradient_names))
-        raise StepChanged(
-            "for this batch other parameters get a gradient than when the step was compiled: "
-            f"{', '.join(changed[:3])}.\n"
-            "  Call compile_step again on all ranks, or let every parameter take part in every loss."
-        )
-
-
-def _facts(training: Training, captured: Captured) -> dict[str, Any]:
-    """What must be the same on all ranks; the batch's shape may differ."""
-    named = list(training.model.named_parameters())
-    facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
-    facts |= {f"requires_grad of {name!r}": p.requires_grad for name, p in named}
-    for name, buffer in training.model.named_buffers():
-        facts[f"the shape of the buffer {name!r}"] = list(buffer.shape)
-        facts[f"the dtype of the buffer {name!r}"] = str(buffer.dtype)
-    facts |= {f"a gradient of {name!r}": True for name in captured.gradient_names}
-    facts["the optimizer"] = type(training.optimizer).__name__
-    for number, group in enumerate(training.optimizer.param_groups):
-        for key, value in {**group, **live_numbers(group)}.items():
-            if isinstance(value, bool | int | float | str | type(None)):
-                facts[f"{key} of parameter group {number}"] = value
-    facts["max_grad_norm"] = training.max_grad_norm
-    return facts
 
 
 # Deciding

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxcomp.capture.optimizer import materialize_state
-from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.cluster.processors import Processors
@@ -52,9 +51,8 @@ def listings() -> dict[str, str]:
     model = nn.Sequential(OrderedDict(layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = (torch.zeros(64, 256), torch.zeros(64, 4))
-    owned = owned_parameters(model, optimizer)
-    materialize_state(optimizer, owned)
-    captured = capture(model, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), optimizer, batch, owned)
+    training = Training.of(model, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), optimizer)
+    captured = capture(training, batch)
 
     workload = analyze(captured.graph, COSTS, CLUSTER)
     plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxcomp import compat, errors
-from fxcomp.capture.training import Owned
 from fxcomp.graph.work import is_sequence
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
 """Hyper-parameters that are inputs of the graph. Whether one is zero is still part of the capture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A trainable parameter: its first name in the model, and the optimizer's group that updates it."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

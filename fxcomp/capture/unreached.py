@@ -13,16 +13,17 @@ from typing import cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fxcomp import compat
 from fxcomp.errors import UnsynchronizedGradient
 
 
-def warn_unreached(names: Iterable[str], *, stacklevel: int) -> None:
-    """Say which parameters stay as they are."""
+def warn_unreached(names: Iterable[str]) -> None:
+    """Warn of parameters that stay as they are."""
     for name in names:
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"
             " skips it. Set requires_grad=False if that is meant.",
-            stacklevel=stacklevel + 1,
+            stacklevel=compat.users_level(),
         )
 
 

@@ -538,7 +538,7 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: _Found, ch
         uncovered = _uncovered(chosen.model, chosen.ignore, reduced)
         if uncovered and found.break_ is not None:
             _refuse_behind_break(next(iter(uncovered)), found.break_)
-        warn_unreached(uncovered, stacklevel=2)
+        warn_unreached(uncovered)
     elif found.break_ is not None:
         warnings.warn(
             f"fxcomp: the compiled graph ends early, at {found.break_}. Parameters that are used after it get no"

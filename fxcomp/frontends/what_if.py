@@ -18,9 +18,8 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import materialize_state
-from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.shared_buffers import SharedBuffers
+from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import Processors
@@ -58,7 +57,7 @@ from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.workload import Workload
-from fxcomp.step.compiled_step import CompiledStep, Training
+from fxcomp.step.compiled_step import CompiledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +236,8 @@ def graph_after(program: Program, after: str | None) -> GraphModule:
 
 def capture_job(job: Job) -> tuple[Training, Captured]:
     """Capture a job's step as it is compiled for a real run."""
-    owned = owned_parameters(job.model, job.optimizer)
-    fresh = materialize_state(job.optimizer, owned)
-    training = Training(job.model, job.loss_fn, job.optimizer, owned, job.max_grad_norm, fresh)
-    captured = capture(
-        job.model, job.loss_fn, job.optimizer, job.batch, owned, max_grad_norm=job.max_grad_norm, dynamic_dims={}
-    )
+    training = Training.of(job.model, job.loss_fn, job.optimizer, job.max_grad_norm)
+    captured = capture(training, job.batch)
     SharedBuffers.agree(captured.graph).mark(captured.graph)
     return training, captured
 

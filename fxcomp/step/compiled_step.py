@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import has_state, live_numbers, materialize_state
+from fxcomp.capture.optimizer import Owned, has_state, live_numbers, materialize_state
 from fxcomp.capture.step_guard import BatchType, Key, StepGuard, batch_type
-from fxcomp.capture.training import Owned, Training
+from fxcomp.capture.training import Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable

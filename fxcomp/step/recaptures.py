@@ -5,11 +5,10 @@ batch['t'] changed: 1, 2, 3, 4
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import warnings
-from pathlib import Path
 
+from fxcomp import compat
 from fxcomp.capture.reach.worlds import Change
 
 VALUES = 4
@@ -48,15 +47,5 @@ class Recaptures:
             f"fxcomp: {change.what} changed: {', '.join(different[-VALUES:])}. A compiled step takes it for a constant;"
             f" each new value captures the step again, which takes {statistics.median(self._seconds):.2g} s.\n"
             f"  {change.remedy}",
-            stacklevel=_level_of_the_user(),
+            stacklevel=compat.users_level(),
         )
-
-
-def _level_of_the_user() -> int:
-    """How many calls lie between the warning and the line outside this package that called the step."""
-    here, level = Path(__file__).parents[1], 1
-    frame = inspect.currentframe()
-    frame = frame.f_back if frame is not None else None  # who warns, which is level 1
-    while frame is not None and here in Path(frame.f_code.co_filename).parents:
-        frame, level = frame.f_back, level + 1
-    return level

@@ -14,10 +14,10 @@ from torch.fx.node import map_arg
 
 import fxcomp
 from fxcomp import compat
-from fxcomp.capture import whole_step as capturing
-from fxcomp.capture.optimizer import materialize_state
-from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture import updates
 from fxcomp.capture.step_guard import batch_type
+from fxcomp.capture.step_inputs import FIXED_SIZES, Varying
+from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.graph import functional as functionalizing
 from fxcomp.graph.captured import Captured
@@ -28,12 +28,16 @@ from fxcomp.passes.canonicalize_sync import canonicalize_sync
 
 
 def captured(
-    model: nn.Module, batch: Any, optimizer: Any = "sgd", loss: Any = cross_entropy, **options: Any
+    model: nn.Module,
+    batch: Any,
+    optimizer: Any = "sgd",
+    loss: Any = cross_entropy,
+    *,
+    max_grad_norm: float | None = None,
+    varying: Varying = FIXED_SIZES,
 ) -> Captured:
     optimizer = OPTIMIZERS[optimizer](model.parameters())
-    owned = owned_parameters(model, optimizer)
-    materialize_state(optimizer, owned)
-    return capture(model, loss, optimizer, batch, owned, **options)
+    return capture(Training.of(model, loss, optimizer, max_grad_norm), batch, varying)
 
 
 def inputs(step: Captured, kind: InputKind) -> list[str]:
@@ -97,7 +101,7 @@ def test_frozen_parameters_are_inputs_and_get_no_update():
 
 def test_symbolic_sizes_are_guarded_by_what_tracing_assumed():
     job = JOBS["transformer"]
-    step = captured(job.build(), job.batch(0), dynamic_dims={0: frozenset([1]), 1: frozenset([1])})
+    step = captured(job.build(), job.batch(0), varying={0: frozenset([1]), 1: frozenset([1])})
     fits = [step.guard(list(job.batch(1, length=length))) for length in (5, 6, 30)]
     assert fits == [True, True, True]
     uneven = [job.batch(1, length=5)[0], job.batch(1, length=6)[1]]
@@ -294,8 +298,8 @@ def test_a_gradient_that_backward_uses_on_its_way_is_reduced_once():
 
     model = Shifted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    owned = owned_parameters(model, optimizer)
-    step = capture(model, lambda m, b: m(b[0]).square().mean(), optimizer, (torch.ones(5, 4),), owned)
+    training = Training.of(model, lambda m, b: m(b[0]).square().mean(), optimizer)
+    step = capture(training, (torch.ones(5, 4),))
     gm = canonicalize_sync(step.graph, 2)
     reduced = [node for node in gm.graph.nodes if node.target is ALL_REDUCE]
     assert len(reduced) == 2
@@ -353,13 +357,11 @@ def test_writes_that_others_see_are_functionalized_by_tracing_again(monkeypatch:
 def test_an_update_is_traced_once_for_all_shapes_as_for_each(optimizer: str, monkeypatch: pytest.MonkeyPatch):
     model, batch = JOBS["conv"].build(), JOBS["conv"].batch(0)
     traced: list[str] = []
-    trace = capturing._trace_update
-    monkeypatch.setattr(
-        capturing, "_trace_update", lambda o, owner, *a: traced.append(owner.name) or trace(o, owner, *a)
-    )
+    trace = updates.trace_update
+    monkeypatch.setattr(updates, "trace_update", lambda o, owner, *a: traced.append(owner.name) or trace(o, owner, *a))
     quick = text(captured(model, batch, optimizer))
     assert len(traced) == 1
-    monkeypatch.setattr(capturing, "_resized", lambda *_: None)  # trace each
+    monkeypatch.setattr(updates, "resized_update", lambda *_: None)  # trace each
     assert text(captured(model, batch, optimizer)) == quick
     assert len(traced) == 1 + 4  # then one for each of four shapes
 

@@ -20,7 +20,6 @@ from jobs import cross_entropy, mlp
 from torch import Tensor, nn
 
 from fxcomp import errors
-from fxcomp.capture.owned import owned_parameters
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 
@@ -389,7 +388,7 @@ REFUSED = [
 def test_what_another_capture_would_not_be_enough_for_is_refused_by_name(change: Any, text: str):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = StepGuard(Training(model, cross_entropy, optimizer, owned_parameters(model, optimizer), None))
+    guard = StepGuard(Training.of(model, cross_entropy, optimizer))
     assert guard.key() == guard.key()
     change(model, optimizer)
     with pytest.raises(errors.StepChanged, match=f"(?s){text}"):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.optimizer import materialize_state
-from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.graph.captured import Captured
 
@@ -97,6 +96,4 @@ def captured_step(job_name: str, max_grad_norm: float | None = None) -> Captured
     job = JOBS[job_name]
     model = job.build()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    owned = owned_parameters(model, optimizer)
-    materialize_state(optimizer, owned)
-    return capture(model, cross_entropy, optimizer, job.batch(0), owned, max_grad_norm=max_grad_norm)
+    return capture(Training.of(model, cross_entropy, optimizer, max_grad_norm), job.batch(0))

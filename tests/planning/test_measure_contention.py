@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import pipeline
-from fxcomp.capture.optimizer import materialize_state
-from fxcomp.capture.owned import owned_parameters
+from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level, Link
 from fxcomp.cluster.processors import Processors
@@ -54,9 +53,7 @@ SHARED = replace(
 def captured() -> Any:
     model = JOBS["mlp"].build()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    owned = owned_parameters(model, optimizer)
-    materialize_state(optimizer, owned)
-    return capture(model, cross_entropy, optimizer, JOBS["mlp"].batch(0), owned)
+    return capture(Training.of(model, cross_entropy, optimizer), JOBS["mlp"].batch(0))
 
 
 def dense_step(captured: Any, costs: CostTable) -> GraphModule:

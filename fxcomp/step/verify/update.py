@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import fresh_optimizer
-from fxcomp.capture.training import Owned, Training
+from fxcomp.capture.optimizer import Owned, fresh_optimizer
+from fxcomp.capture.training import Training
 from fxcomp.step.verify.compare import FLOOR, difference, largest, moved_otherwise
 from fxcomp.step.verify.means import Means, square_sum
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.capture.training import Owned, Training
+from fxcomp.capture.optimizer import Owned
+from fxcomp.capture.training import Training
 from fxcomp.codegen.load import observed
 from fxcomp.codegen.regions import Region, cut
 from fxcomp.errors import VerificationFailed

@@ -1,0 +1,141 @@
+"""Put the traced pieces of a step into one graph, with labelled inputs and gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.capture.forward_backward import Outputs
+from fxcomp.capture.optimizer import live_numbers, state_keys
+from fxcomp.capture.step_inputs import StepInputs
+from fxcomp.capture.training import Training
+from fxcomp.capture.updates import UpdateTraces, clip
+from fxcomp.graph.captured import Captured
+from fxcomp.graph.edit import must_stay
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
+from fxcomp.graph.names import free_name
+
+_AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: StepInputs) -> Captured:
+    """Join forward, backward, clipping and updates; each update writes in place, after its gradient."""
+    builder = GraphBuilder(body)
+    optimizer = training.optimizer
+    owners = {owner.name: owner for owner in training.owned if owner.name in outputs.gradient_names}
+
+    parameters = {
+        name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in inputs.parameters
+    }
+    buffers = [builder.input(name, fake, Source(InputKind.BUFFER, name)) for name, _, fake in inputs.buffers]
+    states: dict[str, list[Node]] = {}
+    for name in outputs.gradient_names:
+        state = optimizer.state[owners[name].parameter]
+        states[name] = [
+            builder.input(f"{name}_{key}", inputs.of(state[key]), Source(InputKind.STATE, name, key))
+            for key in state_keys(optimizer, owners[name].parameter)
+        ]
+    numbers: list[list[Node]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        suffix = f"_{index}" if len(optimizer.param_groups) > 1 else ""
+        numbers.append([
+            builder.input(f"{key}{suffix}", number, Source(InputKind.HYPER, key=key, index=index))
+            for key, number in live_numbers(group).items()
+        ])  # fmt: skip
+    batch = [builder.input(f"batch_{i}", fake, Source(InputKind.BATCH, index=i)) for i, fake in enumerate(inputs.batch)]
+
+    results = builder.splice(body, [*parameters.values(), *buffers, *batch], Role.COMPUTE)
+    returned = 1 + outputs.aux.count(None)  # the loss and the auxiliary results
+    gradients = [
+        builder.mark_gradient(node, name) for node, name in zip(results[returned:], outputs.gradient_names, strict=True)
+    ]
+    if training.max_grad_norm is not None and gradients:
+        reduced = [owners[name].parameter for name in outputs.gradient_names]
+        gradients = clip(builder.graph, gradients, reduced, training.max_grad_norm, inputs)
+
+    updates = UpdateTraces(optimizer, inputs)
+    for name, gradient in zip(outputs.gradient_names, gradients, strict=True):
+        arguments = [parameters[name], gradient, *states[name], *numbers[owners[name].group]]
+        builder.splice(updates.of(owners[name]), arguments, Role.UPDATE, parameter=name)
+
+    builder.output(results[:returned])
+    return Captured(
+        graph=builder.finish(),
+        aux_spec=outputs.aux_spec,
+        aux=outputs.aux,
+        has_aux=outputs.has_aux,
+        gradient_names=outputs.gradient_names,
+        without_gradient=outputs.without_gradient,
+        guard=compat.shape_guard(inputs.mode.shapes, inputs.batch),
+    )
+
+
+class GraphBuilder:
+    """Appends inputs and traced pieces to one graph."""
+
+    def __init__(self, body: GraphModule):
+        self.root = body
+        self.graph = Graph()
+
+    def input(self, name: str, value: Any, source: Source) -> Node:
+        clean = free_name(re.sub(r"\W", "_", name))
+        node = self.graph.placeholder(f"_{clean}" if clean[0].isdigit() else clean)
+        node.meta["val"] = value
+        return set_info(node, NodeInfo(Role.INPUT, parameter=source.name or None, source=source))
+
+    def splice(
+        self, piece: GraphModule, inputs: Sequence[Node], role: Role, *, parameter: str | None = None
+    ) -> list[Node]:
+        """Append a piece's nodes; returns the copies of its results."""
+        supplied = iter(inputs)
+        copies: dict[Node, Node] = {}
+        for node in piece.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(supplied)
+            elif node.op == "output":
+                return [copies[value] for value in pytree.tree_leaves(node.args[0])]
+            elif node.target in _AUTOGRAD_ONLY:
+                copies[node] = copies[node.args[0]]
+            elif not compat.is_profiler(node.target):
+                copy = compat.append_copy(self.graph, node, copies, free_name(node.name))
+                if node.op == "get_attr":
+                    copy.target = self._adopt(getattr(piece, str(node.target)))
+                label = Role.EXCHANGE if compat.communicates(node.target) else role
+                copies[node] = set_info(copy, NodeInfo(label, parameter=parameter))
+        raise AssertionError("a traced piece has no output")
+
+    def _adopt(self, constant: Tensor) -> str:
+        """Keep a constant of the step under a name of its own."""
+        name = next(free for i in count() if not hasattr(self.root, free := f"constant_{i}"))
+        setattr(self.root, name, constant)
+        return name
+
+    def mark_gradient(self, node: Node, parameter: str) -> Node:
+        """Label the node that makes a gradient; one that others use too, or an input, gets an alias of its own."""
+        known: NodeInfo = node.meta["fxcomp"]
+        if known.role is not Role.COMPUTE or node.users:
+            with self.graph.inserting_after(node if node.op != "placeholder" else self._last_input()):
+                alias = self.graph.call_function(torch.ops.aten.alias.default, (node,))
+            alias.meta["val"] = node.meta["val"]
+            node = alias
+        return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
+
+    def _last_input(self) -> Node:
+        return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+
+    def output(self, values: Sequence[Node]) -> None:
+        set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))
+
+    def finish(self) -> GraphModule:
+        self.graph.eliminate_dead_code(must_stay)
+        module = compat.graph_module(self.root, self.graph, "TrainingStep")
+        module.graph.lint()
+        return module

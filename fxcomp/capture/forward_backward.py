@@ -1,0 +1,190 @@
+"""Trace the loss function and its backward pass into one functional graph, and refuse what would train wrongly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxcomp import compat, errors
+from fxcomp.capture.faithful import faithful
+from fxcomp.capture.on_fakes import swapped, untouched
+from fxcomp.capture.step_inputs import StepInputs
+from fxcomp.capture.training import Training
+from fxcomp.capture.untraceable import explaining
+from fxcomp.capture.user_collectives import keeping_collectives
+from fxcomp.capture.values import is_plain, what_is
+from fxcomp.graph.captured import Constant
+from fxcomp.graph.functional import functional
+from fxcomp.graph.uncertain_views import reshape_uncertain_views
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The outputs of the forward and backward graph: the loss, what it returns of the auxiliary result, gradients."""
+
+    has_aux: bool
+    aux_spec: pytree.TreeSpec | None
+    aux: tuple[Constant | None, ...]
+    gradient_names: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+
+    def mention(self, symbols: set[str]) -> bool:
+        """Say if a text of the auxiliary result was made of a symbolic size: it holds the symbol's name."""
+        texts = [constant.value for constant in self.aux if constant and isinstance(constant.value, str)]
+        return any(symbol in text for text in texts for symbol in symbols)
+
+
+def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[GraphModule, Outputs]:
+    """Trace one loss and its gradients; nothing of the user's is changed."""
+    found: list[Outputs] = []
+    caches_casts = torch.is_autocast_cache_enabled()
+    names = [owner.name for owner in training.owned]
+
+    def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
+        with (
+            swapped(training.model, inputs.stand_ins(parameters, buffers)),
+            faithful(inputs.names(parameters, buffers), caches_casts=caches_casts),
+            keeping_collectives(training.model),
+        ):
+            result = training.loss_fn(training.model, inputs.whole_batch(batch))
+            loss, aux, has_aux = _split_loss(result)
+            value = loss.detach().clone()  # the last operator of the forward pass
+            by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
+            # A backward pass is run outside autocast, whatever the forward pass was run in.
+            with compat.without_autocast():
+                gradients: Any = torch.autograd.grad(loss, [by_name[name] for name in names], allow_unused=True)
+        leaves, aux_spec = pytree.tree_flatten(aux)
+        named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
+        _check_gradients(named)
+        constants = tuple(map(_constant, leaves))
+        found.append(
+            Outputs(
+                has_aux=has_aux,
+                aux_spec=aux_spec if has_aux else None,
+                aux=constants,
+                gradient_names=tuple(name for name, g in named.items() if g is not None),
+                without_gradient=tuple(name for name, g in named.items() if g is None),
+            )
+        )
+        returned = [leaf for leaf, constant in zip(leaves, constants, strict=True) if constant is None]
+        returned = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in returned]
+        return [value, *returned, *(g for g in gradients if g is not None)]
+
+    with (
+        untouched(training.model, training.loss_fn),
+        inputs.mode,
+        explaining(inputs.mode),
+        warnings.catch_warnings(),
+        # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
+        # operators. Other operators choose oneDNN when they run.
+        compat.without_onednn(),
+    ):
+        warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
+        with torch.enable_grad():
+            traced = compat.trace(forward_backward, inputs.fakes)
+        # Autocast and autograd are in the trace by now: a parameter may be written.
+        with compat.without_autocast(), torch.no_grad():
+            body = functional(traced, [value for part in inputs.fakes for value in part])
+    _restore_random_order(body)
+    return reshape_uncertain_views(body), found[0]
+
+
+# The results of the loss function
+
+
+def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
+    parts: Any = result
+    has_aux = isinstance(result, tuple) and len(parts) == 2
+    loss, aux = parts if has_aux else (parts, ())
+    if not isinstance(loss, Tensor):
+        raise errors.LossNotScalar(
+            f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
+            "  For a model that returns an output object, return its loss: lambda model, batch: model(**batch).loss"
+        )
+    if loss.dim() != 0:
+        raise errors.LossNotScalar(
+            f"loss_fn returned a loss of shape {tuple(loss.shape)}; it must be a scalar.\n"
+            "  Reduce it in loss_fn, for example with .mean()."
+        )
+    if not loss.requires_grad:
+        raise errors.LossNotScalar("the loss does not depend on any trainable parameter: nothing to train")
+    return loss, aux, has_aux
+
+
+def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
+    for name, gradient in named.items():
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise errors.UnsupportedParameter(
+                f"the gradient of {name!r} is sparse ({gradient.layout}), which cannot be put into a bucket.\n"
+                "  Build the layer with sparse=False."
+            )
+
+
+def _constant(leaf: Any) -> Constant | None:
+    """A leaf of the auxiliary result that is always the same for this capture; None if the graph returns it.
+
+    What follows from sizes that may vary is returned. Raises for what can be neither.
+    """
+    if isinstance(leaf, Tensor) or compat.is_open(leaf):
+        return None
+    leaf = compat.as_number(leaf)
+    if not is_plain(leaf):
+        raise errors.UnsupportedResult(
+            f"loss_fn returns a {what_is(leaf)} beside the loss, which a compiled step would not make again.\n"
+            "  Return tensors, numbers, strings and None in tuples, lists and dicts."
+        )
+    return Constant(leaf)
+
+
+# The graph
+
+_FRESH = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+_RANDOM_IN_PLACE = {
+    torch.ops.aten.bernoulli.p: torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.uniform.default: torch.ops.aten.uniform_.default,
+    torch.ops.aten.normal_functional.default: torch.ops.aten.normal_.default,
+    torch.ops.aten.exponential.default: torch.ops.aten.exponential_.default,
+}
+
+
+def _restore_random_order(body: GraphModule) -> None:
+    """Fill fresh tensors with random numbers in place again, as eager does.
+
+    The functional operator makes a contiguous result; in place, numbers go in the order of memory. For a transposed
+    tensor the same draws then land elsewhere, and a dropout mask would not be eager's.
+    """
+    for node in body.graph.nodes:
+        if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
+            node.target = _RANDOM_IN_PLACE[node.target]
+
+
+def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
+    """Refuse what traces, but would train wrongly."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    outputs: Any = body.graph.output_node().args[0]
+    loss = outputs[0]  # its last operator ends the forward pass
+    seen_loss = False
+    for node in body.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(body, str(node.target))
+            if getattr(value, "requires_grad", False):
+                name = parameters.get(id(value), str(node.target))
+                raise errors.CaptureFailed(
+                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its"
+                    " present value.\n  Reach every parameter through the model's own attributes."
+                )
+        if seen_loss and compat.draws(node):
+            raise errors.RandomRecomputation(
+                f"the backward pass draws random numbers ({node.target}): activation checkpointing around dropout.\n"
+                "  Its recomputation would draw other numbers than the forward pass drew, and gradients would be"
+                " wrong without a sign.\n  Switch checkpointing off for blocks with dropout, or set their dropout to 0."
+            )
+        seen_loss = seen_loss or node is loss
