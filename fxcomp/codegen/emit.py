@@ -27,7 +27,6 @@ from torch.fx import GraphModule, Node
 
 import fxcomp.compressors
 from fxcomp import compat
-from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import BadCompressor, Compressor, compressor_of
 from fxcomp.graph.edit import is_exchange
 from fxcomp.graph.info import InputKind, Role, info
@@ -46,6 +45,7 @@ from fxcomp.graph.ops import (
     ROLL_BACK,
     SAVE,
 )
+from fxcomp.graph.regions import Region, cut
 from fxcomp.graph.work import is_sequence
 
 WIDTH = 120
@@ -322,7 +322,7 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 def _changes_parameters(piece: Region | Node) -> bool:
     """Whether parameters change here, or it is decided that they may."""
     if isinstance(piece, Region):
-        return piece.name.startswith("update")
+        return piece.updates
     return info(piece).role is Role.COMMIT
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.codegen.regions import Region, compile_with_inductor, cut
+from fxcomp.codegen.inductor import compile_with_inductor
+from fxcomp.graph.regions import regions
 
 
 def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
@@ -37,12 +38,12 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
 
 def compile_regions(module: ModuleType, gm: GraphModule) -> None:
     """Let Inductor compile the forward and backward regions; updates, which write in place, stay as they are."""
-    regions = {piece.name: piece for piece in cut(gm) if isinstance(piece, Region)}
+    by_name = {region.name: region for region in regions(gm)}
 
     def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        if name not in regions or regions[name].updates:
+        if name not in by_name or by_name[name].updates:
             return run
-        return compile_with_inductor(gm, regions[name]) or run
+        return compile_with_inductor(gm, by_name[name]) or run
 
     replace_regions(module, compiled)
 

@@ -21,13 +21,13 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
-from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.cost.table import Transport as TransportCost
+from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.plan.strategy import CollectiveKind, Device
 from fxcomp.runtime.clock import Clock, clock_of
@@ -358,7 +358,7 @@ class _NodeTimes:
     def __init__(self, graph: GraphModule, device: torch.device) -> None:
         self.us: dict[str, float] = {}
         self._graph, self._device, self._clock = graph, device, clock_of(device)
-        self._regions = {piece.name: piece for piece in cut(graph) if isinstance(piece, Region)}
+        self._regions = {region.name: region for region in regions(graph)}
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """What takes the place of a region's function."""
@@ -484,12 +484,10 @@ def apportion(program: Program, step: StepMeasurement, source: str) -> dict[str,
     A key that occurs more than once gets the mean, so that the sum over the step stays what was measured.
     """
     found: dict[str, list[float]] = {}
-    for piece in cut(program.graph):
-        if not isinstance(piece, Region) or piece.name not in step.region_us:
-            continue
-        working = [node for node in piece.nodes if not is_free(node)]
+    for region in (region for region in regions(program.graph) if region.name in step.region_us):
+        working = [node for node in region.nodes if not is_free(node)]
         alone = sum(step.node_us[node.name] for node in working)
         for node in working:
             share = step.node_us[node.name] / alone if alone else 1 / len(working)
-            found.setdefault(work_key(node), []).append(share * step.region_us[piece.name])
+            found.setdefault(work_key(node), []).append(share * step.region_us[region.name])
     return {key: Measured(statistics.fmean(us), step.spread, source) for key, us in found.items()}

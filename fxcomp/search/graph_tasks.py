@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import GraphModule, Node
 
 from fxcomp.cost.timeline import Task
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import SAVE
+from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.streams import Stream
-
-_PLAIN = (Role.COMPUTE, Role.GRADIENT, Role.CLIP, Role.UPDATE, Role.UNPACK)
 
 
 def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
@@ -19,32 +20,16 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
     """
     tasks: list[Task] = []
     made_by: dict[Node, tuple[str, ...]] = {}
-    run: list[Node] = []
-    counts: dict[str, int] = {}
     saved: dict[int | None, str] = {}
-
-    def close_run() -> None:
-        if run:
-            kind = "update" if info(run[-1]).role in (Role.UPDATE, Role.CLIP, Role.UNPACK) else "region"
-            counts[kind] = counts.get(kind, -1) + 1
-            after = dict.fromkeys(name for node in run for name in _waits_for(node, made_by))
-            duration = sum(info(node).cost_us or 0.0 for node in run)
-            name = f"{kind} {counts[kind]}"
-            tasks.append(Task(name, Stream.COMPUTE, duration, tuple(after)))
-            made_by.update(dict.fromkeys(run, (name,)))
-            run.clear()
-
-    for node in gm.graph.nodes:
-        if node.op != "call_function":
+    for node in cut(gm):
+        if isinstance(node, Region):
+            duration_us = sum(info(each).cost_us or 0.0 for each in node.nodes)
+            name = node.name.replace("_", " ")
+            tasks.append(Task(name, Stream.COMPUTE, duration_us, _waits_for(node.inputs, made_by)))
+            made_by.update(dict.fromkeys(node.nodes, (name,)))
             continue
         label = info(node)
-        if label.role in _PLAIN:
-            if run and _kind(run[-1]) != _kind(node):
-                close_run()
-            run.append(node)
-            continue
-        close_run()
-        before = tuple(dict.fromkeys(_waits_for(node, made_by)))
+        before = _waits_for(node.all_input_nodes, made_by)
         if (
             label.role is Role.COMPRESS and label.stream is Stream.CPU and label.bucket in saved
         ):  # the main thread hands over what it has saved
@@ -68,7 +53,6 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
                 saved[label.bucket] = node.name
         else:
             made_by[node] = before
-    close_run()
     return tuple(tasks)
 
 
@@ -77,9 +61,5 @@ def _blocks(node: Node) -> bool:
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 
-def _kind(node: Node) -> bool:
-    return info(node).role in (Role.COMPUTE, Role.GRADIENT)
-
-
-def _waits_for(node: Node, made_by: dict[Node, tuple[str, ...]]) -> list[str]:
-    return [name for source in node.all_input_nodes for name in made_by.get(source, ())]
+def _waits_for(sources: Sequence[Node], made_by: dict[Node, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for source in sources for name in made_by.get(source, ())))

@@ -9,13 +9,13 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster, Level, format_gbit
-from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.fit import Fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, parse_compressor_key
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.graph.info import info
+from fxcomp.graph.regions import regions
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.plan.strategy import CollectiveKind, Device
 from fxcomp.step.drift.judge import NOISE, Finding
@@ -82,12 +82,10 @@ def _scaled_compute(gm: GraphModule, finding: Finding) -> dict[str, Measured]:
         return {}
     updates = finding.cost.kind is Kind.UPDATE
     found: dict[str, Measured] = {}
-    for piece in cut(gm):
-        if isinstance(piece, Region) and piece.updates == updates:
-            for node in piece.nodes:
-                if not is_free(node):
-                    us = (info(node).cost_us or 0.0) * finding.ratio
-                    found[work_key(node)] = Measured(us, NOISE[finding.cost.kind], SOURCE)
+    for node in (node for region in regions(gm) if region.updates == updates for node in region.nodes):
+        if not is_free(node):
+            us = (info(node).cost_us or 0.0) * finding.ratio
+            found[work_key(node)] = Measured(us, NOISE[finding.cost.kind], SOURCE)
     return found
 
 

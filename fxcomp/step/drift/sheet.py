@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.codegen.regions import Region, cut
 from fxcomp.compressors import compressor_of
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.info import Role, info
@@ -29,6 +28,7 @@ from fxcomp.graph.ops import (
     ROLL_BACK,
     SAVE,
 )
+from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.strategy import CollectiveKind, Device
 from fxcomp.plan.streams import Stream
 from fxcomp.runtime.stopwatch import Call, Reading

@@ -24,11 +24,11 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import Owned
 from fxcomp.capture.training import Training
 from fxcomp.codegen.load import observed
-from fxcomp.codegen.regions import Region, cut
 from fxcomp.errors import VerificationFailed
 from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import Role, info
+from fxcomp.graph.regions import regions
 from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.step.verify.compare import FLOOR, difference, largest, tolerance_of
@@ -228,11 +228,10 @@ class Verification:
         """Which arguments of each update region are averaged gradients, flat."""
         seen: set[Any] = set()
         places: dict[str, tuple[int, ...]] = {}
-        for piece in cut(self._emitted.graph):
-            if isinstance(piece, Region) and piece.updates:
-                new = [n for n in piece.inputs if _is_bucket(n) and n not in seen]
-                seen.update(new)
-                places[piece.name] = tuple(piece.inputs.index(n) for n in new)
+        for region in (region for region in regions(self._emitted.graph) if region.updates):
+            new = [n for n in region.inputs if _is_bucket(n) and n not in seen]
+            seen.update(new)
+            places[region.name] = tuple(region.inputs.index(n) for n in new)
         return places
 
     # After the last line

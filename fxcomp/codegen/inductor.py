@@ -1,0 +1,76 @@
+"""Compile a region with Inductor: one callable that does what the region's function does, and draws what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.regions import Region
+
+
+def region_module(gm: GraphModule, region: Region) -> GraphModule:
+    """Copy a region into a graph of its own."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in region.inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    constants = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
+    for node in (*constants, *region.nodes):
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[node] for node in region.outputs))
+    return GraphModule(gm, graph, class_name=region.name)
+
+
+def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any] | None:
+    """Compile a whole region; None for one that has both kinds of random operators, and stays as it is.
+
+    A random fill of fresh memory runs before the region, unchanged: Inductor would replace it by an operator that fills
+    memory in another order. Other random operators keep their order inside.
+    """
+    draws = [node for node in region.nodes if compat.is_random(node.target)]
+    fills = [node for node in draws if _fills_fresh_memory(node)]
+    if fills and len(fills) < len(draws):
+        return None
+    inner = _without(region, fills)
+    module = region_module(gm, inner)
+    fakes = [node.meta["val"] for node in inner.inputs]
+    compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
+    wanted = [region.inputs.index(node) for node in inner.inputs if node not in fills]
+
+    def run(*inputs: Any) -> Any:
+        results = compiled(*(inputs[place] for place in wanted), *map(_filled, fills))
+        return results[0] if len(region.outputs) == 1 else results
+
+    return run
+
+
+def _fills_fresh_memory(node: Node) -> bool:
+    """Tell whether a draw depends on numbers in the graph and the generator alone."""
+    place, value = node.args[0], node.meta["val"]
+    is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
+    if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
+        return False
+    return len(node.all_input_nodes) == 1 and not compat.has_symbols(value)
+
+
+_EMPTY = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+
+def _filled(node: Node) -> Any:
+    value, target = node.meta["val"], cast("Any", node.target)
+    fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return target(fresh, *node.args[1:], **node.kwargs)
+
+
+def _without(region: Region, fills: Sequence[Node]) -> Region:
+    """Leave the fills out of a region; their results become inputs."""
+    gone = {*fills, *(place for node in fills for place in node.all_input_nodes)}
+    kept = Region.of(region.name, [node for node in region.nodes if node not in gone])
+    inputs = [node for node in kept.inputs if node not in gone]
+    return Region(region.name, kept.nodes, (*inputs, *fills), region.outputs)

@@ -1,0 +1,78 @@
+"""Cut a graph into compute regions and the lines between them.
+
+A region is a run of plain operators. It becomes one function of the emitted source, one task of the prediction, and may
+be compiled as a whole. Everything asynchronous stays between regions: inside one, Inductor would wait at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.info import Role, info
+
+BODY = (Role.COMPUTE, Role.GRADIENT)
+"""Plain operators of forward and backward."""
+
+PLAIN = (*BODY, Role.UNPACK, Role.CLIP, Role.UPDATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Nodes that run as one function, the values that they need, and those that others need of them."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+    @classmethod
+    def of(cls, name: str, nodes: Sequence[Node]) -> Region:
+        inside = set(nodes)
+        inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+        outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        return cls(name, tuple(nodes), tuple(node for node in inputs if node.op != "get_attr"), tuple(outputs))
+
+    @property
+    def updates(self) -> bool:
+        """Whether the region belongs to the update: it unpacks, clips or changes parameters."""
+        return info(self.nodes[0]).role not in BODY
+
+
+def cut(gm: GraphModule) -> list[Region | Node]:
+    """List the graph's calls in order, each run of plain nodes as one region."""
+    pieces: list[Region | Node] = []
+    counts = {"region": 0, "update": 0}
+    for run in _runs(gm):
+        if isinstance(run, Node):
+            pieces.append(run)
+            continue
+        kind = "region" if info(run[0]).role in BODY else "update"
+        pieces.append(Region.of(f"{kind}_{counts[kind]}", run))
+        counts[kind] += 1
+    return pieces
+
+
+def regions(gm: GraphModule) -> list[Region]:
+    """List the graph's regions in order."""
+    return [piece for piece in cut(gm) if isinstance(piece, Region)]
+
+
+def _runs(gm: GraphModule) -> Iterator[list[Node] | Node]:
+    """Runs end at a line, and where backward ends and updates begin."""
+    run: list[Node] = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        role = info(node).role
+        if run and (role not in PLAIN or (role in BODY) != (info(run[0]).role in BODY)):
+            yield run
+            run = []
+        if role in PLAIN:
+            run.append(node)
+        else:
+            yield node
+    if run:
+        yield run
