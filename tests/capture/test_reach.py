@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from followed import BATCH, assert_followed, compiled, count_captures
+from followed import BATCH, assert_followed, compiled, count_captures, small
 from jobs import cross_entropy
 from torch import Tensor, nn
 
@@ -21,11 +21,6 @@ from fxcomp import errors
 
 Made = tuple[Any, Callable[[Any], None]]
 """A loss function, and what changes it."""
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(20, 10)
 
 
 def scaled_by(weight: Callable[[], Any]) -> Callable[..., Tensor]:

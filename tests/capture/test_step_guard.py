@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from followed import BATCH, assert_followed, compiled
+from followed import BATCH, assert_followed, compiled, small
 from jobs import cross_entropy, mlp
 from torch import Tensor, nn
 
@@ -65,11 +65,6 @@ class Configured(nn.Module):
         if "b" in self.flags:
             x = 2 * x
         return self.offset + (x if cfg.loss is Loss.MEAN else 3 * x)
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(20, 10)
 
 
 def seeded() -> Configured:

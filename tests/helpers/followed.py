@@ -16,6 +16,11 @@ from fxcomp.step.compiled_step import CompiledStep
 BATCH = JOBS["mlp"].batch(0)
 
 
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(20, 10)
+
+
 def compiled(model: nn.Module, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fxcomp.compile_step(model, loss, optimizer, BATCH, **options)

@@ -1,27 +1,38 @@
-"""Run a function on real ranks: one process each, joined by gloo on this machine, ended when one hangs or fails."""
+"""Run a function on real ranks: one process each, joined by gloo on this machine.
+
+Ranks are forked from one warm process per test session, which has imported torch and compiled a step (`warm_rank`).
+Each runs one function and ends, so that nothing that a test changes, hangs or kills reaches the next one.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# Forked from a server that has imported torch already: a rank starts in a tenth of a second instead of several.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fxcomp.pipeline", "pytest"])
+_PROCESSES.set_forkserver_preload(["pytest", "warm_rank"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went on one rank: what the function returned, or the error's class name and text."""
+    """Hold what the function returned on one rank, or the error's class name and text."""
 
     value: Any = None
     error: str = ""
@@ -30,9 +41,9 @@ class Outcome:
 
 
 def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-    """What `work(*arguments)` returned on each rank; fails with the rank's traceback if it raised anywhere."""
+    """Return what `work(*arguments)` returned on each rank; fail with the rank's traceback if it raised anywhere."""
     outcomes = try_ranks(ranks, work, *arguments, timeout_s=timeout_s, grace_s=2.0)
-    failed = [f"rank {rank}:\n{o.trace or o.text}" for rank, o in enumerate(outcomes) if o.error]
+    failed = [f"rank {rank}:\n{o.text}\n{o.trace}" for rank, o in enumerate(outcomes) if o.error]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
 
@@ -45,29 +56,83 @@ def try_ranks(
     group_timeout_s: float = 30.0,
     grace_s: float | None = None,
 ) -> list[Outcome]:
-    """How `work(*arguments)` went on each rank. After a failure the others get `grace_s` seconds, if given."""
+    """Report how `work(*arguments)` went on each rank. After a failure the others get `grace_s` seconds, if given."""
+    _start_server()
     # The store lives here, on a free port that the system chose, so that it outlives every rank.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
-    for rank in range(ranks):
-        mine, theirs = _PROCESSES.Pipe(duplex=False)
-        process = _PROCESSES.Process(
-            target=_rank, args=(theirs, store.port, rank, ranks, group_timeout_s, work, arguments), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(mine)
+    with tempfile.TemporaryDirectory() as folder:
+        here = _Here(store.port, ranks, group_timeout_s, dict(os.environ), os.getcwd(), Path(folder))
+        try:
+            for rank in range(ranks):
+                mine, theirs = _PROCESSES.Pipe(duplex=False)
+                processes.append(
+                    _PROCESSES.Process(target=_rank, args=(theirs, rank, here, work, arguments), daemon=True)
+                )
+                processes[-1].start()
+                theirs.close()
+                pipes.append(mine)
+            outcomes = _collect(pipes, timeout_s, grace_s)
+            late = [rank for rank in range(ranks) if rank not in outcomes]
+            for rank in late:
+                os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+            time.sleep(0.2 if late else 0.0)  # they write where they are
+            for rank in late:
+                outcomes[rank] = Outcome(
+                    error="RankHangs", text="no result in time", trace=here.place_of(rank).read_text()
+                )
+            return [outcomes[rank] for rank in range(ranks)]
+        finally:
+            for process in processes:
+                process.join(0.5)
+                process.kill()
+                process.join()
+
+
+@dataclass(frozen=True)
+class _Here:
+    """Tell ranks how to meet, and the test's environment and working directory, which the warm process may not have."""
+
+    port: int
+    ranks: int
+    timeout_s: float
+    environment: dict[str, str]
+    working_directory: str
+    places: Path
+
+    def place_of(self, rank: int) -> Path:
+        """Return the file to which a rank writes where it is, when it is asked."""
+        return self.places / str(rank)
+
+    def enter(self, rank: int) -> None:
+        faulthandler.register(signal.SIGUSR1, self.place_of(rank).open("w"))
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.working_directory)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        random.seed(0)
+
+    def join(self, rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        timeout = timedelta(seconds=self.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.ranks, timeout=timeout)
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs. It finds modules where this process does."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
-        return _collect(pipes, timeout_s, grace_s)
+        forkserver.ensure_running()
     finally:
-        for process in processes:
-            process.join(0.5)
-            process.kill()
-            process.join()
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
-def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | None) -> list[Outcome]:
+def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | None) -> dict[int, Outcome]:
+    """Return the outcomes of the ranks that end in time."""
     outcomes: dict[int, Outcome] = {}
     until = time.monotonic() + timeout_s
     while len(outcomes) < len(pipes) and (left := until - time.monotonic()) > 0:
@@ -81,22 +146,17 @@ def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | Non
                 outcomes[rank] = Outcome(error="RankDied", text="the process ended without a result")
             if outcomes[rank].error and grace_s is not None:
                 until = min(until, time.monotonic() + grace_s)
-    late = Outcome(error="RankHangs", text="no result in time; the rank was ended")
-    return [outcomes.get(rank, late) for rank in range(len(pipes))]
+    return outcomes
 
 
-def _rank(
-    result: Connection, port: int, rank: int, ranks: int, timeout_s: float, work: Callable[..., Any], arguments: Any
-) -> None:
-    torch.set_num_threads(1)
+def _rank(result: Connection, rank: int, here: _Here, work: Callable[..., Any], arguments: Any) -> None:
+    here.enter(rank)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+        here.join(rank)
         outcome = Outcome(value=work(*arguments))
         dist.barrier()
         dist.destroy_process_group()
-    except Exception as error:
-        trace = traceback.format_exc()
-        outcome = Outcome(error=type(error).__name__, text=str(error), trace=trace)
+    except BaseException as error:  # pytest's own failures and interrupts are told too
+        outcome = Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
     result.send(outcome)
     result.close()

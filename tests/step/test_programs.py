@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from followed import compiled, count_captures
+from followed import compiled, count_captures, small
 from jobs import JOBS, cross_entropy
-from test_guards import small
 from torch import Tensor
 
 import fxcomp
