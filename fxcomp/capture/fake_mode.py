@@ -140,7 +140,7 @@ class StepFakes(compat.FakeMode):
         if isinstance(symbol, torch.SymFloat) and low is not None and high is not None:
             compat.limit(symbol, low, high)
         found = Unknown(getattr(tensor, _MAKER, None), tensor.dtype, is_drawn=ends is not None, is_size=False)
-        self.unknown |= dict.fromkeys(compat.symbols_of(symbol), found)
+        self.unknown |= dict.fromkeys(compat.unbacked_symbols(symbol), found)
         return symbol
 
     def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
@@ -151,7 +151,7 @@ class StepFakes(compat.FakeMode):
         setattr(out, _MAKER, maker)
         if torch.Tag.dynamic_output_shape in func.tags:
             for size in out.shape:
-                for name in compat.symbols_of(size):
+                for name in compat.unbacked_symbols(size):
                     self.unknown[name] = Unknown(func, out.dtype, is_drawn=False, is_size=True)
 
 

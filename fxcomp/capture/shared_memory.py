@@ -58,10 +58,14 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
     return tuple((f"the memory of {held[0][0]}", tuple(held)) for held in places.values() if len(held) > 1)
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Number the memory that a tensor lies in, equal for its views; a tensor without any has a number of its own."""
+    address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return address or id(tensor)
+
+
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    if torch.strided not in (one.layout, other.layout) or not one.numel() or not other.numel():
-        return False
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+    if not one.numel() or not other.numel() or memory_of(one) != memory_of(other):
         return False
     ends = [
         t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (one, other)

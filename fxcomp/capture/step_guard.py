@@ -18,6 +18,7 @@ from fxcomp import compat
 from fxcomp.capture.identity import Identity
 from fxcomp.capture.optimizer import live_numbers
 from fxcomp.capture.reach.worlds import Change, Worlds
+from fxcomp.capture.shared_memory import memory_of
 from fxcomp.capture.training import Training
 from fxcomp.capture.values import is_plain, key_of, what_is
 from fxcomp.errors import StepChanged, UnsupportedBatch
@@ -94,7 +95,7 @@ def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[in
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
         same_as = tensors.setdefault(id(leaf), place)
-        shares_with = memories.setdefault(compat.memory_of(leaf), place)
+        shares_with = memories.setdefault(memory_of(leaf), place)
         device = str(leaf.device)
         return TensorType(tuple(leaf.shape), leaf.dtype, device, strides, leaf.requires_grad, same_as, shares_with)
     if is_plain(leaf):

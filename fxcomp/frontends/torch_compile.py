@@ -377,7 +377,7 @@ def _keep_exchanges(gm: GraphModule) -> None:
         carried = node.all_input_nodes[0]
         if is_collective(node) and has_info(carried) and info(carried).role is Role.GRADIENT:
             ours.add(node)
-            if compat.group_size(str(node.args[-1])) != dist.get_world_size():
+            if compat.process_group(str(node.args[-1])).size() != dist.get_world_size():
                 raise UnsupportedFeature(
                     f"the gradient of {info(carried).parameter!r} is reduced over a part of the ranks.\n"
                     "  Leave the reduction out: fxcomp averages over all ranks."

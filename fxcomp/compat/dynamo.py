@@ -1,0 +1,107 @@
+"""Compile with Dynamo, AOTAutograd and Inductor, and read what they say of graphs."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch.fx import GraphModule, Node
+from torch.nn.parallel import DistributedDataParallel
+
+
+def compile_training(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    forward: Callable[[GraphModule], GraphModule],
+    backward: Callable[[GraphModule], Callable[[list[Any]], Sequence[Any]]],
+) -> Callable[..., Any]:
+    """Compile what Dynamo hands to a backend: `forward` rewrites the forward graph, `backward` compiles the other.
+
+    Both are compiled now, so that every rank compiles at the same call. What `backward` returns takes one list, and may
+    empty it.
+    """
+
+    def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run: Any = backward(graph)
+        run._boxed_call = True
+        return run
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def compile_forward(graph: GraphModule, given: Any) -> Callable[..., Any]:
+        return boxed_nop(forward(graph), given)
+
+    compiler: Any = aot_autograd(
+        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_forward
+    )
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        return compiler(gm, inputs)
+
+
+def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Make a function that runs a graph's operators one by one; it takes one list and empties it."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    run: Any = boxed_nop(graph, [])
+    return run
+
+
+def gradient_places(backward: GraphModule) -> dict[int, int | None]:
+    """Find the gradients among a backward graph's outputs, each with its input; None is an input that others alias."""
+    descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
+    return {
+        place: getattr(what.grad_of, "idx", None)
+        for place, what in enumerate(descriptions)
+        if isinstance(what, GradAOTOutput)
+    }
+
+
+def source_name(node: Node) -> str:
+    """Name the place where Dynamo found a graph input: `L['self']._modules['fc']._parameters['weight']`."""
+    found = node.meta.get("grapharg")
+    if found is None or found.source is None:
+        return node.name
+    name: Any = found.source.name
+    return str(name() if callable(name) else name)  # a method until torch 2.11
+
+
+def graph_break(gm: GraphModule) -> str | None:
+    """Tell in a line where and why Dynamo ended a graph early; None if the frame simply returned."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = (str(reason.reason).strip().splitlines() or [""])[0]
+    if not reason.user_stack:
+        return text
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {text}"
+
+
+def inside_ddp() -> bool:
+    """Ask if DistributedDataParallel's forward is running, which reduces gradients itself."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Callable[..., Any]:
+    """Compile a graph of fake inputs with Inductor; returns a function of real ones with a tuple of results.
+
+    `keeps_order` is for graphs that draw random numbers more than once: operators run in the order of the graph.
+    """
+    from torch._inductor import standalone_compile as compile_graph
+
+    # Inductor's own generator would draw other numbers than eager.
+    patches: dict[str, Any] = {"fallback_random": True}
+    if keeps_order:
+        patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
+    with torch.no_grad():
+        return compile_graph(
+            module, list(fakes), dynamic_shapes="from_example_inputs", options={"config_patches": patches}
+        )

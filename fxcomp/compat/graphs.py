@@ -1,0 +1,41 @@
+"""Copy nodes and make modules faster than torch.fx's public ways."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import map_arg
+
+
+def copied(nodes: Iterable[Node]) -> Graph:
+    """Make a graph of the same nodes, in this order, under the same names."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in nodes:
+        copies[node] = append_copy(graph, node, copies)
+    return graph
+
+
+def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node], called: str | None = None) -> Node:
+    """Copy a node to a graph's end, under another name if one is given; its arguments are replaced by their copies.
+
+    `Graph.node_copy` also looks for raw symbols in the arguments, which takes longer than all the rest and finds
+    nothing in nodes that have been in a graph before.
+    """
+    name = graph._graph_namespace.create_name(called or node.name, None)
+    args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
+    made = Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    made.meta = dict(node.meta)
+    graph._graph_namespace.associate_name_with_obj(name, made)
+    graph._insert(made)
+    graph._find_nodes_lookup_table.insert(made)
+    graph._len += 1
+    return made
+
+
+def graph_module(root: GraphModule, graph: Graph, name: str) -> GraphModule:
+    """Make a module of a graph that writes its Python code only when somebody asks for it."""
+    return _LazyGraphModule(root, graph, class_name=name)

@@ -1,0 +1,88 @@
+"""Process groups: names, stores, timeouts and orderly ends; and the collectives that torch 2.13 renamed."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+# torch 2.13 renamed these two and warns about the old names.
+_dist = cast("Any", dist)
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+
+
+def process_group(name: str) -> Any:
+    """Find the living process group of a name."""
+    return dist.distributed_c10d._resolve_process_group(cast("Any", name))
+
+
+def group_name(boxed: Any) -> str:
+    """Name a boxed process group; any rank finds it by that name as long as it lives."""
+    return dist.ProcessGroup.unbox(boxed).group_name
+
+
+def default_group() -> Any:
+    """Give the default process group; another object each time that it is initialised."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> dist.Store:
+    """Give the store of the default process group, with keys of our own."""
+    return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
+
+
+def set_once(store: dist.Store, key: str, value: str) -> str:
+    """Write a key unless another rank has; returns its value then, or the given one where no store answers."""
+    try:
+        return store.compare_set(key, "", value).decode()
+    except (RuntimeError, NotImplementedError):
+        # Called by a rank that is about to raise: its own error must not give way to that of a store whose host has
+        # died, or of one that cannot compare.
+        return value
+
+
+def group_timeout() -> timedelta:
+    """Give the time that the default process group waits for a rank, as init_process_group was told."""
+    group = default_group()
+    backend = group._get_backend(group._device_types[0])
+    return backend.options._timeout
+
+
+def groups_made() -> int:
+    """Give the number that names the next process group; ranks that count differently do not find each other."""
+    return dist.distributed_c10d._world.group_count
+
+
+def count_groups_from(number: int) -> None:
+    """Set the number of the next process group: a rank that failed between two of them has fallen behind."""
+    dist.distributed_c10d._world.group_count = number
+
+
+def destroy_groups(handles: list[Any]) -> None:
+    """Close process groups' connections. The list must hold the only references, and is emptied."""
+    for handle in handles:
+        with suppress(ValueError, RuntimeError):  # the user may have destroyed all of them
+            if dist.get_backend(handle) == "nccl":
+                handle.abort()  # what is under way would be waited for
+            dist.destroy_process_group(handle)
+    handle = None
+    # A group is gone with the last reference, which waits for what is under way; normally nothing is.
+    last = threading.Thread(target=handles.clear, name="fxcomp-closing", daemon=True)
+    with suppress(RuntimeError):  # while Python ends, no thread starts
+        last.start()
+        last.join(0.1)
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Ask if a collective failed because another rank is not there, as far as its backend tells."""
+    lost = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
+    text = str(error)
+    return isinstance(error, lost) or "gloo/" in text or "timed out" in text.lower() or "onnection" in text

@@ -1,0 +1,176 @@
+"""Facts about ATen operators, from their schemas, tags and torch's flop formulas."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Node
+
+from fxcomp.compat.symbols import size_hint
+
+Operator = OpOverload[..., Any]
+
+# Kinds
+
+
+def is_operator(target: Any) -> TypeGuard[Operator]:
+    """Ask if a node's target is an ATen operator, or one like it."""
+    return isinstance(target, OpOverload)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Ask if a node's target takes functions: a loop, a branch, flexible attention."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def is_profiler(target: Any) -> bool:
+    """Ask if an operator only marks a range for the profiler."""
+    return isinstance(target, OpOverload) and target.namespace == "profiler"
+
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+@cache
+def communicates(target: Any) -> bool:
+    """Ask if an operator sends or receives, or waits for what does."""
+    return isinstance(target, OpOverload) and (
+        target.namespace in _COLLECTIVE_NAMESPACES or target._schema.name == "fxcomp::exchange"
+    )
+
+
+@cache
+def is_pointwise(target: Operator) -> bool:
+    """Ask if torch tags an operator as elementwise."""
+    return torch.Tag.pointwise in target.tags
+
+
+@cache
+def is_bound_by_memory(target: Operator) -> bool:
+    """Ask if torch tags an operator as elementwise or as a reduction."""
+    return torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
+
+
+# Arguments and results
+
+
+def bare_name(target: Operator) -> str:
+    """Name an operator without its namespace."""
+    return target._schema.name.partition("::")[2]
+
+
+@cache
+def places_of_arguments(target: Operator) -> Mapping[str, int]:
+    """Number the arguments of an operator, by name."""
+    return {argument.name: place for place, argument in enumerate(target._schema.arguments)}
+
+
+def named_arguments(target: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name an operator's arguments; those that were left out are missing."""
+    return {**dict(zip(places_of_arguments(target), args, strict=False)), **kwargs}
+
+
+@cache
+def written_arguments(target: Operator) -> tuple[str, ...]:
+    """Name the arguments that an operator writes into. The gradients of a fused optimizer it only may."""
+    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(name for name in written if name != "grads")
+
+
+@cache
+def is_in_place(target: Operator) -> bool:
+    """Ask if an operator writes into its arguments."""
+    return target._schema.is_mutable
+
+
+def functional_operator(target: Operator) -> Operator | None:
+    """Find the operator that makes a new value of what this one changes in place: add for add_."""
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, target._overloadname, None)
+
+
+def is_view(target: Operator) -> bool:
+    """Ask if an operator's results share memory with its arguments, and it writes nothing."""
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def has_results(target: Operator) -> bool:
+    """Ask if an operator returns anything."""
+    return bool(target._schema.returns)
+
+
+@cache
+def moves_tensors(target: Operator) -> bool:
+    """Ask if an operator makes tensors or writes into some; the others tell sizes, or one value."""
+    makes = any("Tensor" in str(result.type) for result in target._schema.returns)
+    return makes or target._schema.is_mutable
+
+
+def has_effect(node: Node) -> bool:
+    """Ask if a node must stay although nobody uses its value."""
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    return isinstance(target, OpOverload) and (target._schema.is_mutable or is_random(target))
+
+
+# Random numbers
+
+
+def is_random(target: Any) -> bool:
+    """Ask if torch tags an operator as drawing random numbers; attention without dropout is tagged too."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draws(node: Node) -> bool:
+    """Ask if a node changes the random generator's state."""
+    if not is_random(node.target):
+        return False
+    target = cast("Operator", node.target)
+    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given = defaults | named_arguments(target, node.args, node.kwargs)
+    return not (given.get("dropout_p") == 0 or given.get("train") is False or given.get("training") is False)
+
+
+# Floating-point operations
+
+
+@cache
+def has_flop_formula(target: Any) -> bool:
+    """Ask if torch's flop counter knows an operator."""
+    return _flop_formula(target) is not None
+
+
+@cache
+def _flop_formula(target: Any) -> Callable[..., Any] | None:
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(getattr(target, "overloadpacket", target))
+
+
+def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Count an operator's call on fake values with torch's flop counter; 0 if it does not know the operator."""
+    count = _flop_formula(target)
+    if count is None:
+        return 0.0
+    try:
+        return float(size_hint(count(*args, **kwargs, out_val=out)))
+    except (TypeError, ValueError, AssertionError, AttributeError):
+        return 0.0
+
+
+def multiplies_in_tf32(*, is_convolution: bool) -> bool:
+    """Ask if torch's settings let a GPU round the factors of a float32 product to TF32."""
+    if is_convolution:
+        return torch._C._get_cudnn_allow_tf32()
+    return torch.get_float32_matmul_precision() != "highest"

@@ -1,0 +1,52 @@
+"""Find the user's line among frames of torch, of Python's library and of ours."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_NOT_THE_USERS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
+"""Beginnings of the names of files of torch, of fxcomp, of Python's library, and of made-up ones."""
+
+
+def users_line(error: BaseException | None = None) -> str | None:
+    """Name the user's line that runs now, or that ran when an error came up: `train.py:41`."""
+    place = _users_place(error)
+    return f"{os.path.basename(place[0])}:{place[1]}" if place is not None else None
+
+
+def users_source(error: BaseException) -> str | None:
+    """Name the user's line where an error came up, with its text: `train.py:41: if loss > 1:`."""
+    place = _users_place(error)
+    return f"{users_line(error)}: {linecache.getline(*place).strip()}" if place is not None else None
+
+
+def users_level() -> int:
+    """Find the `stacklevel` with which a warning of the caller names the user's line."""
+    files = (frame.f_code.co_filename for frame in frames(sys._getframe(1)))
+    return next((level for level, name in enumerate(files, 1) if not name.startswith(_NOT_THE_USERS)), 1)
+
+
+def _users_place(error: BaseException | None) -> tuple[str, int] | None:
+    if error is None:
+        stack = [(frame, frame.f_lineno) for frame in frames(sys._getframe(2))]
+    else:
+        stack = list(traceback.walk_tb(error.__traceback__))[::-1]
+    lines = ((frame.f_code.co_filename, line) for frame, line in stack)
+    return next(((name, line) for name, line in lines if not name.startswith(_NOT_THE_USERS)), None)
+
+
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Go from a frame to those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,97 @@
+"""Numbers and sizes that stand for others while tracing."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
+    """Make a float symbol with a hint: comparisons decide by the hint, arithmetic becomes nodes."""
+    from torch._dynamo.source import ConstantSource
+
+    source = ConstantSource(f"live_{name}".replace(".", "_"))
+    symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
+    """Tell a symbol's environment that its value lies between two numbers."""
+    symbol.node.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, high)
+
+
+def symbols(leaves: Iterable[Any]) -> set[str]:
+    """Name the symbols in tensors' sizes."""
+    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+    return {str(symbol) for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
+def unbacked_symbols(number: Any) -> list[str]:
+    """Name the symbols in a number or a size that only the data will tell."""
+    return sorted(map(str, symbolic_shapes.free_unbacked_symbols(number))) if isinstance(number, SYMBOLS) else []
+
+
+def has_symbols(value: Tensor) -> bool:
+    """Ask if a fake value's sizes or strides are symbols."""
+    return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
+
+
+def is_open(value: Any) -> bool:
+    """Ask if a number follows from symbols, and not from what tracing has assumed of them."""
+    return isinstance(value, SYMBOLS) and _as_constant(value) is None
+
+
+def as_number(value: Any) -> Any:
+    """Turn a symbol with one possible value into that number; other values pass."""
+    return _as_constant(value) if isinstance(value, SYMBOLS) else value
+
+
+def _as_constant(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    expression = getattr(value.node, "expr", None)
+    if expression is None or expression.free_symbols:
+        return value.node.maybe_as_int() if isinstance(value, torch.SymInt) else None
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(value)](expression)
+
+
+def size_hint(size: Any) -> int:
+    """Turn a symbolic size into the number that it was traced with; one that only the data will tell counts as 1."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return 1 if size.node.hint is None else int(size.node.hint)
+
+
+def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
+    """Make a test for other batch tensors: do they satisfy what tracing assumed about symbolic sizes?"""
+    tensors: list[Any] = [leaf for leaf in batch if isinstance(leaf, Tensor)]
+    if not any(isinstance(size, torch.SymInt) for leaf in tensors for size in leaf.shape):
+        return lambda _: True
+
+    def holds(leaves: Sequence[Any]) -> bool:
+        real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return shapes.evaluate_guards_for_args(tensors, real, ignore_static=False)
+
+    return holds
+
+
+@contextmanager
+def without_locations() -> Generator[None]:
+    """Keep symbols from noting where they are made, for which torch would import its exporter."""
+    before = symbolic_shapes.uninteresting_files
+    symbolic_shapes.uninteresting_files = cast("Any", set[str])
+    try:
+        yield
+    finally:
+        symbolic_shapes.uninteresting_files = before

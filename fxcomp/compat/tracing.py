@@ -1,0 +1,107 @@
+"""Trace on fake tensors: modes, make_fx, and switches of torch that a trace must not see."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.fx import GraphModule, Interpreter
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+FakeMode = FakeTensorMode
+"""The mode under which tensors have shapes and no values."""
+
+DispatchMode = TorchDispatchMode
+
+DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of tracing where Python asks for a tensor's value."""
+
+
+def fake_mode() -> tuple[FakeTensorMode, ShapeEnv]:
+    """Make a fake mode that lets constants of the model (tensors that are no buffers) into the graph."""
+    shapes = ShapeEnv()
+    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
+
+
+def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int], name: str) -> Any:
+    """Make a fake tensor with symbols for the named dimensions; other values pass."""
+    if not isinstance(value, Tensor):
+        return value
+    if not dims:
+        return mode.from_tensor(value, static_shapes=True)
+    sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
+    from torch._dynamo.source import ConstantSource
+
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * value.dim())
+    return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
+
+
+@contextmanager
+def plain_values() -> Generator[None]:
+    """Compute on real values, unseen by whatever traces around us."""
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def real_tensors() -> Generator[None]:
+    """Compute and communicate as if no compiler around us worked on fake tensors.
+
+    Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread
+    may want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
+    """
+    with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
+    """Trace a function of fake inputs into ATen operators; the graph writes its Python only if somebody asks for it."""
+    with _use_lazy_graph_module(True):
+        return make_fx(function, tracing_mode="real")(*inputs)
+
+
+def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """Trace again without in-place operators and views of written tensors."""
+
+    def run(*flat: Any) -> Any:
+        return Interpreter(traced).run(*flat)
+
+    return trace(torch.func.functionalize(run, remove="mutations"), inputs)
+
+
+@contextmanager
+def without_autocast() -> Generator[None]:
+    """Run as if the caller had not switched autocast on."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@contextmanager
+def without_onednn() -> Generator[None]:
+    """Trace what PyTorch does where it has no oneDNN. Its public switch sets TF32 as well, and warns."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
