@@ -37,7 +37,8 @@ def ask(job: str) -> None:
     def next_phase(name: str) -> None:
         marks.append((name, time.process_time()))
 
-    from fxcomp.cluster.cluster import Cluster, Link
+    from fxcomp.cluster.cluster import Cluster
+    from fxcomp.cluster.link import Link
     from fxcomp.frontends.job import load_job
     from fxcomp.frontends.what_if import what_if
     from fxcomp.gc_paused import gc_paused

@@ -46,7 +46,8 @@ from fxcomp.commands.demo.gpt import GPT
 from fxcomp.commands.demo.shaped_hosts import join, run_ranks
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.frontends.job import Job
-from fxcomp.plan.strategy import Bucket, Device, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.testing import SAMPLES, replicas_of
 from fxcomp.testing.checks import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on

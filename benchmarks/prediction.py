@@ -123,7 +123,8 @@ def after_one_step(model: str) -> Job:
 def plan_called(name: str, gradients: Sequence[tuple[str, int]]) -> Any:
     """A plan by its name here, over the gradients (name, elements) in their order."""
     from fxcomp.compressors import parse_compressor
-    from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
+    from fxcomp.plan.plan import Bucket, Plan
+    from fxcomp.plan.strategy import DENSE, Strategy
 
     kind, _, buckets = name.partition(", ")
     if not buckets and kind != "mixed":

@@ -3,14 +3,16 @@
 from fxcomp.gc_paused import gc_paused
 
 with gc_paused():
-    from fxcomp.cluster.cluster import Cluster, Link
+    from fxcomp.cluster.cluster import Cluster
     from fxcomp.cluster.cluster_file import load_cluster
+    from fxcomp.cluster.link import Link
     from fxcomp.cost.table import CostTable
     from fxcomp.errors import FxcompError
     from fxcomp.frontends.job import Job
     from fxcomp.pipeline import compile_step
     from fxcomp.plan.error_feedback import ErrorFeedback
-    from fxcomp.plan.strategy import Plan, Strategy
+    from fxcomp.plan.plan import Plan
+    from fxcomp.plan.strategy import Strategy
     from fxcomp.ranks import cluster_of_group
     from fxcomp.step.compiled_step import CompiledStep
 

@@ -13,8 +13,9 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from fxcomp.cluster.cluster import Cluster, Link, parse_gb_per_s
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
+from fxcomp.cluster.link import Link, parse_gb_per_s
 from fxcomp.errors import BadOption, FxcompError
 from fxcomp.gc_paused import gc_paused
 

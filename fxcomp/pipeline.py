@@ -48,6 +48,7 @@ from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_state import thread_state
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import POLLUTING_SHARE
 from fxcomp.plan.error_feedback import (
     CLASSIC,
@@ -59,7 +60,8 @@ from fxcomp.plan.error_feedback import (
     is_adaptive,
 )
 from fxcomp.plan.modes import Mode, compressors_of
-from fxcomp.plan.strategy import Bucket, CollectiveKind, Device, Plan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Device
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_step import (

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
-from fxcomp.plan.strategy import Device, Plan
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.transport import Groups, NullTransport, Transport

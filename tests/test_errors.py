@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import fxcomp
 from fxcomp import errors
 from fxcomp.capture.step_guard import batch_type
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.errors import FxcompError
-from fxcomp.plan.strategy import DENSE, Bucket, Plan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE
 from fxcomp.step.compiled_step import CompiledStep
 
 BATCH = JOBS["mlp"].batch(0)

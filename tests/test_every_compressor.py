@@ -20,7 +20,8 @@ from replicas import replica_fingerprint
 import fxcomp
 from fxcomp.compressors import CATALOGUE, parse_compressor
 from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.strategy import Device, Plan, Strategy
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Device, Strategy
 
 STEPS = 5
 

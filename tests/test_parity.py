@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp import pipeline
 from fxcomp.compressors import parse_compressor
-from fxcomp.plan.strategy import Device, Plan, Strategy
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Device, Strategy
 
 STEPS = 20
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxcomp
-from fxcomp.plan.strategy import Bucket, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 
 ON_POOL = Strategy.parse("compress(int8)@cpu > all_gather@world > decompress@cpu")
 

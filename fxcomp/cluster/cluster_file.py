@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from fxcomp.cluster.cluster import Cluster, Link, Tier
+from fxcomp.cluster.cluster import Cluster, Tier
+from fxcomp.cluster.link import Link
 from fxcomp.errors import BadCluster
 
 INTRA_ALPHA_US = 5.0  # assumed: ranks inside a host

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fxcomp.cluster.cluster import MOST_RANKS
+from fxcomp.cluster.limits import MOST_RANKS
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.compare import diff, merge
 from fxcomp.cost.table import CostTable

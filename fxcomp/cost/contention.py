@@ -26,7 +26,7 @@ class Contention:
     def on(self, tasks: Sequence[Task], names: Collection[str] | None = None) -> list[Task]:
         """The same tasks, with what this changes: those of these names, or all on links."""
         return [
-            replace(task, load=task.load * self.load, beside=min(1.0, task.beside * self.speed))
+            replace(task, load=task.load * self.load, overlap_speed=min(1.0, task.overlap_speed * self.speed))
             if task.stream in WIRES and (names is None or task.name in names)
             else task
             for task in tasks

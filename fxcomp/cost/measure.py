@@ -15,7 +15,8 @@ from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, compressor_key, format_bytes
 from fxcomp.cost.table import Roofline
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 
 TimeCollective = Callable[[CollectiveKind, Level, int], float]
 """Runs one collective over so many bytes; returns seconds, the slowest rank's, the same number on every rank."""
@@ -57,7 +58,7 @@ def measure_collectives(
     pairs = [(kind, level) for level in _levels(cluster) for kind in kinds]
     fits: dict[tuple[CollectiveKind, str], MeasuredCollective] = {}
     for k, (kind, level) in enumerate(pairs):
-        reach = cluster.reach_at(level)
+        reach = cluster.topology_at(level)
         if reach.ranks == 1 or (kind, reach.text) in fits:
             continue
         tell(f"measuring {kind.value} among {reach.ranks} ranks ({reach.text})")

@@ -11,11 +11,12 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from fxcomp.cluster.cluster import MOST_RANKS, format_gbit
+from fxcomp.cluster.limits import MOST_RANKS
+from fxcomp.cluster.link import format_gbit
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.fit import Fit, Sample, fit, interpolate, left_out_errors
 from fxcomp.cost.reading import TEXT, listed, number, record, whole, wrong
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
 """Nothing measured here is faster (a time that does not grow with size says no more), or slower: a byte in 12 days."""

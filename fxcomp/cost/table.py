@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import REACH, Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import UNSHARED, Processors
+from fxcomp.cluster.topology import TOPOLOGY_TEXT
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.contention import UNCHANGED, Contention
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 
 ASSUMED = "assumed"
 VERSION = 3
@@ -75,7 +78,7 @@ class Transport:
     """Beside compute, where that leaves no processor free: what takes t µs alone takes t / speed + more_us."""
     more_us: float = 0.0
 
-    def beside(self, alone_us: float) -> float:
+    def overlap_speed(self, alone_us: float) -> float:
         """The speed beside compute of a collective that takes so long alone."""
         return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
 
@@ -129,7 +132,7 @@ class CostTable:
         measured = self._measured(kind, level, cluster)
         if measured is not None:
             return measured[1].us(measured[0], kind, size)
-        return formulas.reach_us(kind, size, cluster.reach_at(level))
+        return formulas.collective_us(kind, size, cluster.topology_at(level))
 
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """How many of compute's processors a collective takes while it runs."""
@@ -140,12 +143,14 @@ class CostTable:
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
         return self._contention(kind).load * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
 
-    def beside(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
+    def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """A collective's speed while compute runs and leaves no processor to it."""
         taken = self._transport(kind)
         if taken is None:
             return 1.0
-        return min(1.0, self._contention(kind).speed * taken.beside(self.collective_us(kind, level, size, cluster)))
+        return min(
+            1.0, self._contention(kind).speed * taken.overlap_speed(self.collective_us(kind, level, size, cluster))
+        )
 
     def _contention(self, kind: CollectiveKind) -> Contention:
         return self.contention.get(kind) or self.contention.get(CollectiveKind.ALL_REDUCE, UNCHANGED)
@@ -173,11 +178,11 @@ class CostTable:
 
     def collective_formula(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
         """How `collective_us` gets its number, as text: the formula, and the numbers put in."""
-        reach, measured = cluster.reach_at(level), self._measured(kind, level, cluster)
+        reach, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
         if measured is not None:
             known, found = measured
             return found.format_us(known, kind, size)
-        return formulas.format_reach_us(kind, size, reach)
+        return formulas.format_collective_us(kind, size, reach)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """The time in which a rank compresses its own gradient."""
@@ -384,7 +389,7 @@ class CostTable:
         """This collective as measured among ranks that sit like these, or another one, whose link is the same."""
         if not self.collectives:
             return None
-        reach = cluster.reach_at(level).text
+        reach = cluster.topology_at(level).text
         for known in (kind, CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER):
             found = self.collectives.get((known, reach))
             if found is not None:
@@ -472,7 +477,7 @@ def _kind(value: Any, place: str) -> CollectiveKind:
 
 def _collective_key(value: Any, place: str) -> tuple[CollectiveKind, str]:
     name, _, reach = TEXT(value, place).partition("@")
-    if re.fullmatch(REACH, reach) is None:
+    if re.fullmatch(TOPOLOGY_TEXT, reach) is None:
         raise wrong(place, "a collective and how its ranks sit, like all_reduce@4x1", value)
     return _kind(name, place), reach
 

@@ -35,7 +35,7 @@ class Task:
     after: tuple[str, ...] = ()
     load: float = 0.0
     """How many processors it takes meanwhile; what compute takes is said once, by `Processors`."""
-    beside: float = 1.0
+    overlap_speed: float = 1.0
     """Its speed while compute runs and leaves no processor to it: a thread that is woken waits for its turn."""
 
 
@@ -88,13 +88,13 @@ def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> fl
     if not kernels.available():
         return max(_run(tasks, processors)[1], default=0.0)
     number = {task.name: k for k, task in enumerate(tasks)}
-    # Python's arrays fill faster than ctypes'; `_demand` and `_beside` are written out, which saves calling them.
+    # Arrays fill faster than ctypes'; `_demand` and `_overlap_speed` are written out, which saves calling them.
     compute, count, is_alone = processors.compute, processors.count, processors.has_spare
     columns = (
         array("i", [_PLACE[task.stream] for task in tasks]),
         array("d", [task.duration_us for task in tasks]),
         array("d", [compute if task.stream is Stream.COMPUTE else min(task.load, count) for task in tasks]),
-        array("d", [1.0] * len(tasks) if is_alone else [task.beside for task in tasks]),
+        array("d", [1.0] * len(tasks) if is_alone else [task.overlap_speed for task in tasks]),
         array("i", [len(task.after) for task in tasks]),
         array("i", [number[name] for task in tasks for name in task.after]),
     )
@@ -110,8 +110,8 @@ def _demand(task: Task, processors: Processors) -> float:
     return processors.compute if task.stream is Stream.COMPUTE else min(task.load, processors.count)
 
 
-def _beside(task: Task, processors: Processors) -> float:
-    return 1.0 if processors.has_spare else task.beside
+def _overlap_speed(task: Task, processors: Processors) -> float:
+    return 1.0 if processors.has_spare else task.overlap_speed
 
 
 def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], list[float]]:
@@ -130,7 +130,7 @@ def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], li
         if not now:
             break
         computes = running[_PLACE[Stream.COMPUTE]] >= 0
-        limits = [_beside(tasks[k], processors) if computes else 1.0 for k in now]
+        limits = [_overlap_speed(tasks[k], processors) if computes else 1.0 for k in now]
         shares = _shares([_demand(tasks[k], processors) for k in now], limits, processors.count)
         for k, rate in zip(now, shares, strict=True):
             if math.isinf(ends[k]):

@@ -30,12 +30,14 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverloadPacket
 
-from fxcomp.cluster.cluster import MOST_RANKS, Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.limits import MOST_RANKS
+from fxcomp.cluster.link import Link
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable, Measured
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 _K = CollectiveKind
 _COLLECTIVES = {
@@ -342,7 +344,7 @@ def _collectives(traces: Sequence[_Trace], notes: list[str]) -> dict[tuple[Colle
     for (kind, ranks), pairs in samples.items():
         largest = max(size for size, _ in pairs)
         source = f"{_source(len(traces))}, {len(pairs)} samples up to {format_bytes(largest)}"
-        reach = cluster.reach(ranks).text
+        reach = cluster.topology_of(ranks).text
         if (kind, reach) not in found or len(pairs) > found[kind, reach].fit.samples:
             found[kind, reach] = MeasuredCollective(len(ranks), fit(pairs), source)
     return found

@@ -76,7 +76,7 @@ from fxcomp.pipeline import (
 from fxcomp.plan.error_budget import POLLUTING_SHARE
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan
 from fxcomp.plan.modes import Mode, compressors_of
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.planning.measure_step import machine_costs, with_live_links
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime

@@ -47,7 +47,7 @@ from fxcomp.pipeline import (
     rewrite,
 )
 from fxcomp.plan.modes import Mode, compressors_of
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.planning.measure_step import apportion, machine_costs, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.runtime import Runtime

@@ -85,7 +85,7 @@ class NodeInfo:
     """What the thread that launches a collective spends on that."""
     load: float = 0.0
     """How many of compute's processors it takes while it runs."""
-    beside: float = 1.0
+    overlap_speed: float = 1.0
     """Its speed while compute runs, if it is a collective and no processor is left to it."""
     launcher_load: float = 0.0
     """How many the thread takes that launches it, if that is the pool's."""

@@ -41,7 +41,8 @@ from fxcomp.graph.ops import (
     SAVE,
 )
 from fxcomp.graph.work import Basis, basis, work
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 
 _KIND = {
     ALL_REDUCE: CollectiveKind.ALL_REDUCE,
@@ -65,7 +66,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
             # The broadcast of buffers is started by the thread that has just made them, and not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
             update_info(node, cost_us=cost_us, starting_us=launch_us, launcher_load=pool_load)
-            update_info(node, load=costs.load_of(*what), beside=costs.beside(*what))
+            update_info(node, load=costs.load_of(*what), overlap_speed=costs.overlap_speed(*what))
         elif info(node).cost_us != cost_us or info(node).load != pool_load:
             update_info(node, cost_us=cost_us, load=pool_load)
     return gm

@@ -27,7 +27,7 @@ from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
-from fxcomp.plan.strategy import Bucket, Plan
+from fxcomp.plan.plan import Bucket, Plan
 
 
 def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -35,7 +35,8 @@ from fxcomp.compressors import Agreement, Compressor
 from fxcomp.graph.edit import buckets, call, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, WAIT
-from fxcomp.plan.strategy import Bucket, Device, Plan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Device
 
 
 def insert_compression(gm: GraphModule, plan: Plan, cluster: Cluster, local_rank: int) -> GraphModule:

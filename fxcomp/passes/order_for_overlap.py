@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.info import Role, Sharing, info
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 
 _SYNC = (
     *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),

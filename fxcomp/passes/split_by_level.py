@@ -24,7 +24,7 @@ from fxcomp.errors import BadPlan
 from fxcomp.graph.edit import buckets, call, collective_of, wait_of
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, PAD, REDUCE_SCATTER, WAIT
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 
 
 def split_by_level(gm: GraphModule, plan: Plan, cluster: Cluster) -> GraphModule:

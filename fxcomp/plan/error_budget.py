@@ -1,19 +1,11 @@
-"""How much a plan may lose: the squared error of every element, relative, summed and compared with a mode's limit."""
+"""Sum what a plan loses: the relative squared error of every element, which a mode limits."""
 
 from __future__ import annotations
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
-from fxcomp.plan.modes import Mode
-from fxcomp.plan.strategy import Plan, Strategy
-
-# What a mode may lose an element.
-_LIMIT = {
-    Mode.LOSSLESS: 0.0,
-    Mode.BALANCED: 0.014,  # 4 bits a number in blocks of 128, everywhere: follows the dense loss
-    Mode.AGGRESSIVE: 0.92,  # the largest 1 % with error feedback, everywhere
-}
-
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Strategy
 
 POLLUTING_ERROR = 0.5
 """Above it, error feedback sends a value seldom and then in a burst: top-k, low rank. Sign, at 0.36, is below."""
@@ -49,8 +41,3 @@ def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
     """Whether much is left out at a time, and fed back later."""
     bound = strategy.bound([SHAPE], cluster)
     return bound is not None and bound.needs_error_feedback and strategy_error(strategy, cluster) > POLLUTING_ERROR
-
-
-def error_limit(mode: Mode) -> float:
-    """What the whole plan may lose in a mode."""
-    return _LIMIT[mode]

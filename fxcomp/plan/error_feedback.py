@@ -28,8 +28,10 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, DivergingCombination
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import POLLUTING_ERROR, POLLUTING_SHARE, polluting_share, strategy_error
-from fxcomp.plan.strategy import Bucket, CollectiveKind, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 
 FIRST_DENSITY = 0.25
 """The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""

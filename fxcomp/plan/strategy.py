@@ -1,6 +1,4 @@
-"""Say what happens to gradients: the strategy of one bucket, and the plan for all of them.
-
-A strategy has a text form that parses back:
+"""Say what happens to one bucket of gradients: a strategy, whose text form parses back.
 
     all_reduce@world
     compress(int8)@gpu > all_gather@world > decompress@gpu
@@ -12,35 +10,16 @@ The last is for a compressor whose ranks agree on something before they compress
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.errors import BadPlan, BadStrategy, FxcompError
-
-
-class CollectiveKind(Enum):
-    """A collective, in torch's spelling. Strategies use the first three, buffers the fourth; others have a price."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    BROADCAST = "broadcast"
-    ALL_TO_ALL = "all_to_all"
-    REDUCE = "reduce"
-    GATHER = "gather"
-    POINT_TO_POINT = "point_to_point"
-
-    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+from fxcomp.errors import BadStrategy
+from fxcomp.plan.collective_kind import CollectiveKind
 
 
 class Device(Enum):
@@ -229,183 +208,3 @@ def _parse_step(part: str, whole: str) -> Step:
         f"cannot read {part!r} in the strategy {whole!r}: expected compress(...)@gpu, decompress@gpu, "
         "or a collective with a level such as all_reduce@world"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that travel as one: parameter names, their sizes in elements, and their strategy.
-
-    Scales and counts of a compressor never mix parameters: each is a segment of its own.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    strategy: Strategy
-
-    def __post_init__(self) -> None:
-        if not self.names or len(self.names) != len(self.sizes):
-            raise BadPlan(f"a bucket needs names and as many sizes, not {self.names} and {self.sizes}")
-
-    @property
-    def elements(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def dense_bytes(self) -> int:
-        return 4 * self.elements
-
-    def segments(self, shards: int = 1, shard: int = 0) -> tuple[tuple[str, int], ...]:
-        """What a shard of the padded bucket holds: names of parameters, with as many of their elements as lie in it.
-
-        Padding is a segment of its own, named after the parameter that it follows.
-        """
-        if shards == 1:
-            return tuple(zip(self.names, self.sizes, strict=True))
-        padding = -self.elements % shards
-        part = (self.elements + padding) // shards
-        start, stop = shard * part, (shard + 1) * part
-        found: list[tuple[str, int]] = []
-        offset = 0
-        for name, size in zip((*self.names, f"padding after {self.names[-1]}"), (*self.sizes, padding), strict=True):
-            inside = min(stop, offset + size) - max(start, offset)
-            if inside > 0:
-                found.append((name, inside))
-            offset += size
-        return tuple(found)
-
-    def __str__(self) -> str:
-        return f"{len(self.names)} tensors, {self.elements:,} elements: {self.strategy}"
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One entry of a plan's schedule: run stage `stage` of bucket `bucket` behind compute region `region`."""
-
-    region: int
-    bucket: int
-    stage: int
-
-
-@lru_cache(maxsize=1024)
-def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """The schedule of buckets with so many collectives each; see `Plan.schedule`."""
-    last, deepest = len(depth) - 1, max(depth, default=0)
-    return tuple(
-        Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
-        for turn in range(len(depth) + deepest)
-        for stage in range(deepest)
-        if 0 <= turn - stage <= last and stage < depth[turn - stage]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The buckets in the order in which they leave, with a strategy each. Every rank must share it."""
-
-    buckets: tuple[Bucket, ...]
-
-    def __post_init__(self) -> None:
-        names = self.names
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise BadPlan(f"the plan names {', '.join(twice)} more than once")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for bucket in self.buckets for name in bucket.names)
-
-    @property
-    def is_dense(self) -> bool:
-        return all(bucket.strategy.is_dense for bucket in self.buckets)
-
-    @property
-    def digest(self) -> str:
-        """A short fingerprint; equal plans have equal digests on every machine."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
-
-    def bucket_of(self, name: str) -> int:
-        return next(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
-
-    def schedule(self) -> tuple[Launch, ...]:
-        """The order in which stages start, a function of the plan alone, so the same on every rank.
-
-        Region k is the compute down to the last gradient of bucket k. Behind it stage 0 of bucket k starts, then
-        stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
-        Behind the last region the rest follows in the same order. Final stages (the updates) are not in here.
-        """
-        return launch_order(tuple(len(bucket.strategy.collectives) for bucket in self.buckets))
-
-    def check_covers(self, sizes: Mapping[str, int]) -> None:
-        """Raise BadPlan unless the plan names exactly these gradients, with their sizes."""
-        planned = {name: size for bucket in self.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
-        unknown = [name for name in planned if name not in sizes]
-        missing = [name for name in sizes if name not in planned]
-        resized = [name for name in planned if name in sizes and planned[name] != sizes[name]]
-        if unknown or missing or resized:
-            parts = [
-                f"it plans {unknown[0]!r}, which has no gradient here ({len(unknown)} such)" if unknown else "",
-                f"it does not plan {missing[0]!r} ({len(missing)} such)" if missing else "",
-                f"it plans {planned[resized[0]]:,} elements for {resized[0]!r}, which has {sizes[resized[0]]:,}"
-                if resized
-                else "",
-            ]
-            raise BadPlan(
-                "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"
-                "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
-            )
-
-    def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a bucket's ranks share work by host, and hosts have unequal numbers of ranks."""
-        if cluster.is_even:
-            return
-        for number, bucket in enumerate(self.buckets):
-            if bucket.strategy.is_hierarchical:
-                raise BadPlan(
-                    f"bucket {number} of the plan reduces inside each host first ({bucket.strategy}), which needs as"
-                    f" many ranks on every host; here the hosts have {cluster.shape}.\n"
-                    "  Leave plan= out to let fxcomp choose, or write a strategy over @world."
-                )
-
-    def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
-        """The same buckets with other strategies."""
-        pairs = zip(self.buckets, strategies, strict=True)
-        return Plan(tuple(Bucket(bucket.names, bucket.sizes, strategy) for bucket, strategy in pairs))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "version": 1,
-            "buckets": [
-                {"names": list(b.names), "sizes": list(b.sizes), "strategy": str(b.strategy)} for b in self.buckets
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Build a plan from `to_json`'s data. Raises BadPlan."""
-        try:
-            if data["version"] != 1:
-                raise BadPlan(f"this plan has version {data['version']!r}; this fxcomp reads version 1")
-            return cls(
-                tuple(
-                    Bucket(tuple(b["names"]), tuple(map(int, b["sizes"])), Strategy.parse(b["strategy"]))
-                    for b in data["buckets"]
-                )
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read a plan file. Raises BadPlan naming the file."""
-        try:
-            return cls.from_json(json.loads(Path(path).read_text()))
-        except OSError as error:
-            raise BadPlan(f"cannot read the plan {path}: {error.strerror}") from None
-        except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no plan
-            raise BadPlan(f"cannot read the plan {path}: {error}") from None
-
-    def __str__(self) -> str:
-        return "\n".join(f"bucket {k}: {bucket}" for k, bucket in enumerate(self.buckets))

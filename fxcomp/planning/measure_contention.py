@@ -20,7 +20,7 @@ from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.graph.ops import ALL_REDUCE
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement
 from fxcomp.runtime.transport import NullTransport, Transport, Work
 from fxcomp.search.graph_tasks import graph_tasks
@@ -130,5 +130,5 @@ def _error(tasks: Sequence[Task], shared: Processors, seen: StepMeasurement) -> 
 
 def _as_gather(task: Task, summed: int, costs: CostTable, cluster: Cluster) -> Task:
     what = CollectiveKind.ALL_GATHER, Level.WORLD, summed / GATHERED, cluster
-    us, load, beside = costs.collective_us(*what), costs.load_of(*what), costs.beside(*what)
-    return replace(task, duration_us=us, load=load, beside=beside)
+    us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
+    return replace(task, duration_us=us, load=load, overlap_speed=overlap_speed)

@@ -29,7 +29,8 @@ from fxcomp.cost.table import CostTable, Measured
 from fxcomp.cost.table import Transport as TransportCost
 from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free, work_key
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.runtime.clock import Clock, clock_of
 from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
 from fxcomp.runtime.transport import Transport, Work

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
-from fxcomp.cost.measure import IN_STEPS, measure_collectives, measure_compressors
+from fxcomp.cost.measure import measure_collectives, measure_compressors
 from fxcomp.cost.measured import CompressorCost, compressor_key
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.planning.measure_step import costs_of_memory, with_live_links
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.transport import Groups

@@ -16,7 +16,7 @@ from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
-from fxcomp.plan.strategy import Bucket, Plan
+from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report.quantities import count
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.choose import Choice

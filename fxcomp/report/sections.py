@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fxcomp.cluster.cluster import format_gbit
+from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import kernels
-from fxcomp.plan.strategy import Bucket, Device, Strategy
+from fxcomp.plan.plan import Bucket
+from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
 from fxcomp.report.explanation import Explanation, variation

@@ -7,11 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cluster.cluster import Cluster, Level, format_gbit
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.collectives import Compression, chosen_algorithm, pays_at_gb_per_s, way_of
+from fxcomp.cost.break_even import Compression, pays_at_gb_per_s
+from fxcomp.cost.collectives import chosen_algorithm, pattern_of
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.strategy import Bucket, Collective, CollectiveKind, Compress, Device, Plan, Propose, Strategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Collective, Compress, Device, Propose, Strategy
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -56,7 +60,7 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
     for step, (size, number) in largest.items():
         formula = costs.collective_formula(step.kind, step.level, size, cluster)
         algorithm, _, price = formula.removeprefix(f"{step.kind.value} ").partition(": ")
-        lines.append((str(step), f"{algorithm} on {cluster.reach_at(step.level)}, bucket {number}: {price}"))
+        lines.append((str(step), f"{algorithm} on {cluster.topology_at(step.level)}, bucket {number}: {price}"))
     return lines
 
 
@@ -78,7 +82,7 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
 
 
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
-    reach = cluster.reach_at(strategy.level)
+    reach = cluster.topology_at(strategy.level)
     size = sent_by(Bucket(bucket.names, bucket.sizes, _dense(strategy)), cluster, shapes)[strategy.is_hierarchical].size
     algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, reach)
     compression = replace(compression_of(bucket, strategy, costs, cluster, shapes), all_reduce=algorithm)
@@ -120,8 +124,8 @@ def _dense(strategy: Strategy) -> Strategy:
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
     """GB/s of the link between hosts for each that a rank of a ring gets, where that link is the slowest."""
-    way = way_of(CollectiveKind.ALL_REDUCE)
+    way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:
-        return cluster.intra.gb_per_s / cluster.reach_at(level).gb_per_s(way)
+        return cluster.intra.gb_per_s / cluster.topology_at(level).gb_per_s(way)
     slow = cluster.intra.both_ways_gb_per_s * 1e-6
-    return slow / cluster.with_inter(slow).reach_at(level).gb_per_s(way)
+    return slow / cluster.with_inter(slow).topology_at(level).gb_per_s(way)

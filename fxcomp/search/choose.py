@@ -16,9 +16,10 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate, step_time_us
-from fxcomp.plan.error_budget import error_limit, is_bursty, strategy_error
-from fxcomp.plan.modes import Mode, strategies
-from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
+from fxcomp.plan.error_budget import is_bursty, strategy_error
+from fxcomp.plan.modes import Mode, error_limit, strategies
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import BucketTasks, assemble, broadcast_task, plan_tasks, price_bucket
 from fxcomp.search.workload import Workload

@@ -47,7 +47,7 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
                 stream, load = (Stream.CPU, label.launcher_load) if on_host else (Stream.COMPUTE, 0.0)
                 tasks.append(Task(f"start {node.name}", stream, label.starting_us, before, load))
                 before = (*before, tasks[-1].name)
-            tasks.append(Task(node.name, label.stream, label.cost_us, before, label.load, label.beside))
+            tasks.append(Task(node.name, label.stream, label.cost_us, before, label.load, label.overlap_speed))
             made_by[node] = (node.name,)
             if node.target is SAVE and label.stream is Stream.COMPUTE:
                 saved[label.bucket] = node.name

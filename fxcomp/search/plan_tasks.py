@@ -18,19 +18,9 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
-from fxcomp.plan.strategy import (
-    Bucket,
-    Collective,
-    CollectiveKind,
-    Compress,
-    Decompress,
-    Device,
-    Plan,
-    Propose,
-    Step,
-    Strategy,
-    launch_order,
-)
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.plan import Bucket, Plan, launch_order
+from fxcomp.plan.strategy import Collective, Compress, Decompress, Device, Propose, Step, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.workload import Workload
 
@@ -73,8 +63,8 @@ def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Ta
     if not workload.broadcast_bytes or cluster.world_size == 1:
         return None
     what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
-    us, load, beside = costs.collective_us(*what), costs.load_of(*what), costs.beside(*what)
-    return Task(BROADCAST, _stream(Level.WORLD, cluster), us, load=load, beside=beside)
+    us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
+    return Task(BROADCAST, _stream(Level.WORLD, cluster), us, load=load, overlap_speed=overlap_speed)
 
 
 def assemble(
@@ -324,7 +314,7 @@ class _Writer:
         launcher = Stream.CPU if self.on_pool else Stream.COMPUTE
         start = self._task(f"start {name}", launcher, self.costs.launch_us)
         load = self.costs.load_of(step.kind, step.level, size, self.cluster)
-        beside = self.costs.beside(step.kind, step.level, size, self.cluster)
+        beside = self.costs.overlap_speed(step.kind, step.level, size, self.cluster)
         sent = Task(f"{name} {self.k}", _stream(step.level, self.cluster), us, (self.previous,), load, beside)
         self.previous = sent.name
         return [start, sent]

@@ -25,7 +25,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import CannotReplan, FxcompError, StepChanged
 from fxcomp.graph.info import InputKind, Source
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, Stage
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.plan.verified_steps import NEVER, VerifiedSteps
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.runtime import Runtime

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.frontends.job import Job
 from fxcomp.frontends.what_if import capture_job
 from fxcomp.graph.edit import is_collective

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster.cluster import MOST_RANKS, Cluster, Level, Link, Tier, Way, format_gbit, parse_gb_per_s
-from fxcomp.cost.collectives import reach_us
+from fxcomp.cluster.cluster import Cluster, Level, Tier
+from fxcomp.cluster.limits import MOST_RANKS
+from fxcomp.cluster.link import Link, format_gbit, parse_gb_per_s
+from fxcomp.cluster.topology import TrafficPattern
+from fxcomp.cost.collectives import collective_us
 from fxcomp.errors import BadCluster
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
 
@@ -27,7 +30,6 @@ def test_a_link_parses_back_from_its_text():
     assert Link.parse(str(link)) == link
     assert Link.parse("1gbit").alpha_us == 25.0
     assert Link.parse("1gbit@2ms").alpha_us == 2000.0
-    assert link.bytes_per_us == 3125.0
 
 
 @pytest.mark.parametrize("text", ["", "fast", "25", "0gbit", "-1gbit", "1.2.3gbit", "25parsecs"])
@@ -119,7 +121,7 @@ def test_a_cluster_reads_as_a_sentence():
 
 def test_uneven_hosts_have_groups_of_their_own_sizes():
     cluster = Cluster.parse("3+1", intra=INTRA, inter=INTER)
-    assert (cluster.hosts, cluster.ranks_per_host, cluster.world_size, cluster.host_sizes) == (2, 3, 4, (3, 1))
+    assert (cluster.hosts, cluster.ranks_per_host, cluster.world_size, cluster.shape) == (2, 3, 4, "3+1")
     assert (cluster.is_even, cluster.has_levels) == (False, False)
     assert cluster.groups(Level.INTRA) == ((0, 1, 2), (3,))
     assert cluster.groups(Level.INTER) == ((0, 3), (1,), (2,))
@@ -137,50 +139,54 @@ def test_thousands_of_ranks_are_grouped_without_looking_at_each_pair():
 
 
 def ring(cluster: Cluster, ranks: tuple[int, ...], *beside: tuple[int, ...]) -> float:
-    return cluster.reach(ranks, beside).gb_per_s(Way.CHAIN)
+    return cluster.topology_of(ranks, beside).gb_per_s(TrafficPattern.CHAIN)
 
 
 def test_four_ranks_on_four_hosts_and_four_in_a_host_reach_each_other_by_other_links():
     cluster = Cluster.parse("4x4", intra=INTRA, inter=INTER)
-    across, inside = cluster.reach((0, 4, 8, 12)), cluster.reach((0, 1, 2, 3))
-    assert (str(across), across.alpha_us, across.gb_per_s(Way.CHAIN)) == ("4x1", 10.0, 1.0)
-    assert (str(inside), inside.alpha_us, inside.gb_per_s(Way.CHAIN)) == ("1x4", 1.0, 100.0)
+    across, inside = cluster.topology_of((0, 4, 8, 12)), cluster.topology_of((0, 1, 2, 3))
+    assert (str(across), across.alpha_us, across.gb_per_s(TrafficPattern.CHAIN)) == ("4x1", 10.0, 1.0)
+    assert (str(inside), inside.alpha_us, inside.gb_per_s(TrafficPattern.CHAIN)) == ("1x4", 1.0, 100.0)
 
 
 def test_groups_are_named_after_how_they_sit():
     cluster = Cluster.parse("4x4", intra=INTRA, inter=INTER)
     names = {(0, 1, 4): "2+1", (0, 1, 4, 5): "2x2", (5,): "1x1", (0, 4, 1, 5): "2x2~2", (0, 1, 2, 4, 8): "3+2x1"}
-    assert {ranks: str(cluster.reach(ranks)) for ranks in names} == names
-    assert str(cluster.reach((0, 4), [(1, 5), (8, 12)])) == "2x1*2"
-    assert [str(cluster.reach_at(level)) for level in Level] == ["1x4", "4x1*4", "4x4"]
+    assert {ranks: str(cluster.topology_of(ranks)) for ranks in names} == names
+    assert str(cluster.topology_of((0, 4), [(1, 5), (8, 12)])) == "2x1*2"
+    assert [str(cluster.topology_at(level)) for level in Level] == ["1x4", "4x1*4", "4x4"]
     racks = cluster.with_racks(2)
     names = {(0, 4): "2x1", (0, 8): "2x1x1", (0, 1, 4, 5, 8): "(2x2)+(1x1)", (0, 1): "1x2"}
-    assert {ranks: str(racks.reach(ranks)) for ranks in names} == names
+    assert {ranks: str(racks.topology_of(ranks)) for ranks in names} == names
 
 
 def test_ranks_of_a_host_share_its_uplink():
     cluster = Cluster.parse("2x4", intra=INTRA, inter=INTER)
-    assert cluster.reach_at(Level.INTER).siblings == 4
-    assert cluster.reach_at(Level.INTER).gb_per_s(Way.CHAIN) == 0.25
-    assert cluster.reach_at(Level.WORLD).gb_per_s(Way.CHAIN) == 1.0
+    assert cluster.topology_at(Level.INTER).siblings == 4
+    assert cluster.topology_at(Level.INTER).gb_per_s(TrafficPattern.CHAIN) == 0.25
+    assert cluster.topology_at(Level.WORLD).gb_per_s(TrafficPattern.CHAIN) == 1.0
     assert ring(cluster, (0, 4)) == 1.0
     assert ring(cluster, (0, 4), (1, 5)) == 0.5
-    assert cluster.reach(tuple(range(8))).gb_per_s(Way.PAIRS) == pytest.approx(7 / 16)  # 4 ranks send to 4 of 7 others
-    assert cluster.reach(tuple(range(8))).gb_per_s(Way.DOUBLING) == 0.25
-    assert cluster.reach(tuple(range(8))).gb_per_s(Way.ROOT) == pytest.approx(7 / 4)  # 4 of the 7 come from outside
+    assert cluster.topology_of(tuple(range(8))).gb_per_s(TrafficPattern.PAIRS) == pytest.approx(
+        7 / 16
+    )  # 4 ranks send to 4 of 7 others
+    assert cluster.topology_of(tuple(range(8))).gb_per_s(TrafficPattern.DOUBLING) == 0.25
+    assert cluster.topology_of(tuple(range(8))).gb_per_s(TrafficPattern.ROOT) == pytest.approx(
+        7 / 4
+    )  # 4 of the 7 come from outside
 
 
 def test_a_ring_that_changes_hosts_at_each_rank_shares_every_uplink():
     cluster = Cluster(2, 2, INTRA, INTER, (0, 1, 0, 1))
-    assert str(cluster.reach_at(Level.WORLD)) == "2x2~2"
-    assert cluster.reach_at(Level.WORLD).gb_per_s(Way.CHAIN) == 0.5
+    assert str(cluster.topology_at(Level.WORLD)) == "2x2~2"
+    assert cluster.topology_at(Level.WORLD).gb_per_s(TrafficPattern.CHAIN) == 0.5
 
 
 def test_more_ranks_of_a_host_drive_more_of_its_uplinks():
     cluster = Cluster.parse("2x4", intra=INTRA, inter=Link(10.0, 1.0, count=2))
     assert ring(cluster, (0, 4)) == 1.0
     assert ring(cluster, (0, 1, 4, 5)) == 2.0
-    assert cluster.reach_at(Level.INTER).gb_per_s(Way.CHAIN) == 0.5
+    assert cluster.topology_at(Level.INTER).gb_per_s(TrafficPattern.CHAIN) == 0.5
 
 
 def test_a_shared_bus_is_one_for_all_ranks_of_its_host():
@@ -191,13 +197,17 @@ def test_a_shared_bus_is_one_for_all_ranks_of_its_host():
     assert ring(bus, (0, 1), (4, 5)) == 6.0  # another host's bus
     air = Cluster.parse("4x1", intra=INTRA, inter=Link(10.0, 1.0, is_shared=True))
     assert ring(air, (0, 1, 2, 3)) == 0.25
-    assert air.reach((0, 1, 2, 3)).gb_per_s(Way.ROOT) == 1.0  # what the root receives passes once
+    assert air.topology_of((0, 1, 2, 3)).gb_per_s(TrafficPattern.ROOT) == 1.0  # what the root receives passes once
 
 
 def test_half_duplex_and_uneven_directions_slow_what_goes_both_ways():
     half = Cluster.parse("2x1", intra=INTRA, inter=Link(10.0, 1.0, is_half_duplex=True))
     assert ring(half, (0, 1)) == 0.5
-    assert half.reach((0, 1)).gb_per_s(Way.ROOT) == half.reach((0, 1)).gb_per_s(Way.ONE) == 1.0
+    assert (
+        half.topology_of((0, 1)).gb_per_s(TrafficPattern.ROOT)
+        == half.topology_of((0, 1)).gb_per_s(TrafficPattern.ONE)
+        == 1.0
+    )
     line = Cluster.parse("2x1", intra=INTRA, inter=Link(10.0, 1.0, in_gb_per_s=0.2))
     assert ring(line, (0, 1)) == 0.2
 
@@ -207,10 +217,16 @@ def test_an_oversubscribed_rack_is_slow_only_between_racks():
     assert cluster.above[0].link.gb_per_s == 1.0
     assert ring(cluster, (0, 4), (8, 12)) == 1.0
     assert ring(cluster, (0, 16), (4, 20)) == 0.5
-    assert cluster.reach_at(Level.INTER).gb_per_s(Way.CHAIN) == 0.25  # 4 rings of 8 hosts cross each uplink once
-    assert cluster.reach(tuple(range(32))).gb_per_s(Way.PAIRS) == pytest.approx(31 / 256)  # 16 to 16 of 31
+    assert (
+        cluster.topology_at(Level.INTER).gb_per_s(TrafficPattern.CHAIN) == 0.25
+    )  # 4 rings of 8 hosts cross each uplink once
+    assert cluster.topology_of(tuple(range(32))).gb_per_s(TrafficPattern.PAIRS) == pytest.approx(
+        31 / 256
+    )  # 16 to 16 of 31
     full = cluster.with_racks(4)
-    assert full.reach(tuple(range(32))).gb_per_s(Way.PAIRS) == pytest.approx(31 / 112)  # 4 to 28 of 31: the hosts' own
+    assert full.topology_of(tuple(range(32))).gb_per_s(TrafficPattern.PAIRS) == pytest.approx(
+        31 / 112
+    )  # 4 to 28 of 31: the hosts' own
 
 
 def test_racks_may_lie_in_racks():
@@ -218,7 +234,7 @@ def test_racks_may_lie_in_racks():
         Cluster.parse("4x1", intra=INTRA, inter=INTER),
         above=(Tier("rack", Link(20.0, 0.5), (0, 0, 1, 2)), Tier("room", Link(50.0, 0.1), (0, 0, 1))),
     )
-    assert [cluster.reach(group).alpha_us for group in ((0, 1), (0, 2), (0, 3))] == [10.0, 20.0, 50.0]
+    assert [cluster.topology_of(group).alpha_us for group in ((0, 1), (0, 2), (0, 3))] == [10.0, 20.0, 50.0]
     assert [ring(cluster, group) for group in ((0, 1), (0, 2), (0, 3))] == [1.0, 0.5, 0.1]
     assert cluster.shape == "(1x1x1)+((2x1)+(1x1))"
     assert Cluster.from_json(cluster.to_json()) == cluster
@@ -287,21 +303,21 @@ def test_an_error_about_many_ranks_stays_short():
 @pytest.mark.parametrize("ranks", [(), (0, 0), (0, 4), (-1, 0)])
 def test_a_group_of_ranks_that_are_not_there_is_refused(ranks: tuple[int, ...]):
     with pytest.raises(BadCluster, match=r"a group has ranks of 0 to 3, each once, in a cluster of 4; it is"):
-        Cluster(2, 2, INTRA, INTER).reach(ranks)
+        Cluster(2, 2, INTRA, INTER).topology_of(ranks)
 
 
 def test_another_bandwidth_between_hosts_keeps_nothing_that_depends_on_it():
     for text in ("2x4", "4+4+2", "2x3x4"):
         cluster = Cluster.parse(text, intra=Link(2.0, 12.0), inter=Link(10.0, 3.0))
         for level in Level:
-            cluster.reach_at(level)
-        cluster.reach((0, cluster.world_size - 1))
+            cluster.topology_at(level)
+        cluster.topology_of((0, cluster.world_size - 1))
         changed = cluster.with_inter(0.5)
         fresh = replace(changed)
         assert changed == fresh
-        assert [changed.reach_at(level) for level in Level] == [fresh.reach_at(level) for level in Level]
+        assert [changed.topology_at(level) for level in Level] == [fresh.topology_at(level) for level in Level]
         ends = (0, cluster.world_size - 1)
-        assert changed.reach(ends) == fresh.reach(ends) != cluster.reach(ends)
+        assert changed.topology_of(ends) == fresh.topology_of(ends) != cluster.topology_of(ends)
 
 
 def test_a_racks_uplink_carries_what_all_links_of_its_hosts_send():
@@ -312,7 +328,7 @@ def test_a_racks_uplink_carries_what_all_links_of_its_hosts_send():
 def test_a_shared_medium_is_counted_once_even_where_it_takes_turns():
     """What is sent and what comes back is in the medium's load already."""
     ways = [
-        Cluster(4, 1, INTRA, Link(10.0, 1.0, is_shared=True, is_half_duplex=turns)).reach_at(Level.WORLD).speeds
+        Cluster(4, 1, INTRA, Link(10.0, 1.0, is_shared=True, is_half_duplex=turns)).topology_at(Level.WORLD).speeds
         for turns in (False, True)
     ]
     assert ways[0] == ways[1]
@@ -321,7 +337,7 @@ def test_a_shared_medium_is_counted_once_even_where_it_takes_turns():
 def test_a_gather_waits_for_its_roots_link():
     """One way only: as fast where sends and receives take turns, unlike an all_gather."""
     full, half = (
-        Cluster(4, 1, INTRA, Link(10.0, 1.0, is_half_duplex=turns)).reach_at(Level.WORLD) for turns in (False, True)
+        Cluster(4, 1, INTRA, Link(10.0, 1.0, is_half_duplex=turns)).topology_at(Level.WORLD) for turns in (False, True)
     )
     for kind, is_slower in ((CollectiveKind.GATHER, False), (CollectiveKind.ALL_GATHER, True)):
-        assert (reach_us(kind, 1e6, half) > reach_us(kind, 1e6, full)) == is_slower
+        assert (collective_us(kind, 1e6, half) > collective_us(kind, 1e6, full)) == is_slower

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fxcomp import __main__ as command
-from fxcomp.cluster.cluster import Cluster, Link, Tier
+from fxcomp.cluster.cluster import Cluster, Tier
 from fxcomp.cluster.cluster_file import load_cluster, parse_ratio
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.link_presets import LINK_PRESETS
 from fxcomp.errors import BadCluster, BadOption
 
@@ -151,7 +152,7 @@ def test_the_command_line_says_all_that_a_cluster_can_be():
     assert assumed == ()
     cluster, _ = asked("--cluster", "8x4", "--rack", "4", "--oversubscription", "4:1")
     assert cluster.above[0].link.gb_per_s == cluster.inter.gb_per_s
-    assert asked("--cluster", "3+2")[0].host_sizes == (3, 2)
+    assert asked("--cluster", "3+2")[0].shape == "3+2"
     cluster, assumed = asked("--cluster", "2x2, inter 1gbit@9us")
     assert cluster.inter == Link(9.0, 0.125)
     assert assumed == ("Assumed, because it was not said: --intra 100gbit.",)

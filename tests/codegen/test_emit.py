@@ -17,7 +17,7 @@ from fxcomp import pipeline
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.captured import Captured
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose
 
 DENSE = "all_reduce@world"

@@ -22,7 +22,8 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.pipeline import foreign_note
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.planning.measure_step import hardware
 from fxcomp.planning.survey import TimedCollectives, survey
 

@@ -10,7 +10,7 @@ import pytest
 
 from fxcomp import __main__ as command
 from fxcomp.__main__ import main
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "mlp.py")

@@ -4,13 +4,14 @@ import math
 import random
 
 import pytest
-import sympy
 
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.cost import collectives as formulas
-from fxcomp.cost.collectives import FORMULAS, HIERARCHICAL, Algorithm, Compression
+from fxcomp.cost.break_even import Compression, pays_at_gb_per_s
+from fxcomp.cost.collectives import FORMULAS, Algorithm
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 K, A = CollectiveKind, Algorithm
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in algorithms]
@@ -43,7 +44,7 @@ def test_four_ranks_take_what_is_worked_out_by_hand(kind: K, algorithm: A):
 def test_one_rank_takes_no_time_and_sends_nothing(kind: K, algorithm: A):
     assert formulas.time_us(kind, 1, 8000, 10.0, 1.0, 1.0, algorithm) == 0.0
     assert formulas.wire_bytes(kind, 1, 8000, algorithm) == 0.0
-    assert formulas.steps(kind, 1, algorithm) == formulas.messages(kind, 1, algorithm) == 0.0
+    assert formulas.counts(kind, 1, algorithm) == (0.0, 0.0, 0.0)
 
 
 def test_every_collective_has_a_price():
@@ -70,66 +71,29 @@ def test_a_broadcast_takes_as_many_rounds_as_doublings():
 
 def test_ranks_of_a_host_share_its_link_between_hosts_but_a_flat_ring_does_not():
     cluster = Cluster(2, 4, intra=Link(1, 100), inter=Link(10, 8))
-    ring = formulas.way_of(K.ALL_REDUCE)
-    assert [cluster.reach_at(level).gb_per_s(ring) for level in Level] == [100.0, 2.0, 8.0]
+    ring = formulas.pattern_of(K.ALL_REDUCE)
+    assert [cluster.topology_at(level).gb_per_s(ring) for level in Level] == [100.0, 2.0, 8.0]
 
 
 def test_groups_are_priced_by_the_links_that_they_cross():
     cluster = Cluster.parse("4x4", intra=Link(1, 100), inter=Link(10, 1, message_us=2))
-    across, inside = cluster.reach((0, 4, 8, 12)), cluster.reach((0, 1, 2, 3))
-    assert formulas.reach_us(K.ALL_REDUCE, 8e6, across) == pytest.approx(6 * (10 + 2) + 1.5 * 8e6 / 1e3)
-    assert formulas.reach_us(K.ALL_REDUCE, 8e6, inside) == pytest.approx(6 * 1 + 1.5 * 8e6 / 100e3)
+    across, inside = cluster.topology_of((0, 4, 8, 12)), cluster.topology_of((0, 1, 2, 3))
+    assert formulas.collective_us(K.ALL_REDUCE, 8e6, across) == pytest.approx(6 * (10 + 2) + 1.5 * 8e6 / 1e3)
+    assert formulas.collective_us(K.ALL_REDUCE, 8e6, inside) == pytest.approx(6 * 1 + 1.5 * 8e6 / 100e3)
     assert CostTable().collective_us(K.ALL_REDUCE, Level.INTRA, 8e6, cluster) == pytest.approx(6 + 120)
     # Between hosts, four such groups share each host's link.
     assert CostTable().collective_us(K.ALL_REDUCE, Level.INTER, 8e6, cluster) == pytest.approx(72 + 4 * 12e3)
 
 
 def test_an_all_reduce_is_a_tree_where_latencies_count_and_a_ring_where_bytes_do():
-    reach = Cluster.parse("128x8", intra=Link(1, 100), inter=Link(10, 1)).reach_at(Level.WORLD)
+    reach = Cluster.parse("128x8", intra=Link(1, 100), inter=Link(10, 1)).topology_at(Level.WORLD)
     names = [formulas.chosen_algorithm(K.ALL_REDUCE, size, reach) for size in (1e3, 1e7, 1e9)]
     assert names == [A.TREE, A.TREE, A.RING]
     for size in (1e3, 1e9):
-        prices = [formulas.reach_us(K.ALL_REDUCE, size, reach, algorithm) for algorithm in (A.RING, A.TREE)]
-        assert formulas.reach_us(K.ALL_REDUCE, size, reach) == min(prices)
-        assert formulas.format_reach_us(K.ALL_REDUCE, size, reach).endswith(f" = {min(prices) / 1e3:.4g} ms")
+        prices = [formulas.collective_us(K.ALL_REDUCE, size, reach, algorithm) for algorithm in (A.RING, A.TREE)]
+        assert formulas.collective_us(K.ALL_REDUCE, size, reach) == min(prices)
+        assert formulas.format_collective_us(K.ALL_REDUCE, size, reach).endswith(f" = {min(prices) / 1e3:.4g} ms")
     assert formulas.chosen_algorithm(K.ALL_GATHER, 1, reach) is A.RING
-
-
-# By level
-
-
-@pytest.mark.parametrize("kind", HIERARCHICAL)
-def test_a_collective_by_level_takes_what_its_formula_says(kind: K):
-    cluster = Cluster.parse("3x4", intra=Link(2, 50, message_us=0.5), inter=Link(10, 4, message_us=1))
-    inner, outer = cluster.reach((0, 1, 2, 3)), cluster.reach((0, 4, 8))
-    symbols = {"k": 4, "h": 3, "n": 6e6, "α₀": 2, "α₁": 10, "o₀": 0.5, "o₁": 1, "B₀": 50e3, "B₁": 4e3}
-    expression = formulas.hierarchical_time(kind)
-    number = expression.subs({symbol: symbols[symbol.name] for symbol in expression.free_symbols})
-    assert formulas.hierarchical_us(kind, 6e6, [inner, outer]) == pytest.approx(
-        float(number.replace(formulas.CEIL_LOG2, lambda p: sympy.ceiling(sympy.log(p, 2))))
-    )
-
-
-def test_an_all_reduce_by_level_worked_out_by_hand():
-    cluster = Cluster.parse("3x4", intra=Link(2, 50), inter=Link(10, 4))
-    reaches = [cluster.reach_at(Level.INTRA), cluster.reach_at(Level.INTER)]
-    # 6 steps inside over 3/4 of 6 MB each way; 4 between hosts over 2·2/3 of a quarter, on a quarter of the link
-    by_hand = 6 * 2 + 2 * 0.75 * 6e6 / 50e3 + 4 * 10 + 2 * (2 / 3) * 1.5e6 / 1e3
-    assert formulas.hierarchical_us(K.ALL_REDUCE, 6e6, reaches) == pytest.approx(by_hand)
-
-
-def test_three_levels_are_two_of_which_one_is_two():
-    cluster = Cluster.parse("2x3x4", intra=Link(2, 50), inter=Link(10, 4))
-    reaches = [cluster.reach(group) for group in ((0, 1, 2, 3), (0, 4, 8), (0, 12))]
-    scatter, gather = K.REDUCE_SCATTER, K.ALL_GATHER
-    parts = [
-        formulas.reach_us(scatter, 24e6, reaches[0]),
-        formulas.reach_us(scatter, 6e6, reaches[1]),
-        formulas.reach_us(K.ALL_REDUCE, 2e6, reaches[2]),
-        formulas.reach_us(gather, 2e6, reaches[1]),
-        formulas.reach_us(gather, 6e6, reaches[0]),
-    ]
-    assert formulas.hierarchical_us(K.ALL_REDUCE, 24e6, reaches) == pytest.approx(sum(parts))
 
 
 # Break-even
@@ -139,7 +103,7 @@ def saved_us(c: Compression, ranks: int, size: float, alpha_us: float, gb_per_s:
     dense = formulas.time_us(K.ALL_REDUCE, ranks, size, alpha_us, gb_per_s, algorithm=c.all_reduce)
     algorithm = c.all_reduce if c.kind is K.ALL_REDUCE else None
     compressed = formulas.time_us(c.kind, ranks, size / c.rate, alpha_us, gb_per_s, algorithm=algorithm)
-    return dense - compressed - c.us_per_byte * size - c.fixed_us
+    return dense - compressed - c.us_per_byte * size
 
 
 def _kind_of(found: tuple[float, float] | None) -> str:
@@ -153,33 +117,25 @@ def test_where_compressing_pays_agrees_with_a_scan():
     met = {"none": 0, "all": 0, "below": 0, "above": 0}
     for _ in range(200):
         kind = chance.choice([K.ALL_GATHER, K.ALL_REDUCE])
-        fixed = chance.choice([0.0, 10 ** chance.uniform(0, 3)])
         c = Compression(
             chance.choice([2.0, 4.0, 32.0, 100.0]),
             10 ** chance.uniform(-5, -2),
-            fixed,
             kind,
             chance.choice([A.RING, A.TREE]),
         )
         ranks, alpha, size = chance.choice([2, 3, 8, 40]), 10 ** chance.uniform(0, 2), 10 ** chance.uniform(3, 9)
-        speed = 10 ** chance.uniform(-3, 2)
-        at_speed = formulas.pays_at_gb_per_s(c, ranks, size, alpha)
-        at_size = formulas.pays_at_bytes(c, ranks, alpha, speed)
-        for found, low, high, saved in (
-            (at_speed, 1e-6, 1e6, lambda x: saved_us(c, ranks, size, alpha, x)),  # noqa: B023
-            (at_size, 1.0, 1e14, lambda x: saved_us(c, ranks, x, alpha, speed)),  # noqa: B023
-        ):
-            for k in range(121):
-                x = low * (high / low) ** (k / 120)
-                assert (found is not None and found[0] < x < found[1]) == (saved(x) > 0)
-            met[_kind_of(found)] += 1
+        found = pays_at_gb_per_s(c, ranks, size, alpha)
+        for k in range(121):
+            x = 1e-6 * 1e12 ** (k / 120)
+            assert (found is not None and found[0] < x < found[1]) == (saved_us(c, ranks, size, alpha, x) > 0)
+        met[_kind_of(found)] += 1
     assert all(met.values()), met
 
 
 def test_int8_pays_below_a_bandwidth_worked_out_by_hand():
     # p = 2: dense sends n, int8 n/4 and saves α; 1 ms for 10 MB: 7.5 MB / B = 1000 - 25 us
     c = Compression(rate=4.0, us_per_byte=1e-4)
-    low, high = formulas.pays_at_gb_per_s(c, 2, 10e6, 25.0) or (0.0, 0.0)
+    low, high = pays_at_gb_per_s(c, 2, 10e6, 25.0) or (0.0, 0.0)
     assert low == 0.0
     assert high == pytest.approx(7.5e6 / 975 / 1e3)
 
@@ -187,12 +143,19 @@ def test_int8_pays_below_a_bandwidth_worked_out_by_hand():
 # Text
 
 
-def test_formulas_print_as_they_are_written_by_hand():
-    assert formulas.format_formula(K.ALL_REDUCE) == "all_reduce ring: 2(p-1)α + 2(p-1)/p·n/B"
-    assert formulas.format_formula(K.ALL_GATHER) == "all_gather ring: (p-1)α + (p-1)n/B"
-    assert formulas.format_formula(K.ALL_REDUCE, A.TREE) == "all_reduce tree: 2⌈log₂ p⌉α + 20/9·n/B"
-    assert formulas.format_formula(K.BROADCAST) == "broadcast tree: ⌈log₂ p⌉α + n/B"
-    assert formulas.format_formula(K.GATHER) == "gather direct: α + (p-1)n/B"
+@pytest.mark.parametrize(
+    ("kind", "size", "says"),
+    [
+        (K.ALL_REDUCE, 1e9, "all_reduce ring: 2(p-1)α + 2(p-1)/p·n/B ="),
+        (K.ALL_REDUCE, 1e3, "all_reduce tree: 2⌈log₂ p⌉α + 20/9·n/B ="),
+        (K.ALL_GATHER, 1e3, "all_gather ring: (p-1)α + (p-1)n/B ="),
+        (K.BROADCAST, 1e3, "broadcast tree: ⌈log₂ p⌉α + n/B ="),
+        (K.GATHER, 1e3, "gather direct: α + (p-1)n/B ="),
+    ],
+)
+def test_formulas_print_as_they_are_written_by_hand(kind: K, size: float, says: str):
+    group = Cluster.parse("8x1", intra=Link(1, 100), inter=Link(10, 1)).topology_at(Level.WORLD)
+    assert formulas.format_collective_us(kind, size, group).startswith(says)
 
 
 def test_a_price_prints_with_its_numbers():

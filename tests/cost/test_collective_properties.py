@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster.cluster import Cluster, Level, Link, Tier
-from fxcomp.cost.collectives import FORMULAS, HIERARCHICAL, Algorithm, hierarchical_us, reach_us
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.cluster.cluster import Cluster, Level, Tier
+from fxcomp.cluster.link import Link
+from fxcomp.cost.collectives import FORMULAS, Algorithm, collective_us
+from fxcomp.plan.collective_kind import CollectiveKind
 
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in (*algorithms, None)]
 SEEDS = range(60)
@@ -88,7 +89,7 @@ def test_flat_prices_never_fall_with_bytes_ranks_neighbours_latency_or_less_band
         size = 10 ** chance.uniform(0, 9)
 
         def us(where: Cluster, ranks: Group, others: list[Group], size: float = size) -> float:
-            return reach_us(kind, size, where.reach(ranks, others), algorithm)
+            return collective_us(kind, size, where.topology_of(ranks, others), algorithm)
 
         here = us(cluster, group, [])
         assert us(cluster, group[:1], beside) == 0.0
@@ -106,27 +107,6 @@ def test_flat_prices_never_fall_with_bytes_ranks_neighbours_latency_or_less_band
             assert us(cluster, fewer, []) <= here / NEARLY
 
 
-@pytest.mark.parametrize("kind", HIERARCHICAL)
-def test_prices_by_level_never_fall_with_bytes_ranks_latency_or_less_bandwidth(kind: CollectiveKind):
-    for seed in SEEDS:
-        chance = random.Random(seed)
-        links = {"intra": random_link(chance), "inter": random_link(chance)}
-        hosts, inside = chance.randint(1, 5), chance.randint(1, 5)
-        size = 10 ** chance.uniform(0, 9)
-
-        def us(where: Cluster, size: float = size) -> float:
-            return hierarchical_us(kind, size, [where.reach_at(Level.INTRA), where.reach_at(Level.INTER)])
-
-        cluster = Cluster(hosts, inside, **links)
-        here = us(cluster)
-        assert (here == 0.0) == (cluster.world_size == 1)
-        assert us(cluster, size * chance.uniform(1, 3)) >= here
-        assert us(Cluster(hosts + 1, inside, **links)) >= here * NEARLY
-        assert us(Cluster(hosts, inside + 1, **links)) >= here * NEARLY
-        assert us(with_links(cluster, slower(chance))) >= here * NEARLY
-        assert us(with_links(cluster, later(chance))) >= here * NEARLY
-
-
 def everything() -> str:
     """Prices, texts and orders of many clusters."""
     lines: list[str] = []
@@ -134,9 +114,9 @@ def everything() -> str:
         chance = random.Random(seed)
         cluster = random_cluster(chance)
         group, beside = random_groups(chance, cluster)
-        reach = cluster.reach(group, beside)
-        prices = [reach_us(kind, 1e6, reach, algorithm) for kind, algorithm in PAIRS]
-        levels = [str(cluster.reach_at(level)) for level in Level]
+        reach = cluster.topology_of(group, beside)
+        prices = [collective_us(kind, 1e6, reach, algorithm) for kind, algorithm in PAIRS]
+        levels = [str(cluster.topology_at(level)) for level in Level]
         groups = [cluster.groups(level) for level in Level]
         lines.append(f"{cluster} {cluster.to_json()} {reach} {levels} {groups} {prices!r}")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 KIND = CollectiveKind.ALL_REDUCE
 

@@ -20,7 +20,7 @@ def step(wire_us: float, buckets: int = 6) -> list[Task]:
     tasks: list[Task] = []
     for k in range(buckets):
         tasks.append(Task(f"region {k}", Stream.COMPUTE, 20_000.0))
-        tasks.append(Task(f"send {k}", Stream.INTER, wire_us, (f"region {k}",), load=0.2, beside=0.8))
+        tasks.append(Task(f"send {k}", Stream.INTER, wire_us, (f"region {k}",), load=0.2, overlap_speed=0.8))
     return [*tasks, *(Task(f"update {k}", Stream.COMPUTE, 1000.0, (f"send {k}",)) for k in range(buckets))]
 
 
@@ -103,9 +103,9 @@ def test_what_is_tried_includes_no_change():
 
 def test_contention_changes_what_is_sent_and_nothing_else():
     tasks = [
-        Task("work", Stream.COMPUTE, 1.0, load=0.5, beside=0.5),
-        Task("send", Stream.INTER, 1.0, load=0.5, beside=0.5),
+        Task("work", Stream.COMPUTE, 1.0, load=0.5, overlap_speed=0.5),
+        Task("send", Stream.INTER, 1.0, load=0.5, overlap_speed=0.5),
     ]
     work, send = Contention(2.0, 0.5).on(tasks)
     assert work == tasks[0]
-    assert (send.load, send.beside) == (1.0, 0.25)
+    assert (send.load, send.overlap_speed) == (1.0, 0.25)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.measure import (
@@ -19,7 +20,8 @@ from fxcomp.cost.measure import (
     measure_memory,
 )
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.testing.describe_compressors import examples
 

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.fit import Fit, Piece
 from fxcomp.cost.measured import FASTEST_GB_PER_S, CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport, cache_path
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 
 CLUSTER = Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))
 INT8 = parse_compressor("int8")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import Contention
@@ -21,7 +22,8 @@ from fxcomp.cost.reading import FLAG, TEXT, number, positive, record, whole
 from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.plan.streams import Stream
 
 _K = CollectiveKind
@@ -73,8 +75,8 @@ def prices(table: CostTable) -> Iterator[float]:
         link = table.link(between_hosts=between)
         if link is not None:
             yield from (link.alpha_us, link.gb_per_s)
-    speed, load = (of(_K.ALL_REDUCE, Level.WORLD, 1000, CLUSTERS[0]) for of in (table.beside, table.load_of))
-    step = [Task("a", Stream.COMPUTE, 100.0), Task("b", Stream.INTER, 50.0, load=load, beside=speed)]
+    speed, load = (of(_K.ALL_REDUCE, Level.WORLD, 1000, CLUSTERS[0]) for of in (table.overlap_speed, table.load_of))
+    step = [Task("a", Stream.COMPUTE, 100.0), Task("b", Stream.INTER, 50.0, load=load, overlap_speed=speed)]
     yield simulate(step, table.processors).step_time_us
     yield table.error_of(1.0, 2.0)
 

@@ -20,7 +20,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.trace import table_from_traces
 from fxcomp.errors import BadOption
 from fxcomp.graph.work import work_key
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp.cost.table import CostTable
 from fxcomp.frontends import torch_compile as backend
-from fxcomp.plan.strategy import DENSE, Bucket, Plan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE
 
 STEPS = 10
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
@@ -20,7 +21,7 @@ from fxcomp.frontends.what_if import capture_job, graph_after, plan_named, rewri
 from fxcomp.pipeline import analyze
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.report.as_json import to_json
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text

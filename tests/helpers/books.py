@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from virtual_ranks import VirtualRank, run_virtual
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.pipeline import residual_layout, shard_of, state_layout
-from fxcomp.plan.strategy import Bucket, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.state.handover import Holding, hand_over
 from fxcomp.state.saved_state import Carried, Here, read_together, restore

@@ -12,7 +12,7 @@ import fxcomp
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, Roofline
-from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.plan.collective_kind import CollectiveKind
 
 JOB = JOBS["mlp"]
 EVERY, WINDOW = 2, 4

@@ -9,11 +9,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable, Roofline
 from fxcomp.graph.edit import call
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Sharing, Source, set_info, update_info
-from fxcomp.plan.strategy import Bucket, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 
 aten = torch.ops.aten
 

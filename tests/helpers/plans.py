@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from fxcomp.cluster.cluster import Cluster, Link
-from fxcomp.plan.strategy import Bucket, Plan, Strategy
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 
 TWO_HOSTS = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
 

@@ -11,7 +11,7 @@ from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_state import thread_state
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 
 
 def bucketed(plan: Plan, cluster: Cluster, *, clip: bool = False) -> GraphModule:

@@ -2,7 +2,8 @@
 
 import random
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable

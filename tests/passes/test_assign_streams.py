@@ -4,7 +4,8 @@ from before_after import before_after
 from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket
 from stages import compressed
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import info
 from fxcomp.passes.annotate_costs import annotate_costs

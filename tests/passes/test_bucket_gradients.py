@@ -10,7 +10,8 @@ from fxcomp.graph.edit import clone
 from fxcomp.graph.ops import ALL_REDUCE, PACK
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
-from fxcomp.plan.strategy import DENSE, Bucket, Plan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE
 
 FLAT = "all_reduce@world"
 

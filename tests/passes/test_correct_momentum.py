@@ -12,7 +12,7 @@ from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.correct_momentum import correct_momentum
 from fxcomp.passes.thread_state import thread_state
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 
 TOPK = "compress(topk(0.1))@gpu > all_gather@world > decompress@gpu"
 INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"

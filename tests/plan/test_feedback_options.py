@@ -12,14 +12,16 @@ from ranks import try_ranks
 from torch import nn
 
 import fxcomp
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import BF16, Compressor, Int8, TopK, parse_compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, BadPlan, DivergingCombination
 from fxcomp.plan.error_budget import POLLUTING_SHARE, polluting_share
 from fxcomp.plan.error_feedback import ErrorFeedback, check_experiment, check_plan
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.search.choose import choose
 from fxcomp.search.workload import Gradient, Workload
 

@@ -8,9 +8,10 @@ from workloads import cluster
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
-from fxcomp.plan.error_budget import error_limit, is_bursty, plan_error, strategy_error
-from fxcomp.plan.modes import Mode, strategies
-from fxcomp.plan.strategy import DENSE, Bucket, Plan, Strategy
+from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error
+from fxcomp.plan.modes import Mode, error_limit, strategies
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
 
 FLAT, LEVELS, ALONE = cluster(4, 1, "1gbit"), cluster(2, 2, "1gbit"), cluster(1, 1, "1gbit")
 

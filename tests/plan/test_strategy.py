@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
-from fxcomp.plan.strategy import DENSE, Bucket, Device, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Device, Strategy
 
 NAMES = (None, "bf16", "int8", "sign", "topk(0.01)")
 COMPRESSORS = [parse_compressor(name) if name else None for name in NAMES]

@@ -13,12 +13,14 @@ from ranks import run_ranks, try_ranks
 
 import fxcomp
 from fxcomp import compat, pipeline
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.commands.demo import shaped_hosts as hosts
-from fxcomp.cost.collectives import reach_us
+from fxcomp.cost.collectives import collective_us
 from fxcomp.cost.contention import Contention
 from fxcomp.errors import NoProcessGroup
-from fxcomp.plan.strategy import CollectiveKind, Strategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Strategy
 from fxcomp.ranks import Ranks, cluster_of_group
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
@@ -52,8 +54,8 @@ def reaches(names: Sequence[str], groups: Sequence[Sequence[int]]) -> list[tuple
     for ranks in groups:
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
-            reach = world.reach(dist.get_process_group_ranks(group))
-            us = reach_us(CollectiveKind.ALL_REDUCE, 8_000_000, reach)
+            reach = world.topology_of(dist.get_process_group_ranks(group))
+            us = collective_us(CollectiveKind.ALL_REDUCE, 8_000_000, reach)
             found.append((cluster_of_group(group).shape, str(reach), us))
     return found
 
@@ -64,7 +66,7 @@ def test_four_live_ranks_on_four_hosts_and_four_in_a_host_get_prices_of_their_ow
     assert answers == [[across, inside], [inside], [inside], [inside], [across], [across], [across]]
     # The same from text.
     text = Cluster.parse("4+1+1+1", intra=INTRA, inter=INTER)
-    assert [reach_us(CollectiveKind.ALL_REDUCE, 8_000_000, text.reach(g)) for g in (ACROSS, INSIDE)] == [
+    assert [collective_us(CollectiveKind.ALL_REDUCE, 8_000_000, text.topology_of(g)) for g in (ACROSS, INSIDE)] == [
         across[2],
         inside[2],
     ]
@@ -76,7 +78,7 @@ from fxcomp.commands.demo import shaped_hosts as hosts
 from fxcomp.ranks import cluster_of_group
 hosts.join()
 cluster = cluster_of_group()
-print(cluster.shape, cluster.placement, cluster.reach((0, 1)), cluster.reach((0, 2)))
+print(cluster.shape, cluster.placement, cluster.topology_of((0, 1)), cluster.topology_of((0, 2)))
 dist.destroy_process_group()
 """
 

@@ -16,12 +16,15 @@ from torch.fx import GraphModule
 from fxcomp import pipeline
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable, Transport
 from fxcomp.cost.timeline import Task, simulate
-from fxcomp.plan.strategy import Bucket, CollectiveKind, Plan, Strategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (
@@ -77,8 +80,8 @@ def as_gathers(graph: GraphModule, costs: CostTable) -> list[Task]:
     for task in graph_tasks(graph):
         if task.name in summed:
             what = CollectiveKind.ALL_GATHER, Level.WORLD, summed[task.name] / GATHERED, CLUSTER
-            us, load, beside = costs.collective_us(*what), costs.load_of(*what), costs.beside(*what)
-            task = replace(task, duration_us=us, load=load, beside=beside)
+            us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
+            task = replace(task, duration_us=us, load=load, overlap_speed=overlap_speed)
         tasks.append(task)
     return tasks
 

@@ -8,13 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import kernels, parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.report.as_json import to_json
 from fxcomp.report.attribution import exposed_by_bucket, parts_us

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from fxcomp.cluster.cluster import Cluster, Level, Link
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.strategy import DENSE, Bucket, Collective, CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Collective, Device, Strategy
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines, sent_by
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
@@ -56,7 +59,7 @@ def test_the_formulas_that_are_printed_are_those_of_the_timeline(text: str, stra
     for (name, line), task in zip(lines, tasks, strict=True):
         assert task.name.startswith(name.partition("@")[0])
         assert line.endswith(f" = {task.duration_us / 1e3:.4g} ms")
-        assert str(where.reach_at(Level(name.partition("@")[2]))) in line
+        assert str(where.topology_at(Level(name.partition("@")[2]))) in line
 
 
 def test_the_largest_of_each_collective_is_shown():

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.error_budget import error_limit, plan_error
-from fxcomp.plan.modes import Mode, strategies
-from fxcomp.plan.strategy import DENSE, Bucket, Plan
+from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.modes import Mode, error_limit, strategies
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE
 from fxcomp.search.choose import choose, choose_plan, flip_gbit, predict_us, uniform
 from fxcomp.search.workload import Gradient, Workload
 

@@ -10,13 +10,16 @@ from jobs import JOBS, captured_step
 from plans import plan_in_turns
 
 from fxcomp import pipeline
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import Transport
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
-from fxcomp.plan.strategy import CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 

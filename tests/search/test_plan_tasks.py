@@ -12,8 +12,10 @@ from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable, Transport
 from fxcomp.cost.timeline import simulate, step_time_us
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.modes import Mode, strategies
-from fxcomp.plan.strategy import DENSE, Bucket, CollectiveKind, Device, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload

@@ -13,7 +13,8 @@ from virtual_ranks import try_virtual
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState, PeerFailed
-from fxcomp.plan.strategy import Bucket, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 from fxcomp.state.saved_state import Here, read_together
 
 State = dict[str, Any]

@@ -17,12 +17,13 @@ from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
 from fxcomp import pipeline
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, CannotReplan
 from fxcomp.graph.captured import Captured
 from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.strategy import Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.runtime.stopwatch import LINES
 from fxcomp.step.drift.correct import link_factors
 from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fxcomp
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.strategy import DENSE, Bucket, Device, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 

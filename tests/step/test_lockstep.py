@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import fxcomp
 from fxcomp.compressors import Int8
 from fxcomp.errors import FxcompError
-from fxcomp.plan.strategy import Bucket, Plan, Strategy
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 
 ON_POOL = "compress(int8)@cpu > all_gather@world > decompress@cpu"
 

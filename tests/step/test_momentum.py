@@ -22,7 +22,8 @@ import fxcomp
 from fxcomp.compressors import Compressor, kernels, parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.plan.error_feedback import ErrorFeedback, check_momentum
-from fxcomp.plan.strategy import Device, Plan, Strategy
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Slice
 from fxcomp.runtime.transport import NullTransport

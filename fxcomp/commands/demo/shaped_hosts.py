@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from fxcomp.cluster.cluster import parse_gb_per_s
+from fxcomp.cluster.link import parse_gb_per_s
 from fxcomp.errors import HostsUnavailable, RankFailed
 
 INTERFACE = "eth0"  # a host's only way out

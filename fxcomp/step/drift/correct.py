@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from fxcomp.cluster.cluster import Cluster, Level, format_gbit
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.fit import Fit
@@ -17,7 +18,8 @@ from fxcomp.cost.table import CostTable, Measured
 from fxcomp.graph.info import info
 from fxcomp.graph.regions import regions
 from fxcomp.graph.work import is_free, work_key
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.step.drift.judge import NOISE, Finding
 from fxcomp.step.drift.sheet import Kind, Sheet
 
@@ -198,7 +200,7 @@ def _with_links(costs: CostTable, findings: Sequence[Finding], cluster: Cluster)
         for finding in sorted(findings, key=lambda finding: -finding.cost.size)
         if finding.cost.size * MINOR >= largest
     }
-    levels = {level: cluster.reach_at(level).text for level in Level if cluster.ranks_at(level) > 1}
+    levels = {level: cluster.topology_at(level).text for level in Level if cluster.ranks_at(level) > 1}
     fits = {**costs.collectives}
     for level, sits in levels.items():
         shared = [factors for (_, other), factors in own.items() if _same_link(level, other, cluster)]

@@ -29,7 +29,8 @@ from fxcomp.graph.ops import (
     SAVE,
 )
 from fxcomp.graph.regions import Region, cut
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.plan.streams import Stream
 from fxcomp.runtime.stopwatch import Call, Reading
 

@@ -1,0 +1,191 @@
+"""Work out the bandwidth that a group of ranks gets of a tree of links, while sibling groups communicate too.
+
+    bandwidth of a pattern = min over the links crossed of  link bandwidth / bytes crossing it per byte a rank sends
+
+Ranks are the leaves; tier 0 are their own links, tier 1 the hosts' uplinks, then what lies above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from fxcomp.cluster.link import Link
+
+
+class TrafficPattern(Enum):
+    """Name who sends to whom at the same time, which decides how many messages share a link."""
+
+    CHAIN = "chain"  # each rank to the next: rings, and pipelined trees along the same order
+    DOUBLING = "doubling"  # to partners at distances 1, 2, 4, ...
+    PAIRS = "pairs"  # everyone to everyone
+    ROOT = "root"  # everyone to one rank
+    ONE = "one"  # one rank to another
+
+    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTopology:
+    """Where the ranks of a group sit, and the bandwidth that they get.
+
+    `text` is the key under which measured collectives are filed: `4x1` is a rank on each of 4 hosts, `1x4` 4 ranks of
+    one host, `3+2` 3 of one and 2 of another, `2x4x1` 2 racks of 4 such hosts. `*2` says that 2 such groups share
+    links, `~2` that the ranks' order leads the ring out of a host twice.
+    """
+
+    text: str
+    ranks: int
+    siblings: int
+    """Groups that share the busiest link, this one included."""
+    alpha_us: float
+    message_us: float
+    speeds: tuple[tuple[TrafficPattern, float], ...]
+    """GB/s for what one rank sends, by pattern. Infinite for a rank alone."""
+
+    def gb_per_s(self, pattern: TrafficPattern) -> float:
+        for known, speed in self.speeds:
+            if known is pattern:
+                return speed
+        raise AssertionError(f"no speed for {pattern}")
+
+    @property
+    def slowness(self) -> tuple[float, int, float, str]:
+        """Order the groups of a level by the time of an all_reduce."""
+        us = (self.ranks - 1) / self.ranks / self.gb_per_s(TrafficPattern.CHAIN)
+        return (us, self.ranks, self.alpha_us, self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+TOPOLOGY_TEXT = r"[1-9(][\dx+()]*(~[1-9]\d{0,6})?(\*[1-9]\d{0,6})?"
+"""A regular expression for `GroupTopology.text`."""
+
+Place = tuple[int, int]
+"""A link: its tier, and the unit whose uplink it is."""
+
+
+class Crossing(NamedTuple):
+    """The traffic of one group on one link: bytes per byte that a rank sends, in the order of `TrafficPattern`."""
+
+    loads: tuple[float, ...]
+    inside: int  # members below the link
+    turns: int  # times that the ring comes in
+
+    @classmethod
+    def of(cls, inside: int, ranks: int, turns: int) -> Crossing:
+        outside, others = ranks - inside, ranks - 1
+        pairs = inside * outside / others  # each sends every other one its part
+        # The root may be inside or outside: the worse.
+        loads = (float(turns), float(min(inside, outside)), pairs, max(inside, outside) / others, 1.0)
+        return cls(loads, inside, turns)
+
+    def plus(self, other: Crossing) -> Crossing:
+        """Add another unit's traffic on a medium that both share. What one rank receives passes it once."""
+        sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
+        loads = (*sums[:3], *map(max, self.loads[3:], other.loads[3:]))
+        return Crossing(loads, self.inside + other.inside, self.turns + other.turns)
+
+
+class Crowd(NamedTuple):
+    """The traffic of all groups together on one link."""
+
+    groups: int
+    loads: tuple[float, ...]
+
+
+_OWN_LINK = Crossing((1.0, 1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own link carries what it sends
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The links of every tier, and `units[tier][rank]`: the unit that a rank is in. The last tier is one of all."""
+
+    links: tuple[Link, ...]
+    units: tuple[Sequence[int], ...]
+
+    def traffic(self, groups: Sequence[tuple[int, ...]]) -> Traffic:
+        """Count the traffic of groups on the links that they use. Bandwidths do not matter for it."""
+        crossings = [self._crossings(group) for group in groups]
+        everyone: defaultdict[Place, list[Crossing]] = defaultdict(list)
+        for crossed in crossings:
+            for place, crossing in crossed.items():
+                everyone[place].append(crossing)
+        crowds = {
+            place: Crowd(len(there), tuple(map(sum, zip(*(crossing.loads for crossing in there), strict=True))))
+            for place, there in everyone.items()
+        }
+        return Traffic(crossings, crowds)
+
+    def _crossings(self, group: tuple[int, ...]) -> dict[Place, Crossing]:
+        """Count the traffic of a group on each link that it uses.
+
+        A host's uplink is used if members sit elsewhere too, a rank's own link if another member sits in its host. A
+        shared medium belongs to the unit in which it lies, and carries what its units send and what comes in.
+        """
+        found: dict[Place, Crossing] = {}
+        for tier, link in enumerate(self.links):
+            crossed = self._own_links(group) if tier == 0 else self._uplinks(group, tier)
+            if not link.is_shared:
+                found |= {(tier, unit): crossing for unit, crossing in crossed.items()}
+                continue
+            medium_of = dict(zip(self.units[tier], self.units[tier + 1], strict=True))
+            entering = self._uplinks(group, tier + 1)
+            for unit, crossing in crossed.items():
+                place = (tier, medium_of[unit])
+                known = found.get(place) or entering.get(medium_of[unit])
+                found[place] = known.plus(crossing) if known else crossing
+        return found
+
+    def _own_links(self, group: tuple[int, ...]) -> dict[int, Crossing]:
+        hosts = self.units[1]
+        inside = Counter(hosts[rank] for rank in group)
+        return {rank: _OWN_LINK for rank in group if inside[hosts[rank]] > 1}
+
+    def _uplinks(self, group: tuple[int, ...], tier: int) -> dict[int, Crossing]:
+        units = [self.units[tier][rank] for rank in group]
+        inside, turns = Counter(units), Counter[int]()
+        for k, unit in enumerate(units):
+            turns[unit] += units[k - 1] != unit
+        ranks = len(group)
+        return {unit: Crossing.of(m, ranks, turns[unit]) for unit, m in inside.items() if m < ranks}
+
+    def group_topology(
+        self, shape: str, ranks: int, crossed: Mapping[Place, Crossing], crowds: Mapping[Place, Crowd]
+    ) -> GroupTopology:
+        """Give a group the bandwidth of the slowest link that it crosses, for every pattern."""
+        links = [self.links[tier] for tier in sorted({tier for tier, _ in crossed})]
+        siblings = max((crowds[place].groups for place in crossed), default=1)
+        turns = max((own.turns for (tier, _), own in crossed.items() if tier == 1), default=1)
+        slowest = [0.0] * len(TrafficPattern)
+        # Most links of a tier carry the same: only what differs is computed.
+        for tier, crowd, own in dict.fromkeys((place[0], crowds[place], own) for place, own in crossed.items()):
+            link = self.links[tier]
+            for number, pattern in enumerate(TrafficPattern):
+                is_one_way = pattern in (TrafficPattern.ROOT, TrafficPattern.ONE) or link.is_shared
+                together = crowd.loads[number] / link.count
+                alone = own.loads[number] / min(link.count, own.inside)
+                speed = link.one_way_gb_per_s if is_one_way else link.both_ways_gb_per_s
+                slowest[number] = max(slowest[number], max(together, alone) / speed)
+        return GroupTopology(
+            text=f"{shape}{f'~{turns}' if turns > 1 else ''}{f'*{siblings}' if siblings > 1 else ''}",
+            ranks=ranks,
+            siblings=siblings,
+            alpha_us=max((link.alpha_us for link in links), default=0.0),
+            message_us=max((link.message_us for link in links), default=0.0),
+            speeds=tuple(
+                (pattern, 1 / us if us else math.inf) for pattern, us in zip(TrafficPattern, slowest, strict=True)
+            ),
+        )
+
+
+class Traffic(NamedTuple):
+    """The traffic of several groups: each alone, and all together."""
+
+    of_groups: list[dict[Place, Crossing]]
+    together: dict[Place, Crowd]
