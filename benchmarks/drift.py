@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, join, run_ranks, shape_this_host, why_not
+from fxcomp.commands.demo.launch_ranks import join, run_ranks
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, shape_this_host, why_not
 
 MARK = "@drift "  # begins the line that rank 0 prints for the parent
 LAYERS, WIDTH, ROWS = 6, 512, 128

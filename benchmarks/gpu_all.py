@@ -43,7 +43,7 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.codegen import program
 from fxcomp.commands.demo.gpt import GPT
-from fxcomp.commands.demo.shaped_hosts import join, run_ranks
+from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.frontends.job import Job
 from fxcomp.plan.plan import Bucket, Plan

@@ -30,7 +30,8 @@ from typing import Any
 from models import MODELS
 from step_time import Reporter, agree, set_rate
 
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, join, run_ranks, why_not
+from fxcomp.commands.demo.launch_ranks import join, run_ranks
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.job import Job
 

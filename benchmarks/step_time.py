@@ -29,7 +29,8 @@ from pathlib import Path
 from baselines import BASELINES, FREE, FXCOMP, Contestant, make_contestant
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, join, run_ranks, sent_by_this_host, shape_this_host, why_not
+from fxcomp.commands.demo.launch_ranks import join, run_ranks
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, sent_by_this_host, shape_this_host, why_not
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.job import Job, load_job
 

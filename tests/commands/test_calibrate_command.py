@@ -83,7 +83,7 @@ def test_two_ranks_measure_every_collective_and_bring_the_same_table():
         assert measured.fit.samples >= 4
         times = [measured.fit.at(size) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 26)]
         assert times == sorted(times)
-        assert measured.gb_per_s(kind) > 0.01
+        assert measured.gb_per_s(kind) > 0
 
 
 def differing(_: object = None) -> None:
@@ -156,7 +156,7 @@ def commanded(words: list[str]) -> tuple[int, str, str]:
 def commanded_on(words: list[list[str]]) -> tuple[int, str, str]:
     """Each rank its own words, and half a second for the links."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fxcomp.commands.costs.survey", partial(survey, links_s=0.5))
+        patch.setattr("fxcomp.commands.calibrate.survey", partial(survey, links_s=0.5))
         return commanded(words[dist.get_rank()])
 
 

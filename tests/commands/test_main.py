@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fxcomp import __main__ as command
 from fxcomp.__main__ import main
 from fxcomp.plan.plan import Plan
 
@@ -119,7 +118,7 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_explain", interrupted)
+    monkeypatch.setattr("fxcomp.commands.explain.run", interrupted)
     assert main(["explain", EXAMPLE]) == 130
     assert capsys.readouterr() == ("", "")
 

@@ -15,7 +15,7 @@ import fxcomp
 from fxcomp import compat, pipeline
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.commands.demo import shaped_hosts as hosts
+from fxcomp.commands.demo import launch_ranks, shaped_hosts
 from fxcomp.cost.collectives import collective_us
 from fxcomp.cost.contention import Contention
 from fxcomp.errors import NoProcessGroup
@@ -74,9 +74,9 @@ def test_four_live_ranks_on_four_hosts_and_four_in_a_host_get_prices_of_their_ow
 
 ON_REAL_HOSTS = """
 import torch.distributed as dist
-from fxcomp.commands.demo import shaped_hosts as hosts
+from fxcomp.commands.demo.launch_ranks import join
 from fxcomp.ranks import cluster_of_group
-hosts.join()
+join()
 cluster = cluster_of_group()
 print(cluster.shape, cluster.placement, cluster.topology_of((0, 1)), cluster.topology_of((0, 2)))
 dist.destroy_process_group()
@@ -84,13 +84,13 @@ dist.destroy_process_group()
 
 
 def test_namespaces_of_one_machine_are_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reason = hosts.why_not()
+    reason = shaped_hosts.why_not()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "told.py").write_text(ON_REAL_HOSTS)
-    with hosts.ShapedHosts(2) as two:
-        told = hosts.run_ranks([str(tmp_path / "told.py")], hosts=two, ranks_per_host=2)
+    with shaped_hosts.ShapedHosts(2) as two:
+        told = launch_ranks.run_ranks([str(tmp_path / "told.py")], hosts=two, ranks_per_host=2)
     assert told == ["2x2 (0, 0, 1, 1) 1x2 2x1\n"] * 4
 
 

@@ -1,0 +1,141 @@
+"""`fxcomp calibrate`: make a table of costs by measuring or from traces; show, merge or compare tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from fxcomp.commands.launcher import launched_ranks
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.cost.compare import diff, merge
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.trace import table_from_traces
+from fxcomp.errors import BadOption
+from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.planning.measure_step import hardware
+from fxcomp.planning.survey import device_here, survey
+from fxcomp.ranks import Ranks
+from fxcomp.report.terminal import encodable, print_costs
+from fxcomp.testing.describe_compressors import examples
+
+NAME = "calibrate"
+HELP = "measure collectives, compressors and memory into a table; under torchrun for collectives"
+EXAMPLES = """\
+  torchrun --nproc-per-node 2 -m fxcomp calibrate -o costs.json    measure links and compressors
+"""
+
+MOST_THREADS = 1024
+"""No process computes with more (assumed): torch would start as many as it is told, until the system refuses."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--show", metavar="FILE", help="read a table instead of measuring")
+    what.add_argument("--from-trace", metavar="TRACE", nargs="+", help="read torch.profiler's traces, one a rank")
+    what.add_argument("--diff", metavar="FILE", nargs=2, help="tell how two tables differ, and do nothing else")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the table as JSON; on rank 0 alone")
+    parser.add_argument("--merge", metavar="FILE", help="add what another table knows; what is newer wins")
+    parser.add_argument("--compressors", metavar="NAME", nargs="+", help="which to time: int8 'topk(0.01)', or all")
+    parser.add_argument("--threads", metavar="N", type=int, nargs="+", help="time them with so many threads each")
+    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure or read a table, save it and print it."""
+    if arguments.diff:
+        first, second = (CostTable.read(path) for path in arguments.diff)
+        print(encodable(diff(first, second), sys.stdout.encoding))
+        return 0
+    if not (arguments.show or arguments.from_trace):
+        return _measure(arguments)
+    if arguments.compressors or arguments.threads:
+        raise BadOption("--compressors and --threads are about measuring, which --show and --from-trace replace")
+    known = _checked_files(arguments)
+    if arguments.show:
+        return _finish(arguments, CostTable.read(arguments.show), (), known)
+    found = table_from_traces(arguments.from_trace)
+    return _finish(arguments, found.table, found.notes, known)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    """Measure on all of the launcher's ranks. Rank 0 alone reads, writes and prints; all end with its status."""
+    with launched_ranks():
+        ranks = Ranks.join(None, "calibrate")
+        known: list[CostTable | None] = []
+
+        def mistake() -> str | None:
+            try:
+                _wanted(arguments)
+                known.append(_checked_files(arguments))
+                if known[0] is not None:  # refuse another machine's table before anything is measured
+                    merge(known[0], CostTable(hardware=hardware(device_here())))
+            except BadOption as error:
+                return str(error)
+            return None
+
+        told = ranks.from_rank_0("reading options and files", mistake)
+        is_first = ranks.rank == 0
+        if told is not None:
+            if ranks.world_size > 1:
+                # The store may be rank 0's, which must not end before the others have read it.
+                dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
+            if is_first:
+                raise BadOption(told)
+            return 2  # told once, by rank 0
+        compressors, threads = ranks.attempt("reading options", lambda: _wanted(arguments))
+        found = survey(compressors, threads=threads, tell=_tell if is_first else lambda _: None)
+    return _finish(arguments, found.table, found.notes, known[0]) if is_first else 0
+
+
+def _finish(arguments: argparse.Namespace, table: CostTable, notes: Sequence[str], known: CostTable | None) -> int:
+    """Add what the known table says, save and print."""
+    if known is not None:
+        merged = merge(known, table)
+        table, notes = merged.table, (*notes, *(f"Contradiction: {conflict}" for conflict in merged.conflicts))
+    if arguments.output:
+        try:
+            table.save(arguments.output)
+        except OSError as error:
+            raise BadOption(f"cannot save the table to {arguments.output}: {error.strerror}") from None
+    if arguments.json:
+        print(json.dumps(table.to_json(), indent=1))
+    else:
+        print_costs(table, notes, sys.stdout)
+    return 0
+
+
+def _wanted(arguments: argparse.Namespace) -> tuple[list[Compressor], Sequence[int]]:
+    """Read which compressors to time, and with how many threads. Raises BadOption."""
+    threads = arguments.threads or ()
+    if any(not 1 <= count <= MOST_THREADS for count in threads):
+        raise BadOption(f"--threads are numbers of threads, 1 to {MOST_THREADS:,}")
+    names = arguments.compressors
+    if not names:
+        return list(compressors_of(Mode.AGGRESSIVE)), threads
+    if names == ["all"]:
+        return list(examples()), threads
+    try:
+        return [parse_compressor(name) for name in names], threads
+    except ValueError as error:
+        raise BadOption(f"--compressors: {error}") from None
+
+
+def _checked_files(arguments: argparse.Namespace) -> CostTable | None:
+    """Read the table to merge with, if any. Raises BadOption if it cannot be read, or the output cannot be written."""
+    known, path = CostTable.read(arguments.merge) if arguments.merge else None, arguments.output
+    folder = os.path.dirname(os.path.abspath(path)) if path else None
+    if folder and not os.path.isdir(folder):
+        raise BadOption(f"cannot save the table to {path}: there is no folder {folder}")
+    if folder and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+        what = "it is a folder" if os.path.isdir(path) else f"the folder {folder} may not be written to"
+        raise BadOption(f"cannot save the table to {path}: {what}")
+    return known
+
+
+def _tell(what: str) -> None:
+    print(f"fxcomp: {what}", file=sys.stderr, flush=True)

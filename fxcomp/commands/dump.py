@@ -1,0 +1,37 @@
+"""`fxcomp dump`: print a job's graph after any pass, or the code that would run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from fxcomp.commands.job_options import add_job_options, chosen_cluster
+from fxcomp.frontends.job import load_job
+from fxcomp.frontends.what_if import graph_after, plan_named, rewritten
+from fxcomp.gc_paused import gc_paused
+from fxcomp.graph.dump import dump
+from fxcomp.report.terminal import encodable
+
+NAME = "dump"
+HELP = "print a job's graph, with assumed costs: the same on every machine"
+EXAMPLES = """\
+  fxcomp dump train.py --after bucket_gradients                 the graph after a pass
+  fxcomp dump train.py --source                                 the code that would run
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser)
+    parser.add_argument("--after", metavar="PASS", help="the graph after this pass (default: the last)")
+    parser.add_argument("--source", action="store_true", help="print the emitted step instead of the graph")
+
+
+@gc_paused()
+def run(arguments: argparse.Namespace) -> int:
+    """Print the graph or the emitted step."""
+    cluster, _ = chosen_cluster(arguments)
+    plan = plan_named(arguments.plan, cluster) if arguments.plan else None
+    program = rewritten(load_job(arguments.job), cluster, plan=plan)
+    text = program.source if arguments.source else dump(graph_after(program, arguments.after))
+    print(encodable(text, sys.stdout.encoding))
+    return 0

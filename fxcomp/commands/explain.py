@@ -1,0 +1,83 @@
+"""`fxcomp explain`: predict a job's step on a cluster, and say whether to compress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from fxcomp.commands import status_line
+from fxcomp.commands.job_options import add_job_options, chosen_cluster, names_links
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
+from fxcomp.frontends.job import load_job
+from fxcomp.frontends.what_if import plan_named, what_if
+from fxcomp.gc_paused import gc_paused
+from fxcomp.plan.modes import Mode
+from fxcomp.report.as_json import to_json
+from fxcomp.report.terminal import print_report
+
+NAME = "explain"
+HELP = "predict a job's step on a cluster, and say whether to compress"
+EXAMPLES = """\
+  fxcomp explain train.py:job --inter 1gbit                     two hosts of one rank
+  fxcomp explain train.py --cluster 8x4 --inter 25gbit          would it pay there?
+  fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
+  fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
+  fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
+  fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser)
+    parser.add_argument("--mode", default="balanced", help="lossless, balanced or aggressive (default: balanced)")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
+    parser.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
+    parser.add_argument("--costs", metavar="FILE", help="a table that fxcomp calibrate wrote, here or elsewhere")
+    parser.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(plan=FILE)")
+    parser.add_argument("--json", action="store_true", help="print data instead of a report")
+
+
+@gc_paused()
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report, and save the plan if asked to."""
+    costs = CostTable.read(arguments.costs) if arguments.costs else None
+    cluster, assumed = chosen_cluster(arguments, costs)
+    if costs is not None and names_links(arguments):
+        costs = costs.without_collectives()
+        assumed = (*assumed, "Collectives are priced by the links that were named, not as the table measured them.")
+    mode = Mode.parse(arguments.mode)
+    plan = plan_named(arguments.plan, cluster) if arguments.plan else None
+    _tell("loading the job")
+    answer = what_if(
+        load_job(arguments.job),
+        cluster,
+        mode=mode,
+        plan=plan,
+        step_ms=arguments.step_ms,
+        device=arguments.device,
+        costs=costs,
+        tell=_tell,
+    )
+    status_line.clear()
+    if arguments.save_plan:
+        _save(answer.plan.to_json(), arguments.save_plan)
+    explanation = answer.explanation(*assumed)
+    if arguments.json:
+        print(json.dumps(to_json(explanation), indent=1))
+    else:
+        print_report(explanation, sys.stdout)
+    return 0
+
+
+def _tell(what: str) -> None:
+    status_line.show(f"{what} ...")
+
+
+def _save(plan: object, path: str) -> None:
+    try:
+        with open(path, "w") as file:
+            file.write(json.dumps(plan, indent=1) + "\n")
+    except OSError as error:
+        raise BadOption(f"cannot save the plan to {path}: {error.strerror}") from None

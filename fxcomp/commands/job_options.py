@@ -1,0 +1,71 @@
+"""Options of the commands that ask about a job on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
+from fxcomp.cluster.link import Link
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
+
+CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the job, the cluster and the plan."""
+    parser.add_argument("job", metavar="FILE.py[:job]", help="a file with a function that returns a fxcomp.Job")
+    parser.add_argument(
+        "--cluster", metavar="HxR", help=f"hosts x ranks per host, like 8x4 or 4+4+2, or a .toml (default: {CLUSTER})"
+    )
+    parser.add_argument("--inter", metavar="LINK", help=f"between hosts: 300mbit, 25gbit@8us (default: {INTER})")
+    parser.add_argument("--intra", metavar="LINK", help=f"inside a host: nvlink4, pcie4, 12GB/s (default: {INTRA})")
+    parser.add_argument("--rack", type=int, metavar="HOSTS", help="how many hosts each rack has (default: no racks)")
+    parser.add_argument("--oversubscription", metavar="A:B", help="what hosts of a rack could send: its uplink (1:1)")
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="a saved plan.json, or one compressor for all: dense, bf16, int8"
+    )
+
+
+def names_links(arguments: argparse.Namespace) -> bool:
+    """The user named links, by option, in the cluster's text or in a file."""
+    cluster = arguments.cluster or ""
+    return bool(arguments.inter or arguments.intra or cluster.endswith(".toml") or "," in cluster)
+
+
+def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None) -> tuple[Cluster, tuple[str, ...]]:
+    """Make the cluster, and a note that names what was assumed. Measured links replace default ones."""
+    text = arguments.cluster or CLUSTER
+    inter = Link.parse(arguments.inter) if arguments.inter else None
+    intra = Link.parse(arguments.intra, alpha_us=INTRA_ALPHA_US) if arguments.intra else None
+    if text.endswith(".toml"):
+        return _in_racks(load_cluster(text, intra=intra, inter=inter), arguments), ()
+    assumed = [] if arguments.cluster else [f"--cluster {CLUSTER}"]
+    named = {clause.split()[0] for clause in text.split(",")[1:] if clause.strip()}
+    for name, link in (("inter", inter), ("intra", intra)):
+        if link is not None and name in named:
+            raise BadOption(f"--cluster {text!r} says {name}, and so does --{name}: keep one")
+    default = {"intra": Link.parse(INTRA, alpha_us=INTRA_ALPHA_US), "inter": Link.parse(INTER)}
+    for name in default:
+        measured = costs and costs.link(between_hosts=name == "inter")
+        if measured is not None:
+            default[name] = measured
+            named.add(name)
+    cluster = Cluster.parse(text, intra=intra or default["intra"], inter=inter or default["inter"])
+    if inter is None and "inter" not in named and cluster.hosts > 1:
+        assumed.append(f"--inter {INTER}")
+    if intra is None and "intra" not in named and cluster.ranks_per_host > 1:
+        assumed.append(f"--intra {INTRA}")
+    notes = (f"Assumed, because it was not said: {', '.join(assumed)}.",) if assumed else ()
+    return _in_racks(cluster, arguments), notes
+
+
+def _in_racks(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
+    if arguments.rack is None:
+        if arguments.oversubscription:
+            raise BadOption("--oversubscription is about racks: say with --rack how many hosts each has")
+        return cluster
+    if cluster.above:
+        raise BadOption(f"--rack: the cluster has {cluster.above[0].name}s already ({cluster.shape}); leave it out")
+    return cluster.with_racks(arguments.rack, oversubscription=parse_ratio(arguments.oversubscription or "1:1"))
