@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fxcomp.compressors import Compressor, SidcoE, parse_compressor, survivors
-from fxcomp.compressors.sidco import STATE_ELEMENTS, Controller, Fit, Sidco, SidcoGP, fit_threshold
+from fxcomp.compressors import Compressor, EncoderInput, SidcoE, parse_compressor, survivors
+from fxcomp.compressors.sidco import STATE_ELEMENTS, Controller, Sidco, SidcoGP
 from fxcomp.compressors.survivors import Cut
+from fxcomp.compressors.tail_fits import Fit, fit_threshold
 from fxcomp.compressors.topk import counts
 
 KINDS: dict[str, type[Sidco | SidcoE | SidcoGP]] = {"sidco_e": SidcoE, "sidco_gp": SidcoGP, "sidco": Sidco}
@@ -188,7 +189,7 @@ class Unchecked(Worker):
             level = fit_threshold(piece.abs(), k, self.stages, self.fit) if bool(piece.any()) else 0.0
             bits = max(1, int(survivors.magnitude_bits(torch.tensor(level))))
             cuts.append(Cut(bits, bits))
-        sent = survivors.compress(gradient, self.residual, self.segments, ratio, cuts)
+        sent = survivors.compress(EncoderInput(gradient, self.residual, tuple(self.segments)), ratio, cuts)
         self.payload.copy_(sent.payload)
         self.residual.copy_(sent.residual)
 

@@ -52,15 +52,18 @@ FXCOMP_BODY void scale_copy(const float* FXCOMP_RESTRICT source, float scale, ui
     for (int64_t i = begin; i < end; ++i) out[i] = round_to_bf16(source[i] * scale);
 }
 
-FXCOMP_EXPORT void fxcomp_bf16_encode(const float* bucket, float* residual, uint16_t* payload, int64_t elements) {
+FXCOMP_EXPORT void fxcomp_bf16_encode(const float* bucket, float* residual, uint16_t* payload, const void*,
+                                      const void*, int64_t elements) {
     in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) {
         widest<encode>(bucket, residual, payload, begin, end);
     });
 }
 
-FXCOMP_EXPORT void fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out) {
+FXCOMP_EXPORT int32_t fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*, const void*,
+                                         int64_t elements) {
     in_parallel(elements, kGrain / ranks,
                 [=](int64_t begin, int64_t end) { widest<decode>(payloads, ranks, elements, out, begin, end); });
+    return 1;
 }
 
 FXCOMP_EXPORT void fxcomp_bf16_scale_copy(const float* source, float scale, uint16_t* out, int64_t elements) {

@@ -212,11 +212,6 @@ FXCOMP_BODY void encode_range(const Codec codec, const Cut cut, const float* buc
     }
 }
 
-// Raises the step of each segment's stream.
-FXCOMP_INLINE void raise_steps(int64_t* state, int64_t segment_count) {
-    for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
-}
-
 // All of a kernel's encode. `state` is needed where the codec is random.
 template <class Codec>
 inline void encode_blocks(const Codec codec, const Cut cut, const float* bucket, float* residual, uint8_t* payload,
@@ -298,9 +293,7 @@ FXCOMP_BODY void decode_range(const Codec codec, const Cut cut, const uint8_t* p
 template <class Codec>
 inline void decode_blocks(const Codec codec, const Cut cut, const uint8_t* payloads, int64_t ranks, float* out) {
     const int64_t blocks = count_blocks(cut), grain = kGrain / cut.block / ranks;
-    int64_t elements = 0;
-    for (int64_t s = 0; s < cut.segment_count; ++s) elements += cut.segments[s];
-    if (kCanStream && elements >= kStreamedElements) {
+    if (kCanStream && count_values(cut.segments, cut.segment_count) >= kStreamedElements) {
         in_parallel(blocks, grain, [=](int64_t begin, int64_t end) {
             widest<decode_range<Codec, true>>(codec, cut, payloads, ranks, out, begin, end);
         });
@@ -395,3 +388,22 @@ struct Integers {
         return static_cast<float>(static_cast<int8_t>((code ^ kSignBit) - kSignBit)) * scale;
     }
 };
+
+// Exports the kernels of a compressor that encodes with one codec, and with another if it has a state.
+#define FXCOMP_BLOCK_KERNELS(name, codec, random_codec)                                                              \
+    FXCOMP_EXPORT void fxcomp_##name##_encode(const float* bucket, float* residual, uint8_t* payload, int64_t* state, \
+                                              const void*, const int64_t* segments, int64_t segment_count,           \
+                                              int64_t block) {                                                       \
+        const Cut cut{segments, segment_count, block};                                                               \
+        if (state != nullptr) {                                                                                      \
+            encode_blocks(random_codec, cut, bucket, residual, payload, state);                                      \
+        } else {                                                                                                     \
+            encode_blocks(codec, cut, bucket, residual, payload, nullptr);                                           \
+        }                                                                                                            \
+    }                                                                                                                \
+    FXCOMP_EXPORT int32_t fxcomp_##name##_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*,    \
+                                                 const void*, const int64_t* segments, int64_t segment_count,        \
+                                                 int64_t block) {                                                    \
+        decode_blocks(codec, {segments, segment_count, block}, payloads, ranks, out);                                \
+        return 1;                                                                                                    \
+    }

@@ -185,16 +185,17 @@ FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, 
     return true;
 }
 
-FXCOMP_EXPORT void fxcomp_chunkmax_encode(const float* bucket, float* residual, uint8_t* payload,
-                                          const int64_t* segments, int64_t segment_count, int64_t chunk) {
+FXCOMP_EXPORT void fxcomp_chunkmax_encode(const float* bucket, float* residual, uint8_t* payload, const void*,
+                                          const void*, const int64_t* segments, int64_t segment_count, int64_t chunk) {
     in_parallel(count_blocks(segments, segment_count, chunk), kGrain / chunk, [=](int64_t begin, int64_t end) {
         widest<encode>(bucket, residual, payload, segments, segment_count, chunk, begin, end);
     });
 }
 
 // Returns 0 if a place lies outside its chunk: that payload is not one of ours.
-FXCOMP_EXPORT int32_t fxcomp_chunkmax_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                             int64_t segment_count, int64_t chunk, float* out) {
+FXCOMP_EXPORT int32_t fxcomp_chunkmax_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*,
+                                             const void*, const int64_t* segments, int64_t segment_count,
+                                             int64_t chunk) {
     int64_t stride = 0;
     for (int64_t s = 0; s < segment_count; ++s) stride += layout_of(segments[s], chunk).bytes();
     std::atomic<bool> is_ours{true};

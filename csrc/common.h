@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 
 #include "levels.h"
 
@@ -74,6 +75,11 @@ FXCOMP_INLINE int64_t count_blocks(const int64_t* segments, int64_t segment_coun
     int64_t blocks = 0;
     for (int64_t s = 0; s < segment_count; ++s) blocks += ceil_divide(segments[s], block);
     return blocks;
+}
+
+// All values of a bucket.
+FXCOMP_INLINE int64_t count_values(const int64_t* segments, int64_t segment_count) {
+    return std::accumulate(segments, segments + segment_count, int64_t{0});
 }
 
 // Zeros behind a section of `bytes` bytes, up to a multiple of four.

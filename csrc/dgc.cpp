@@ -5,9 +5,9 @@
 #include "random.h"
 #include "survivors.h"
 
-FXCOMP_EXPORT void fxcomp_dgc_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                                     const int64_t* ks, const int64_t* slots, int64_t segment_count,
-                                     const int64_t* strides, int64_t* state) {
+FXCOMP_EXPORT void fxcomp_dgc_encode(const float* bucket, float* residual, uint8_t* payload, int64_t* state,
+                                     const void*, const int64_t* segments, const int64_t* ks, const int64_t* slots,
+                                     int64_t segment_count, const int64_t* strides) {
     using namespace survivors;
     for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
                      [strides, state](int64_t index, const Segment& segment, Scratch& scratch) {
@@ -15,5 +15,5 @@ FXCOMP_EXPORT void fxcomp_dgc_encode(const float* bucket, float* residual, uint8
                          const Sample sample = take_sample(segment, strides[index], random, scratch);
                          send(segment, sample.threshold(), scratch, [sample] { return sample.lower_threshold(); });
                      });
-    for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
+    raise_steps(state, segment_count);
 }

@@ -55,7 +55,8 @@ FXCOMP_BODY void decode(const uint16_t* payloads, int64_t ranks, int64_t element
     if (kStream) finish_lines(writer);
 }
 
-FXCOMP_EXPORT void fxcomp_fp16_encode(const float* bucket, float* residual, uint16_t* payload, int64_t elements) {
+FXCOMP_EXPORT void fxcomp_fp16_encode(const float* bucket, float* residual, uint16_t* payload, const void*,
+                                      const void*, int64_t elements) {
     if (residual != nullptr) {
         in_parallel(elements, kGrain,
                     [=](int64_t begin, int64_t end) { widest<encode<true>>(bucket, residual, payload, begin, end); });
@@ -65,7 +66,8 @@ FXCOMP_EXPORT void fxcomp_fp16_encode(const float* bucket, float* residual, uint
     }
 }
 
-FXCOMP_EXPORT void fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out) {
+FXCOMP_EXPORT int32_t fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*, const void*,
+                                         int64_t elements) {
     if (kCanStream && elements >= kStreamedElements) {
         in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
             widest<decode<true>>(payloads, ranks, elements, out, begin, end);
@@ -75,4 +77,5 @@ FXCOMP_EXPORT void fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, i
             widest<decode<false>>(payloads, ranks, elements, out, begin, end);
         });
     }
+    return 1;
 }

@@ -35,17 +35,4 @@ struct Quarters {
     }
 };
 
-FXCOMP_EXPORT void fxcomp_int2_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                                      int64_t segment_count, int64_t block, int64_t* state) {
-    const Cut cut{segments, segment_count, block};
-    if (state != nullptr) {
-        encode_blocks(Quarters<true>{}, cut, bucket, residual, payload, state);
-    } else {
-        encode_blocks(Quarters<false>{}, cut, bucket, residual, payload, nullptr);
-    }
-}
-
-FXCOMP_EXPORT void fxcomp_int2_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                      int64_t segment_count, int64_t block, float* out) {
-    decode_blocks(Quarters<false>{}, {segments, segment_count, block}, payloads, ranks, out);
-}
+FXCOMP_BLOCK_KERNELS(int2, Quarters<false>{}, Quarters<true>{})

@@ -1,19 +1,7 @@
 // 4 bits a value and one fp32 scale a block: fxcomp/compressors/int4.py has the formulas, blocks.h the loops.
 #include "blocks.h"
 
-constexpr float kLevels = 7.0f;
+constexpr Integers<4, false> kNearest{7.0f};
+constexpr Integers<4, true> kAtRandom{7.0f};
 
-FXCOMP_EXPORT void fxcomp_int4_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                                      int64_t segment_count, int64_t block, int64_t* state) {
-    const Cut cut{segments, segment_count, block};
-    if (state != nullptr) {
-        encode_blocks(Integers<4, true>{kLevels}, cut, bucket, residual, payload, state);
-    } else {
-        encode_blocks(Integers<4, false>{kLevels}, cut, bucket, residual, payload, nullptr);
-    }
-}
-
-FXCOMP_EXPORT void fxcomp_int4_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                      int64_t segment_count, int64_t block, float* out) {
-    decode_blocks(Integers<4, false>{kLevels}, {segments, segment_count, block}, payloads, ranks, out);
-}
+FXCOMP_BLOCK_KERNELS(int4, kNearest, kAtRandom)

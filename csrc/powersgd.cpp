@@ -406,9 +406,9 @@ int64_t grain_of(int64_t elements_a_unit) { return kGrain / std::max<int64_t>(el
 
 }  // namespace
 
-FXCOMP_EXPORT void fxcomp_powersgd_propose(const float* bucket, const float* residual, const int64_t* segments,
-                                           const int64_t* columns, int64_t segment_count, int64_t rank,
-                                           const float* state, float* out) {
+FXCOMP_EXPORT void fxcomp_powersgd_propose(const float* bucket, const float* residual, const float* state, float* out,
+                                           const int64_t* segments, const int64_t* columns, int64_t segment_count,
+                                           int64_t rank) {
     Basis& basis = kept_basis();
     for (int64_t s = 0; s < segment_count; ++s) {
         const int64_t size = segments[s], width = columns[s];
@@ -426,9 +426,9 @@ FXCOMP_EXPORT void fxcomp_powersgd_propose(const float* bucket, const float* res
     }
 }
 
-FXCOMP_EXPORT void fxcomp_powersgd_encode(const float* bucket, float* residual, float* payload, const int64_t* segments,
-                                          const int64_t* columns, int64_t segment_count, int64_t rank,
-                                          const float* agreed) {
+FXCOMP_EXPORT void fxcomp_powersgd_encode(const float* bucket, float* residual, float* payload, const float*,
+                                          const float* agreed, const int64_t* segments, const int64_t* columns,
+                                          int64_t segment_count, int64_t rank) {
     Basis& basis = kept_basis();
     for (int64_t s = 0; s < segment_count; ++s) {
         const int64_t size = segments[s], width = columns[s];
@@ -456,9 +456,9 @@ FXCOMP_EXPORT void fxcomp_powersgd_encode(const float* bucket, float* residual, 
     }
 }
 
-FXCOMP_EXPORT void fxcomp_powersgd_decode(const float* payloads, int64_t ranks, const int64_t* segments,
-                                          const int64_t* columns, int64_t segment_count, int64_t rank,
-                                          const float* agreed, float* out) {
+FXCOMP_EXPORT int32_t fxcomp_powersgd_decode(const float* payloads, int64_t ranks, float* out, const float* agreed,
+                                             const float*, const int64_t* segments, const int64_t* columns,
+                                             int64_t segment_count, int64_t rank) {
     Basis& basis = kept_basis();
     int64_t next = 0;
     for (int64_t s = 0; s < segment_count; ++s) next += columns[s] > 0 ? rank * columns[s] : segments[s];
@@ -482,4 +482,5 @@ FXCOMP_EXPORT void fxcomp_powersgd_decode(const float* payloads, int64_t ranks, 
         payloads += width > 0 ? rank * width : size;
         out += size;
     }
+    return 1;
 }

@@ -32,3 +32,8 @@ FXCOMP_INLINE uint32_t random_bits(Stream stream, uint32_t counter) {
 FXCOMP_INLINE float uniform(Stream stream, uint32_t counter) {
     return static_cast<float>(static_cast<int32_t>(random_bits(stream, counter) >> 8)) * 0x1p-24f;
 }
+
+// Raises the step of each segment's stream.
+FXCOMP_INLINE void raise_steps(int64_t* state, int64_t segment_count) {
+    for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
+}

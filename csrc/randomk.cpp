@@ -168,11 +168,10 @@ static void in_segments(const int64_t* segments, const int64_t* counts, int64_t 
     }
 }
 
-FXCOMP_EXPORT void fxcomp_randomk_encode(const float* bucket, float* residual, float* payload, const int64_t* segments,
-                                         const int64_t* counts, int64_t segment_count, int64_t is_scaled,
-                                         int64_t* state) {
-    int64_t elements = 0;
-    for (int64_t s = 0; s < segment_count; ++s) elements += segments[s];
+FXCOMP_EXPORT void fxcomp_randomk_encode(const float* bucket, float* residual, float* payload, int64_t* state, const void*,
+                                         const int64_t* segments, const int64_t* counts, int64_t segment_count,
+                                         int64_t is_scaled) {
+    const int64_t elements = count_values(segments, segment_count);
     // The first value of a segment's residual stays where anything in the segment is not finite.
     static thread_local std::vector<float> first_residuals;
     first_residuals.resize(static_cast<size_t>(segment_count));
@@ -201,17 +200,15 @@ FXCOMP_EXPORT void fxcomp_randomk_encode(const float* bucket, float* residual, f
                     const bool is_bad = magnitude_bits(payload[payload_start + counts[s]]) >= kInfinityBits;
                     if (is_bad && residual != nullptr) residual[start] = first_residuals[static_cast<size_t>(s)];
                 });
-    for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
+    raise_steps(state, segment_count);
 }
 
-FXCOMP_EXPORT void fxcomp_randomk_decode(const float* payloads, int64_t ranks, const int64_t* segments,
-                                         const int64_t* counts, int64_t segment_count, const int64_t* state,
-                                         float* out) {
-    int64_t elements = 0, stride = 0;
-    for (int64_t s = 0; s < segment_count; ++s) {
-        elements += segments[s];
-        stride += counts[s] > 0 ? counts[s] + 1 : 0;
-    }
+FXCOMP_EXPORT int32_t fxcomp_randomk_decode(const float* payloads, int64_t ranks, float* out, const void*,
+                                            const int64_t* state, const int64_t* segments, const int64_t* counts,
+                                            int64_t segment_count, int64_t) {
+    const int64_t elements = count_values(segments, segment_count);
+    int64_t stride = 0;
+    for (int64_t s = 0; s < segment_count; ++s) stride += counts[s] > 0 ? counts[s] + 1 : 0;
     in_parallel(elements, kGrain, [&](int64_t begin, int64_t end) {
         in_segments(segments, counts, segment_count, begin, end,
                     [&](int64_t s, int64_t from, int64_t to, int64_t start, int64_t payload_start) {
@@ -227,4 +224,5 @@ FXCOMP_EXPORT void fxcomp_randomk_decode(const float* payloads, int64_t ranks, c
                         if (magnitude_bits(flag) >= kInfinityBits) out[start] = float_of(kNanBits);
                     }
                 });
+    return 1;
 }

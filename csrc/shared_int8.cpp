@@ -135,30 +135,31 @@ FXCOMP_BODY void decode(const int8_t* payloads, int64_t ranks, int64_t elements,
     });
 }
 
-FXCOMP_EXPORT void fxcomp_shared_int8_propose(const float* bucket, const float* residual, const int64_t* segments,
-                                              int64_t segment_count, int64_t block, float* out) {
+FXCOMP_EXPORT void fxcomp_shared_int8_propose(const float* bucket, const float* residual, const int64_t*, float* out,
+                                              const int64_t* segments, int64_t segment_count, int64_t block,
+                                              int64_t) {
     const Shape shape{segments, segment_count, block};
     in_parallel(count_blocks(segments, segment_count, block), kGrain / block,
                 [=](int64_t begin, int64_t end) { widest<propose>(bucket, residual, shape, out, begin, end); });
 }
 
-FXCOMP_EXPORT void fxcomp_shared_int8_encode(const float* bucket, float* residual, int8_t* codes,
-                                             const int64_t* segments, int64_t segment_count, int64_t block,
-                                             int64_t levels, int64_t* state, const float* agreed) {
+FXCOMP_EXPORT void fxcomp_shared_int8_encode(const float* bucket, float* residual, int8_t* codes, int64_t* state,
+                                             const float* agreed, const int64_t* segments, int64_t segment_count,
+                                             int64_t block, int64_t levels) {
     const Shape shape{segments, segment_count, block};
     in_parallel(count_blocks(segments, segment_count, block), kGrain / block, [=](int64_t begin, int64_t end) {
         widest<encode>(bucket, residual, codes, shape, static_cast<float>(levels), state, agreed, begin, end);
     });
-    for (int64_t s = 0; state != nullptr && s < segment_count; ++s) ++state[2 * s + 1];
+    if (state != nullptr) raise_steps(state, segment_count);
 }
 
-FXCOMP_EXPORT void fxcomp_shared_int8_decode(const int8_t* payloads, int64_t ranks, const int64_t* segments,
-                                             int64_t segment_count, int64_t block, int64_t levels, const float* agreed,
-                                             float* out) {
+FXCOMP_EXPORT int32_t fxcomp_shared_int8_decode(const int8_t* payloads, int64_t ranks, float* out,
+                                                const float* agreed, const int64_t*, const int64_t* segments,
+                                                int64_t segment_count, int64_t block, int64_t levels) {
     const Shape shape{segments, segment_count, block};
-    int64_t elements = 0;
-    for (int64_t s = 0; s < segment_count; ++s) elements += segments[s];
+    const int64_t elements = count_values(segments, segment_count);
     in_parallel(count_blocks(segments, segment_count, block), kGrain / (block * ranks), [=](int64_t begin, int64_t end) {
         widest<decode>(payloads, ranks, elements, shape, static_cast<float>(levels), agreed, out, begin, end);
     });
+    return 1;
 }

@@ -340,10 +340,10 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
             static_cast<double>(sent.reached) / static_cast<double>(segment.k), most_stages);
 }
 
-FXCOMP_EXPORT void fxcomp_sidco_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                                       const int64_t* ks, const int64_t* slots, int64_t segment_count,
-                                       const int64_t* strides, const int64_t* dgc_strides, int64_t fit,
-                                       int64_t most_stages, float* state) {
+FXCOMP_EXPORT void fxcomp_sidco_encode(const float* bucket, float* residual, uint8_t* payload, float* state,
+                                       const void*, const int64_t* segments, const int64_t* ks, const int64_t* slots,
+                                       int64_t segment_count, const int64_t* strides, const int64_t* dgc_strides,
+                                       int64_t fit, int64_t most_stages) {
     auto* const controllers = reinterpret_cast<Controller*>(state);
     for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
                      [=](int64_t index, const Segment& segment, Scratch& scratch) {

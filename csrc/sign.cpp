@@ -24,12 +24,4 @@ struct Signs {
     }
 };
 
-FXCOMP_EXPORT void fxcomp_sign_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                                      int64_t segment_count, int64_t block, int64_t*) {
-    encode_blocks(Signs{}, {segments, segment_count, block}, bucket, residual, payload, nullptr);
-}
-
-FXCOMP_EXPORT void fxcomp_sign_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                      int64_t segment_count, int64_t block, float* out) {
-    decode_blocks(Signs{}, {segments, segment_count, block}, payloads, ranks, out);
-}
+FXCOMP_BLOCK_KERNELS(sign, Signs{}, Signs{})

@@ -105,13 +105,12 @@ FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, 
 
 static int32_t decode_all(const uint8_t* payloads, int64_t ranks, int64_t header_bytes, const int64_t* segments,
                           const int64_t* slots, int64_t segment_count, float* out) {
-    int64_t elements = 0, stride = 0;
+    int64_t stride = 0;
     for (int64_t s = 0; s < segment_count; ++s) {
-        elements += segments[s];
         stride += section_bytes(slots[s], places_layout(segments[s], slots[s]), header_bytes);
     }
     std::atomic<bool> is_ours{true};
-    in_parallel(elements, kGrain, [&](int64_t begin, int64_t end) {
+    in_parallel(count_values(segments, segment_count), kGrain, [&](int64_t begin, int64_t end) {
         if (!widest<decode>(payloads, ranks, stride, header_bytes, segments, slots, segment_count, out, begin, end)) {
             is_ours.store(false);
         }
@@ -120,12 +119,13 @@ static int32_t decode_all(const uint8_t* payloads, int64_t ranks, int64_t header
 }
 
 // Both return 0 if a count or a place cannot be: that payload is not one of ours.
-FXCOMP_EXPORT int32_t fxcomp_topk_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                         const int64_t* ks, int64_t segment_count, float* out) {
+FXCOMP_EXPORT int32_t fxcomp_topk_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*, const void*,
+                                         const int64_t* segments, const int64_t* ks, int64_t segment_count) {
     return decode_all(payloads, ranks, 0, segments, ks, segment_count, out);
 }
 
-FXCOMP_EXPORT int32_t fxcomp_survivors_decode(const uint8_t* payloads, int64_t ranks, const int64_t* segments,
-                                              const int64_t* slots, int64_t segment_count, float* out) {
+FXCOMP_EXPORT int32_t fxcomp_survivors_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*,
+                                              const void*, const int64_t* segments, const int64_t*,
+                                              const int64_t* slots, int64_t segment_count) {
     return decode_all(payloads, ranks, 4, segments, slots, segment_count, out);
 }

@@ -605,12 +605,11 @@ static void finish_divided(const Encoding& job) {
     for_parts(job.parts, [&](int64_t p) { widest<send_part_of>(job, p, turn); });
 }
 
-FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                                      const int64_t* counts, int64_t segment_count) {
+FXCOMP_EXPORT void fxcomp_topk_encode(const float* bucket, float* residual, uint8_t* payload, const void*, const void*,
+                                      const int64_t* segments, const int64_t* counts, int64_t segment_count) {
     static thread_local std::vector<Part> parts;
     static thread_local std::vector<Divided> divided;
-    int64_t elements = 0;
-    for (int64_t s = 0; s < segment_count; ++s) elements += segments[s];
+    const int64_t elements = count_values(segments, segment_count);
     const int64_t part_count = std::clamp<int64_t>(elements / kStagedGrain, 1, thread_budget());
     if (static_cast<int64_t>(parts.size()) < part_count) parts.resize(static_cast<size_t>(part_count));
     const Encoding job{bucket,        residual, payload,    segments,     counts,

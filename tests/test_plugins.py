@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from fxcomp.compressors import BadCompressor, Int8, catalogue, compressor_of, parse_compressor
-from fxcomp.compressors.fields import fields_of
-from fxcomp.compressors.registration import CATALOGUE
+from fxcomp.compressors import CATALOGUE, BadCompressor, Int8, catalogue, compressor_of, parse_compressor
+from fxcomp.compressors.facts import fields_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
 

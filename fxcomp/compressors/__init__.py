@@ -1,30 +1,32 @@
 """Gradient compressors: one file each, found by name with `parse_compressor`.
 
-- base, facts: what a compressor is, and what it declares.
-- registration, catalogue, fields: its ops, its name and its text form; compressors of other packages.
+- facts, declared, base: what a compressor declares, what follows from that, and its reference and fused pair.
+- inputs: what is given to it, and the checks of that.
+- catalogue: its name, its ops and its text form; compressors of other packages.
 - kernels, triton/: compiled kernels for the CPU and the GPU, with the same bits.
 - randomness: random numbers that are the same everywhere.
 - gaussian_error: what each loses of Gaussian values.
-- casts, blocks, block_codes, places, survivors: what several of them share.
+- casts, blocks, block_codes, places, survivors, tail_fits: what several of them share.
 - pack: a scaled copy, to fill buckets.
 """
 
-from fxcomp.compressors.base import BadCompressor, Compressed, Compressor
+from fxcomp.compressors import triton
+from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
 from fxcomp.compressors.bf16 import BF16
-from fxcomp.compressors.catalogue import compressor_of, parse_compressor
+from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.dgc import DGC
-from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Agreement, BadCompressor, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.fp8_e4m3 import FP8E4M3
 from fxcomp.compressors.fp8_e5m2 import FP8E5M2
 from fxcomp.compressors.fp16 import FP16
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.powersgd import PowerSGD
 from fxcomp.compressors.randomk import RandomK
-from fxcomp.compressors.registration import CATALOGUE, register
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.sidco import Sidco, SidcoE, SidcoGP
 from fxcomp.compressors.sign import Sign
@@ -44,6 +46,8 @@ __all__ = [
     "ChunkMax",
     "Compressed",
     "Compressor",
+    "DecoderInput",
+    "EncoderInput",
     "Facts",
     "Feedback",
     "Int2",
@@ -64,3 +68,5 @@ __all__ = [
     "parse_compressor",
     "register",
 ]
+
+use_on_cuda(triton)

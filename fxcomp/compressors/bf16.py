@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 
 from fxcomp.compressors.casts import CastCompressor
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback
-from fxcomp.compressors.registration import register
 
 
 @register

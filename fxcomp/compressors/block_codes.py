@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fxcomp.compressors import kernels, randomness
-from fxcomp.compressors.base import BadCompressor, Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors import randomness
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, split, to_blocks
-from fxcomp.compressors.facts import Bias, Feedback
+from fxcomp.compressors.facts import BadCompressor, Bias, Feedback
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 _LANES = 64  # the same number as in csrc/blocks.h
 
@@ -89,81 +90,38 @@ class BlockCompressor(Compressor):
     def payload_elements(self, segments: Sequence[int]) -> int:
         return sum(self._sections(segments))
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        value = bucket if residual is None else bucket + residual
-        rows = to_blocks(value, segments, self.block)
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        segments, residual = given.segments, given.residual
+        rows = to_blocks(given.value, segments, self.block)
         scale = self.scales(rows, block_sizes(segments, self.block, device=rows.device))
         is_finite = scale.isfinite()
         scale = torch.where(is_finite, scale.clamp_max(most_scale(self.largest_value)), torch.nan)
-        uniform = self._uniform(rows, segments, state)
+        drawn = None if given.state is None else randomness.uniform_of(given.state, segments)
+        uniform = torch.zeros_like(rows) if drawn is None else to_blocks(drawn, segments, self.block)
         codes = self.codes(torch.where(is_finite, rows, 0.0), torch.where(is_finite, scale, 0.0), uniform)
         codes = torch.where(is_finite, codes, 0)
 
         code_bytes = _pack(from_blocks(codes, segments, self.block), segments, self.bits)
         filling = code_bytes.new_zeros(-len(code_bytes) % 4)
         payload = torch.cat([scale.flatten().view(torch.uint8), code_bytes, filling])
-        new_state = empty_like_none(bucket, None if state is None else randomness.next_state(state))
+        new_state = None if given.state is None else randomness.next_state(given.state)
         if residual is None:
-            return Compressed(payload, bucket.new_empty(0), new_state)
+            return Compressed(payload, state=new_state)
         old = to_blocks(residual, segments, self.block)
         left_out = torch.where(is_finite, rows - self.values(codes, scale), old)
         return Compressed(payload, from_blocks(left_out, segments, self.block), new_state)
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return mean_over_ranks([self._decompress_one(payload, segments) for payload in payloads.view(ranks, -1)])
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        return mean_over_ranks([self._decompress_one(payload, received.segments) for payload in received.of_ranks])
 
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        cut = (tuple(segments), len(segments), self.block)
-        kernels.run(f"fxcomp_{self.name}_encode", bucket, residual, payload, *cut, state)
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        cut = (tuple(segments), len(segments), self.block)
-        kernels.run(f"fxcomp_{self.name}_decode", payloads, ranks, *cut, out)
-        return True
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return segments, len(segments), self.block
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
         scale_bytes, code_bytes, _ = split(payload, self._sections(segments))
         scale = scale_bytes.clone().view(torch.float32).view(-1, 1)
         rows = to_blocks(_unpack(code_bytes, segments, self.bits), segments, self.block)
         return from_blocks(self.values(rows, scale), segments, self.block)
-
-    def _uniform(self, rows: Tensor, segments: Sequence[int], state: Tensor | None) -> Tensor:
-        if state is None:
-            return torch.zeros_like(rows)
-        streams = [randomness.stream_of(state, index) for index in range(len(segments))]
-        drawn = [randomness.uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
-        return to_blocks(torch.cat([rows.new_empty(0), *drawn]), segments, self.block)
 
     def _sections(self, segments: Sequence[int]) -> list[int]:
         """Bytes of scales, of codes and of filling."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import kernels
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 
 class CastCompressor(Compressor):
@@ -22,52 +22,18 @@ class CastCompressor(Compressor):
 
     __slots__ = ()
 
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return (sum(segments),)
+
     def payload_elements(self, segments: Sequence[int]) -> int:
         return sum(segments)
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        value = bucket if residual is None else bucket + residual
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        value, residual = given.value, given.residual
         payload = value.to(self.payload_dtype)
-        left_out = None if residual is None else torch.where(payload.isfinite(), value - payload.float(), residual)
-        return Compressed(payload, empty_like_none(bucket, left_out), empty_like_none(bucket, state))
+        if residual is None:
+            return Compressed(payload)
+        return Compressed(payload, torch.where(payload.isfinite(), value - payload.float(), residual))
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return mean_over_ranks([payload.float() for payload in payloads.view(ranks, -1)])
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        kernels.run(f"fxcomp_{self.name}_encode", bucket, residual, payload, len(payload))
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        kernels.run(f"fxcomp_{self.name}_decode", payloads, ranks, len(out), out)
-        return True
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        return mean_over_ranks([payload.float() for payload in received.of_ranks])

@@ -26,30 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fxcomp.compressors import kernels
-from fxcomp.compressors.base import Compressed, Compressor, bad_payload, empty_like_none, mean_over_ranks
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import count_blocks, split, to_blocks
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import as_fraction
 
 _PLACES = 1 << 16  # in the longest chunk
-
-
-def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], chunk: int) -> tuple[Tensor, Tensor]:
-    value = bucket if residual is None else bucket + residual
-    sections = [bucket.new_empty(0, dtype=torch.uint8)]
-    left_out = [bucket.new_empty(0)]
-    for piece in split(value, segments):
-        rows = to_blocks(piece, (len(piece),), chunk)
-        places = _largest(rows)
-        values = rows.gather(1, places)
-        width = torch.uint8 if chunk <= 256 else torch.int16
-        sections += [values.flatten().view(torch.uint8), _fill_up(places.flatten().to(width).view(torch.uint8))]
-        left_out.append(rows.scatter(1, places, 0.0).flatten()[: len(piece)])
-    if residual is None:
-        return torch.cat(sections), bucket.new_empty(0)
-    return torch.cat(sections), torch.where(value.isfinite(), torch.cat(left_out), residual)
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -57,10 +41,6 @@ def _largest(rows: Tensor) -> Tensor:
     magnitude = (rows.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
     order = magnitude * _PLACES - torch.arange(rows.shape[1], device=rows.device)  # no two of a row are equal
     return order.argmax(dim=1, keepdim=True) if rows.numel() else magnitude[:, :1]
-
-
-def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], chunk: int) -> Tensor:
-    return mean_over_ranks([_decompress_one(payload, segments, chunk) for payload in payloads.view(ranks, -1)])
 
 
 def _decompress_one(payload: Tensor, segments: Sequence[int], chunk: int) -> Tensor:
@@ -115,51 +95,25 @@ class ChunkMax(Compressor):
         part, whole = as_fraction(self.ratio)
         return -(-whole // part)
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        payload, left_out = _compress(bucket, residual, segments, self.chunk)
-        return Compressed(payload, left_out, empty_like_none(bucket, state))
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        chunk = self.chunk
+        sections = [given.bucket.new_empty(0, dtype=torch.uint8)]
+        left_out = [given.bucket.new_empty(0)]
+        for piece in given.pieces:
+            rows = to_blocks(piece, (len(piece),), chunk)
+            places = _largest(rows)
+            width = torch.uint8 if chunk <= 256 else torch.int16
+            values = rows.gather(1, places).flatten()
+            sections += [values.view(torch.uint8), _fill_up(places.flatten().to(width).view(torch.uint8))]
+            left_out.append(rows.scatter(1, places, 0.0).flatten()[: len(piece)])
+        if given.residual is None:
+            return Compressed(torch.cat(sections))
+        is_finite = given.value.isfinite()
+        return Compressed(torch.cat(sections), torch.where(is_finite, torch.cat(left_out), given.residual))
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return _decompress(payloads, ranks, segments, self.chunk)
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        segments = received.segments
+        return mean_over_ranks([_decompress_one(payload, segments, self.chunk) for payload in received.of_ranks])
 
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_chunkmax_encode", bucket, residual, payload, tuple(segments), len(segments), self.chunk)
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        is_ours = kernels.run(
-            "fxcomp_chunkmax_decode", payloads, ranks, tuple(segments), len(segments), self.chunk, out
-        )
-        if not is_ours:
-            raise bad_payload("places outside their chunks", ranks, segments)
-        return True
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return segments, len(segments), self.chunk

@@ -19,7 +19,6 @@ State: the stream of random starts, one a rank and segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -28,12 +27,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import kernels, randomness, survivors
-from fxcomp.compressors.base import Compressed, Compressor
-from fxcomp.compressors.blocks import split
+from fxcomp.compressors import randomness, survivors
+from fxcomp.compressors.base import Compressed
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
-from fxcomp.compressors.survivors import Cut
+from fxcomp.compressors.inputs import EncoderInput
+from fxcomp.compressors.survivors import Cut, SurvivorCompressor
 from fxcomp.compressors.topk import counts
 
 _REACHED = 64  # so many values of the sample should reach the threshold
@@ -54,7 +53,7 @@ def sampled_cut(piece: Tensor, k: int, stride: int, random: int) -> Cut:
 
 @register
 @dataclass(frozen=True, slots=True)
-class DGC(Compressor):
+class DGC(SurvivorCompressor):
     """About k values, for little more than one pass."""
 
     ratio: float
@@ -75,68 +74,21 @@ class DGC(Compressor):
         case=Case.SYSTEM,
     )
 
-    def payload_elements(self, segments: Sequence[int]) -> int:
-        return survivors.payload_bytes(segments, self.ratio)
-
     def state_elements(self, size: int) -> int:
         return randomness.STATE_ELEMENTS
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
         return randomness.fresh_state(randomness.key_of(key, rank))
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        assert state is not None, "dgc draws its samples from a stream"
-        value = bucket if residual is None else bucket + residual
-        segments = tuple(segments)
-        ks, steps = counts(segments, self.ratio), strides(segments, self.ratio)
-        cuts = [
-            sampled_cut(piece, k, stride, int(randomness.bits(randomness.stream_of(state, index), 0, 1)))
-            if k > 0
-            else Cut(1, 1)
-            for index, (piece, k, stride) in enumerate(zip(split(value, segments), ks, steps, strict=True))
-        ]
-        sent = survivors.compress(bucket, residual, segments, self.ratio, cuts)
-        return Compressed(sent.payload, sent.residual, randomness.next_state(state))
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        assert given.state is not None, "dgc draws its samples from a stream"
+        ks, steps = counts(given.segments, self.ratio), strides(given.segments, self.ratio)
+        cuts: list[Cut] = []
+        for index, (piece, k, stride) in enumerate(zip(given.pieces, ks, steps, strict=True)):
+            random = int(randomness.bits(randomness.stream_of(given.state, index), 0, 1))
+            cuts.append(sampled_cut(piece, k, stride, random) if k > 0 else Cut(1, 1))
+        sent = survivors.compress(given, self.ratio, cuts)
+        return Compressed(sent.payload, sent.residual, randomness.next_state(given.state))
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return survivors.decompress(payloads, ranks, segments, self.ratio)
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        segments = tuple(segments)
-        ks, slots = counts(segments, self.ratio), survivors.capacities(segments, self.ratio)
-        steps = strides(segments, self.ratio)
-        kernels.run("fxcomp_dgc_encode", bucket, residual, payload, segments, ks, slots, len(ks), steps, state)
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        return survivors.decode_on_cpu(payloads, ranks, segments, self.ratio, out)
+    def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return (strides(segments, self.ratio),)

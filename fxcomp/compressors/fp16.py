@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 
 from fxcomp.compressors.casts import CastCompressor
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback
-from fxcomp.compressors.registration import register
 
 
 @register

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import torch
 
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.fp8 import DEFAULT_BLOCK, FP8
-from fxcomp.compressors.registration import register
 
 
 @register

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 SHAPE = (128, 256)
 _WORDS = 16  # of four bytes, for one value
@@ -33,11 +34,10 @@ def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
     value, bound = _values(), compressor.bound_to([SHAPE], ranks)
     segments = (value.numel(),)
     state = bound.fresh_state(value.numel(), 0, 0) if bound.has_state else None
-    agreed = bound.propose_reference(value, None, segments, state) if bound.facts.agreement else None
-    payload, _, state = bound.compress_reference(value, None, segments, state, agreed)
-    decoded = bound.decompress_reference(
-        payload, 1, segments, agreed, state if bound.facts.decode_needs_state else None
-    )
+    agreed = bound.propose_reference(EncoderInput(value, None, segments, state)) if bound.facts.agreement else None
+    new = bound.compress_reference(EncoderInput(value, None, segments, state, agreed))
+    left = new.state if bound.facts.decode_needs_state else None
+    decoded = bound.decompress_reference(DecoderInput(new.payload, 1, segments, agreed, left))
     return _squares(value - decoded) / _squares(value)
 
 

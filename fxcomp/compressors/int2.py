@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.block_codes import BlockCompressor, feedback_at_random, mean_magnitude
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 512
 OUTER = 1.5  # the outer level, in units of the scale

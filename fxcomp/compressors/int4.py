@@ -24,8 +24,8 @@ from typing import ClassVar
 import torch
 
 from fxcomp.compressors.block_codes import SymmetricCompressor
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 128  # scales add 1/32 byte a value, a sixteenth of the codes
 

@@ -23,8 +23,8 @@ from typing import ClassVar
 import torch
 
 from fxcomp.compressors.block_codes import SymmetricCompressor
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the first-level cache between the two reads; scales add 1/128 byte a value
 

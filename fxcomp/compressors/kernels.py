@@ -17,7 +17,7 @@ from torch import Tensor
 
 _PACKAGE = Path(__file__).parent.parent
 
-ABI_VERSION = 8  # the same number as in csrc/module.cpp
+ABI_VERSION = 9  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
@@ -71,6 +71,12 @@ def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
     library = _library()
     assert library is not None, f"{name} was called, but no kernels are built"
     return _calls(library).run(name, arguments)
+
+
+def has(name: str) -> bool:
+    """The built library has a kernel of this name."""
+    library = _library()
+    return library is not None and hasattr(library, name)
 
 
 class _Calls:

@@ -55,11 +55,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fxcomp.compressors import kernels, randomness
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors import randomness
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import split
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadTensor
 
 _SPAN = 64  # columns of M Q that add up apart
@@ -215,34 +216,22 @@ class PowerSGD(Compressor):
         [columns] = self.all_columns((size,))
         return _random(key, 0, self.rank * columns, torch.device("cpu")).float() if columns else torch.zeros(size)
 
-    def propose_reference(
-        self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None
-    ) -> Tensor:
-        assert state is not None, "powersgd proposes from the factors of the step before"
-        proposals = [bucket.new_empty(0)]
-        value = bucket if residual is None else bucket + residual
-        all_columns = self.all_columns(segments)
-        states = split(state, self._payload_sizes(segments))
-        for part, columns, factors in zip(split(value, segments), all_columns, states, strict=True):
+    def propose_reference(self, given: EncoderInput) -> Tensor:
+        assert given.state is not None, "powersgd proposes from the factors of the step before"
+        proposals = [given.bucket.new_empty(0)]
+        states = split(given.state, self._payload_sizes(given.segments))
+        for part, columns, factors in zip(given.pieces, self.all_columns(given.segments), states, strict=True):
             if columns:
                 warm = factors.view(self.rank, columns)
                 start = _orthonormal(torch.where(warm.isfinite().all(), warm, 0.0))
                 proposals.append(_project(part.view(-1, columns), start).flatten())
         return torch.cat(proposals)
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        assert agreed is not None, "powersgd compresses with what the ranks agreed on"
-        value = bucket if residual is None else bucket + residual
-        payloads, sent = [bucket.new_empty(0)], [bucket.new_empty(0)]
-        bases = self._bases(segments, agreed)
-        for part, columns, basis in zip(split(value, segments), self.all_columns(segments), bases, strict=True):
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        assert given.agreed is not None, "powersgd compresses with what the ranks agreed on"
+        payloads, sent = [given.bucket.new_empty(0)], [given.bucket.new_empty(0)]
+        bases = self._bases(given.segments, given.agreed)
+        for part, columns, basis in zip(given.pieces, self.all_columns(given.segments), bases, strict=True):
             if basis is None:
                 payloads.append(part)
                 sent.append(part)
@@ -250,18 +239,15 @@ class PowerSGD(Compressor):
                 right = _project_back(part.view(-1, columns), basis)
                 payloads.append(right.flatten())
                 sent.append(_expand(basis, right).flatten())
-        left_out = bucket.new_empty(0)
-        if residual is not None:
-            left_out = value - torch.cat(sent)
-            left_out = torch.where(left_out.isfinite(), left_out, residual)
-        return Compressed(torch.cat(payloads), left_out, empty_like_none(bucket, state))
+        if given.residual is None:
+            return Compressed(torch.cat(payloads))
+        left_out = given.value - torch.cat(sent)
+        return Compressed(torch.cat(payloads), torch.where(left_out.isfinite(), left_out, given.residual))
 
-    def decompress_reference(
-        self, payloads: Tensor, ranks: int, segments: Sequence[int], agreed: Tensor | None, state: Tensor | None
-    ) -> Tensor:
-        assert agreed is not None, "powersgd decompresses with what the ranks agreed on"
-        bases = self._bases(segments, agreed)
-        return mean_over_ranks([self._decompress_one(payload, segments, bases) for payload in payloads.view(ranks, -1)])
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        assert received.agreed is not None, "powersgd decompresses with what the ranks agreed on"
+        segments, bases = received.segments, self._bases(received.segments, received.agreed)
+        return mean_over_ranks([self._decompress_one(payload, segments, bases) for payload in received.of_ranks])
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int], bases: Sequence[Tensor | None]) -> Tensor:
         parts = [payload.new_empty(0)]
@@ -299,37 +285,5 @@ class PowerSGD(Compressor):
         rows, columns = shape[0], size // shape[0]
         return columns if size > 2 * self.rank * (rows + columns) else 0
 
-    # Kernels
-
-    def propose_on_cpu(
-        self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
-    ) -> bool:
-        kernels.run("fxcomp_powersgd_propose", bucket, residual, *self._layout(segments), state, out)
-        return True
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_powersgd_encode", bucket, residual, payload, *self._layout(segments), agreed)
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        kernels.run("fxcomp_powersgd_decode", payloads, ranks, *self._layout(segments), agreed, out)
-        return True
-
-    def _layout(self, segments: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        return tuple(segments), self.all_columns(segments), len(segments), self.rank
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return segments, self.all_columns(segments), len(segments), self.rank

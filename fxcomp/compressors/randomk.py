@@ -35,11 +35,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import kernels, randomness
+from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import split
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import counts
 
 _RUN = 16
@@ -60,36 +61,6 @@ def draw_places(stream: tuple[Tensor, Tensor], n: int, k: int) -> Tensor:
     return (on_circle + turn) % n
 
 
-def _compress(
-    bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor, ks: Sequence[int], *, scaled: bool
-) -> tuple[Tensor, Tensor]:
-    value = bucket if residual is None else bucket + residual
-    sent, left_out = [bucket.new_empty(0)], value.clone()
-    for segment, (piece, left, k) in enumerate(zip(split(value, segments), split(left_out, segments), ks, strict=True)):
-        if k == 0:
-            continue
-        places = draw_places(randomness.stream_of(state, segment), len(piece), k)
-        values = piece[places]
-        values = values * _factor(len(piece), k) if scaled else values
-        is_finite = piece.isfinite().all()
-        flag = torch.where(is_finite, 0.0, torch.nan).to(torch.float32).view(1)
-        sent += [values, flag]
-        left[places] = torch.where(values.isfinite(), piece[places] - values, torch.nan)
-        left[0] = torch.where(is_finite, left[0], torch.nan)
-    if residual is None:
-        return torch.cat(sent), bucket.new_empty(0)
-    return torch.cat(sent), torch.where(left_out.isfinite(), left_out, residual)
-
-
-def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], state: Tensor, ks: Sequence[int]) -> Tensor:
-    before = state - randomness.one_step(state)
-    places = [
-        draw_places(randomness.stream_of(before, segment), n, k) if k else payloads.new_empty(0, dtype=torch.int64)
-        for segment, (n, k) in enumerate(zip(segments, ks, strict=True))
-    ]
-    return mean_over_ranks([_decompress_one(payload, segments, places) for payload in payloads.view(ranks, -1)])
-
-
 def _decompress_one(payload: Tensor, segments: Sequence[int], places: Sequence[Tensor]) -> Tensor:
     out = torch.zeros(sum(segments), dtype=torch.float32, device=payload.device)
     sections = split(payload, [len(index) + (len(index) > 0) for index in places])
@@ -98,10 +69,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], places: Sequence[T
             piece[index] = section[:-1]
             piece[0] = torch.where(section[-1].isfinite(), piece[0], torch.nan)
     return out
-
-
-def _factor(n: int, k: int) -> float:
-    return n / k
 
 
 @register
@@ -156,54 +123,35 @@ class RandomK(Compressor):
         """The same on all ranks: they draw the same places."""
         return randomness.fresh_state(key)
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        assert state is not None, "random-k draws its places from its state"
-        ks = counts(segments, self.ratio)
-        payload, left_out = _compress(bucket, residual, segments, state, ks, scaled=self.scaled)
-        return Compressed(payload, left_out, randomness.next_state(state))
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        assert given.state is not None, "random-k draws its places from its state"
+        left_out = given.value.clone()
+        sent = [given.bucket.new_empty(0)]
+        pieces = zip(given.pieces, split(left_out, given.segments), counts(given.segments, self.ratio), strict=True)
+        for segment, (piece, left, k) in enumerate(pieces):
+            if k == 0:
+                continue
+            places = draw_places(randomness.stream_of(given.state, segment), len(piece), k)
+            values = piece[places] * (len(piece) / k) if self.scaled else piece[places]
+            is_finite = piece.isfinite().all()
+            sent += [values, torch.where(is_finite, 0.0, torch.nan).to(torch.float32).view(1)]
+            left[places] = torch.where(values.isfinite(), piece[places] - values, torch.nan)
+            left[0] = torch.where(is_finite, left[0], torch.nan)
+        new_state = randomness.next_state(given.state)
+        if given.residual is None:
+            return Compressed(torch.cat(sent), state=new_state)
+        return Compressed(torch.cat(sent), torch.where(left_out.isfinite(), left_out, given.residual), new_state)
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        assert state is not None, "random-k draws its places from its state"
-        return _decompress(payloads, ranks, segments, state, counts(segments, self.ratio))
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        assert received.state is not None, "random-k draws its places from its state"
+        before = received.state - randomness.one_step(received.state)
+        none = before.new_empty(0)
+        ks = counts(received.segments, self.ratio)
+        places = [
+            draw_places(randomness.stream_of(before, segment), n, k) if k else none
+            for segment, (n, k) in enumerate(zip(received.segments, ks, strict=True))
+        ]
+        return mean_over_ranks([_decompress_one(payload, received.segments, places) for payload in received.of_ranks])
 
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        ks = counts(segments, self.ratio)
-        kernels.run(
-            "fxcomp_randomk_encode", bucket, residual, payload, tuple(segments), ks, len(ks), int(self.scaled), state
-        )
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        ks = counts(segments, self.ratio)
-        kernels.run("fxcomp_randomk_decode", payloads, ranks, tuple(segments), ks, len(ks), state, out)
-        return True
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return segments, counts(segments, self.ratio), len(segments), self.scaled

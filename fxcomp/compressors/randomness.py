@@ -11,6 +11,7 @@ The state of a random compressor is two int64 a segment: the stream's key, and t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,3 +70,10 @@ def mix(x: Tensor) -> Tensor:
 def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
     """fp32 in [0, 1), multiples of 2^-24."""
     return (bits(keys, start, count) >> 8).float() * 2.0**-24
+
+
+def uniform_of(state: Tensor, segments: Sequence[int]) -> Tensor:
+    """A number for each value of a bucket, from its segment's stream, at its place in the segment."""
+    streams = (stream_of(state, segment) for segment in range(len(segments)))
+    drawn = [uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
+    return torch.cat([torch.empty(0, device=state.device), *drawn])

@@ -33,59 +33,23 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import kernels, randomness
-from fxcomp.compressors.base import BadCompressor, Compressed, Compressor, empty_like_none, mean_over_ranks
+from fxcomp.compressors import randomness
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import most_scale
-from fxcomp.compressors.blocks import count_blocks, from_blocks, split, to_blocks
-from fxcomp.compressors.facts import Agreement, Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
+from fxcomp.compressors.blocks import count_blocks, from_blocks, to_blocks
+from fxcomp.compressors.catalogue import register
+from fxcomp.compressors.facts import Agreement, BadCompressor, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 DEFAULT_BLOCK = 512  # the proposal is 1/32 of the payload
 _LARGEST_CODE = 127
 _FEW_LEVELS = 7  # below, a code has fewer than four bits
 
 
-def _propose(value: Tensor, segments: Sequence[int], block: int) -> Tensor:
-    largest = to_blocks(value, segments, block).abs().amax(dim=1)
-    return torch.where(largest.isfinite(), largest, torch.inf)
-
-
 def _scales(agreed: Tensor, levels: int) -> Tensor:
     """One row a block; NaN where a value was not finite."""
     scale = (agreed / levels).clamp_max(most_scale(levels))
     return torch.where(agreed.isfinite(), scale, torch.nan).view(-1, 1)
-
-
-def _compress(
-    bucket: Tensor,
-    residual: Tensor | None,
-    segments: Sequence[int],
-    block: int,
-    levels: int,
-    state: Tensor | None,
-    agreed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    value = bucket if residual is None else bucket + residual
-    rows, scale = to_blocks(value, segments, block), _scales(agreed, levels)
-    is_finite = scale.isfinite()
-    quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
-    codes = quotient.round()
-    if state is not None:
-        above = quotient - codes
-        uniform = to_blocks(_uniform(state, segments), segments, block)
-        codes = codes + (uniform < above).float() - (uniform < -above).float()
-    codes = torch.where(is_finite, codes, 0.0)
-    payload = from_blocks(codes.to(torch.int8), segments, block)
-    if residual is None:
-        return payload, bucket.new_empty(0)
-    left_out = torch.where(is_finite, rows - codes * scale, to_blocks(residual, segments, block))
-    return payload, from_blocks(left_out, segments, block)
-
-
-def _uniform(state: Tensor, segments: Sequence[int]) -> Tensor:
-    streams = (randomness.stream_of(state, segment) for segment in range(len(segments)))
-    numbers = [randomness.uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
-    return torch.cat([torch.empty(0, device=state.device), *numbers])
 
 
 def _decompress_one(payload: Tensor, segments: Sequence[int], block: int, scale: Tensor) -> Tensor:
@@ -162,67 +126,33 @@ class SharedInt8(Compressor):
             return torch.empty(0, dtype=torch.int64)
         return randomness.fresh_state(randomness.key_of(key, rank))
 
-    def propose_reference(
-        self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None
-    ) -> Tensor:
-        return _propose(bucket if residual is None else bucket + residual, segments, self.block)
+    def propose_reference(self, given: EncoderInput) -> Tensor:
+        largest = to_blocks(given.value, given.segments, self.block).abs().amax(dim=1)
+        return torch.where(largest.isfinite(), largest, torch.inf)
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        assert agreed is not None, "shared_int8 compresses with what the ranks agreed on"
-        payload, left_out = _compress(bucket, residual, segments, self.block, self.levels, state, agreed)
-        new_state = empty_like_none(bucket, None if state is None else randomness.next_state(state))
-        return Compressed(payload, left_out, new_state)
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        assert given.agreed is not None, "shared_int8 compresses with what the ranks agreed on"
+        segments, block, levels = given.segments, self.block, self.levels
+        rows, scale = to_blocks(given.value, segments, block), _scales(given.agreed, levels)
+        is_finite = scale.isfinite()
+        quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
+        codes, new_state = quotient.round(), None
+        if given.state is not None:
+            above = quotient - codes
+            uniform = to_blocks(randomness.uniform_of(given.state, segments), segments, block)
+            codes = codes + (uniform < above).float() - (uniform < -above).float()
+            new_state = randomness.next_state(given.state)
+        codes = torch.where(is_finite, codes, 0.0)
+        payload = from_blocks(codes.to(torch.int8), segments, block)
+        if given.residual is None:
+            return Compressed(payload, state=new_state)
+        left_out = torch.where(is_finite, rows - codes * scale, to_blocks(given.residual, segments, block))
+        return Compressed(payload, from_blocks(left_out, segments, block), new_state)
 
-    def decompress_reference(
-        self, payloads: Tensor, ranks: int, segments: Sequence[int], agreed: Tensor | None, state: Tensor | None
-    ) -> Tensor:
-        assert agreed is not None, "shared_int8 decompresses with what the ranks agreed on"
-        scale = _scales(agreed, self.levels)
-        pieces = split(payloads, [sum(segments)] * ranks)
-        return mean_over_ranks([_decompress_one(piece, segments, self.block, scale) for piece in pieces])
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        assert received.agreed is not None, "shared_int8 decompresses with what the ranks agreed on"
+        scale, segments = _scales(received.agreed, self.levels), received.segments
+        return mean_over_ranks([_decompress_one(one, segments, self.block, scale) for one in received.of_ranks])
 
-    def propose_on_cpu(
-        self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
-    ) -> bool:
-        sizes = tuple(segments)
-        kernels.run("fxcomp_shared_int8_propose", bucket, residual, sizes, len(sizes), self.block, out)
-        return True
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        sizes = tuple(segments)
-        kernels.run(
-            *("fxcomp_shared_int8_encode", bucket, residual, payload, sizes, len(sizes), self.block),
-            *(self.levels, state, agreed),
-        )
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        sizes = tuple(segments)
-        kernels.run(
-            *("fxcomp_shared_int8_decode", payloads, ranks, sizes, len(sizes), self.block),
-            *(self.levels, agreed, out),
-        )
-        return True
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return segments, len(segments), self.block, self.levels

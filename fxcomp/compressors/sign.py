@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.block_codes import BlockCompressor, mean_magnitude
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
 
 DEFAULT_BLOCK = 512
 

@@ -1,4 +1,4 @@
-"""Send what reaches a threshold, in a payload of fixed size: the common part of sidco, dgc and threshold.
+"""Send what reaches a threshold, in a payload of fixed size: the selection whose policies are sidco, dgc and threshold.
 
     survivors = the values with |v| >= threshold, at most `capacity` of them
     decoded   = v where it was sent, 0 elsewhere
@@ -17,6 +17,7 @@ sent. The residual is 0 where a value was sent, v elsewhere, and stays as it was
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fxcomp.compressors import kernels, places
-from fxcomp.compressors.base import bad_payload, mean_over_ranks
+from fxcomp.compressors import places
+from fxcomp.compressors.base import Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import split
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import counts
 
 INFINITY_BITS = 0x7F800000
@@ -44,8 +46,35 @@ class Selected(NamedTuple):
     """What `compress` returns: `reached` counts what reached the threshold, sent or not."""
 
     payload: Tensor
-    residual: Tensor
+    residual: Tensor | None
     reached: list[int]
+
+
+class SurvivorCompressor(Compressor):
+    """A subclass is a policy: its `compress_reference` chooses a cut for each segment and hands them to `compress`."""
+
+    __slots__ = ()
+
+    ratio: float
+
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return payload_bytes(segments, self.ratio)
+
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        segments = received.segments
+        return mean_over_ranks([_decompress_one(payload, segments, self.ratio) for payload in received.of_ranks])
+
+    @abstractmethod
+    def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        """What the kernel is told to choose the cuts."""
+
+    @classmethod
+    def kernel_name(cls, what: str) -> str:
+        return f"fxcomp_{cls.facts.name if what == 'encode' else 'survivors'}_{what}"
+
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        layout = (segments, counts(segments, self.ratio), capacities(segments, self.ratio), len(segments))
+        return (*layout, *self.policy(segments)) if what == "encode" else layout
 
 
 @lru_cache(maxsize=4096)
@@ -68,47 +97,24 @@ def magnitude_bits(values: Tensor) -> Tensor:
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
-def compress(
-    bucket: Tensor, residual: Tensor | None, segments: Sequence[int], ratio: float, cuts: Sequence[Cut]
-) -> Selected:
+def compress(given: EncoderInput, ratio: float, cuts: Sequence[Cut]) -> Selected:
     """Send what reaches the cuts."""
-    value = bucket if residual is None else bucket + residual
-    left_out = value.clone()
-    sections = [bucket.new_empty(0, dtype=torch.uint8)]
+    left_out = given.value.clone()
+    sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
-    pieces = zip(
-        split(value, segments),
-        split(left_out, segments),
-        cuts,
-        counts(segments, ratio),
-        capacities(tuple(segments), ratio),
-        strict=True,
-    )
-    for piece, left, cut, k, slots in pieces:
+    ks, room = counts(given.segments, ratio), capacities(given.segments, ratio)
+    for left, cut, k, slots in zip(split(left_out, given.segments), cuts, ks, room, strict=True):
         if slots == 0:
             reached.append(0)
             continue
-        kept, total = _survivors(piece, cut, k, slots)
+        kept, total = _survivors(left, cut, k, slots)
         reached.append(total)
+        sections += _section(left[kept], kept, len(left), slots)
         left[kept] = 0
-        sections += _section(piece[kept], kept, len(piece), slots)
     payload = torch.cat(sections)
-    if residual is None:
-        return Selected(payload, bucket.new_empty(0), reached)
-    return Selected(payload, torch.where(value.isfinite(), left_out, residual), reached)
-
-
-def decompress(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: float) -> Tensor:
-    return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in payloads.view(ranks, -1)])
-
-
-def decode_on_cpu(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: float, out: Tensor) -> bool:
-    segments = tuple(segments)
-    slots = capacities(segments, ratio)
-    is_ours = kernels.run("fxcomp_survivors_decode", payloads, ranks, segments, slots, len(slots), out)
-    if not is_ours:
-        raise bad_payload("places outside its segment", ranks, segments)
-    return True
+    if given.residual is None:
+        return Selected(payload, None, reached)
+    return Selected(payload, torch.where(given.value.isfinite(), left_out, given.residual), reached)
 
 
 def kth_largest(values: Tensor, k: int) -> int:

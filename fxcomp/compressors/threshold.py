@@ -18,23 +18,22 @@ value 3 (0.27 % sent).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fxcomp.compressors import kernels, survivors
-from fxcomp.compressors.base import Compressed, Compressor, empty_like_none
+from fxcomp.compressors import survivors
+from fxcomp.compressors.base import Compressed
+from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.registration import register
-from fxcomp.compressors.topk import counts
+from fxcomp.compressors.inputs import EncoderInput
+from fxcomp.compressors.survivors import SurvivorCompressor
 
 
 @register
 @dataclass(frozen=True, slots=True)
-class Threshold(Compressor):
+class Threshold(SurvivorCompressor):
     """Sends only what matters, in a fixed number of slots."""
 
     value: float
@@ -57,56 +56,13 @@ class Threshold(Compressor):
         source="Aji and Heafield 2017; Sahu et al. 2021, rethinking sparsification",
     )
 
-    def payload_elements(self, segments: Sequence[int]) -> int:
-        return survivors.payload_bytes(segments, self.ratio)
-
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        bits = self.bits
-        sent = survivors.compress(bucket, residual, segments, self.ratio, [survivors.Cut(bits, bits)] * len(segments))
-        return Compressed(sent.payload, sent.residual, empty_like_none(bucket, state))
-
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return survivors.decompress(payloads, ranks, segments, self.ratio)
-
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        segments = tuple(segments)
-        ks, slots = counts(segments, self.ratio), survivors.capacities(segments, self.ratio)
-        kernels.run("fxcomp_threshold_encode", bucket, residual, payload, segments, ks, slots, len(ks), self.bits)
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        return survivors.decode_on_cpu(payloads, ranks, segments, self.ratio, out)
-
     @property
     def bits(self) -> int:
         return int(survivors.magnitude_bits(torch.tensor(self.value, dtype=torch.float32)))
+
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        sent = survivors.compress(given, self.ratio, [survivors.Cut(self.bits, self.bits)] * len(given.segments))
+        return Compressed(sent.payload, sent.residual)
+
+    def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return (self.bits,)

@@ -28,42 +28,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fxcomp.compressors import kernels
-from fxcomp.compressors.base import (
-    BadCompressor,
-    Compressed,
-    Compressor,
-    bad_payload,
-    empty_like_none,
-    mean_over_ranks,
-)
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import split
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.catalogue import register
+from fxcomp.compressors.facts import BadCompressor, Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.places import bytes_of, read, write
-from fxcomp.compressors.registration import register
 
 _MOST_VALUES = 2**31 - 1  # of one segment
-
-
-def _compress(bucket: Tensor, residual: Tensor | None, segments: Sequence[int], ratio: float) -> tuple[Tensor, Tensor]:
-    value = bucket if residual is None else bucket + residual
-    places = [_largest(piece, k) for piece, k in zip(split(value, segments), counts(segments, ratio), strict=True)]
-    sections = [
-        section
-        for piece, index in zip(split(value, segments), places, strict=True)
-        for section in (piece[index].view(torch.uint8), _fill_up(write(index, len(piece), len(index))))
-    ]
-    payload = torch.cat([bucket.new_empty(0, dtype=torch.uint8), *sections])
-    if residual is None:
-        return payload, bucket.new_empty(0)
-    left_out = value.clone()
-    for piece, index in zip(split(left_out, segments), places, strict=True):
-        piece[index] = 0
-    return payload, torch.where(value.isfinite(), left_out, residual)
-
-
-def _decompress(payloads: Tensor, ranks: int, segments: Sequence[int], ratio: float) -> Tensor:
-    return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in payloads.view(ranks, -1)])
 
 
 def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> Tensor:
@@ -144,51 +116,22 @@ class TopK(Compressor):
     def payload_elements(self, segments: Sequence[int]) -> int:
         return sum(map(_bytes_of, segments, counts(segments, self.ratio)))
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        payload, left_out = _compress(bucket, residual, segments, self.ratio)
-        return Compressed(payload, left_out, empty_like_none(bucket, state))
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        ks = counts(given.segments, self.ratio)
+        places = [_largest(piece, k) for piece, k in zip(given.pieces, ks, strict=True)]
+        left_out = given.value.clone()
+        sections = [left_out.new_empty(0, dtype=torch.uint8)]
+        for piece, index in zip(split(left_out, given.segments), places, strict=True):
+            sections += [piece[index].view(torch.uint8), _fill_up(write(index, len(piece), len(index)))]
+            piece[index] = 0
+        payload = torch.cat(sections)
+        if given.residual is None:
+            return Compressed(payload)
+        return Compressed(payload, torch.where(given.value.isfinite(), left_out, given.residual))
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return _decompress(payloads, ranks, segments, self.ratio)
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        segments = received.segments
+        return mean_over_ranks([_decompress_one(payload, segments, self.ratio) for payload in received.of_ranks])
 
-    def encode_on_cpu(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool:
-        ks = counts(segments, self.ratio)
-        kernels.run("fxcomp_topk_encode", bucket, residual, payload, tuple(segments), ks, len(ks))
-        return True
-
-    def decode_on_cpu(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool:
-        ks = counts(segments, self.ratio)
-        is_ours = kernels.run("fxcomp_topk_decode", payloads, ranks, tuple(segments), ks, len(ks), out)
-        if not is_ours:
-            raise bad_payload("places outside its segment", ranks, segments)
-        return True
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        return segments, counts(segments, self.ratio), len(segments)

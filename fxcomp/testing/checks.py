@@ -14,7 +14,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import CATALOGUE, Bias, Compressor, Feedback, kernels, parse_compressor, triton
+from fxcomp.compressors import CATALOGUE, Bias, Compressor, EncoderInput, Feedback, kernels, parse_compressor, triton
+from fxcomp.compressors.base import find_kernel
 from fxcomp.errors import BadTensor, FxcompError
 from fxcomp.testing.draws import (
     errors_of_ranks_average_out,
@@ -507,16 +508,14 @@ def second_step(bound: Compressor, bucket: Tensor, segments: Sequence[int], *, f
 
 
 def _has_kernel(compressor: Compressor) -> bool:
-    return any(
-        getattr(type(compressor), name) is not getattr(Compressor, name)
-        for name in ("encode_on_cpu", "decode_on_cpu", "propose_on_cpu")
-    )
+    kind, own = type(compressor), ("encode_on_cpu", "decode_on_cpu", "propose_on_cpu")
+    return find_kernel(kind, "encode") is not None or any(getattr(kind, n) is not getattr(Compressor, n) for n in own)
 
 
 def _reference(bound: Compressor, bucket: Tensor, residual: Tensor | None, segments: Sequence[int]) -> Any:
     [replica] = replicas_of(bound, segments, feedback=False)
     agreed = agree(bound, [bucket], [replica], segments)
-    return bound.compress_reference(bucket, residual, segments, replica.state, agreed)
+    return bound.compress_reference(EncoderInput(bucket, residual, tuple(segments), replica.state, agreed))
 
 
 def _may_feed_back(compressor: Compressor) -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from fxcomp.compressors import (
     BF16,
+    CATALOGUE,
     BadCompressor,
     Compressor,
     Int4,
@@ -16,8 +17,7 @@ from fxcomp.compressors import (
     compressor_of,
     parse_compressor,
 )
-from fxcomp.compressors.fields import fields_of, read, text_of
-from fxcomp.compressors.registration import CATALOGUE
+from fxcomp.compressors.facts import fields_of, read, text_of
 from fxcomp.errors import BadOption
 
 KNOWN = ", ".join(sorted(CATALOGUE))

@@ -5,7 +5,7 @@ import torch
 from compressor_cases import WITH_KERNELS
 from torch import Tensor
 
-from fxcomp.compressors import DGC
+from fxcomp.compressors import DGC, EncoderInput
 from fxcomp.compressors.dgc import strides
 from fxcomp.compressors.topk import counts
 
@@ -49,7 +49,7 @@ def test_a_second_look_gives_the_bits_of_the_reference() -> None:
         large[start::stride][: N // stride // 90] *= 1000
         large[N // 2] = torch.nan
         kernel_residual, kernel_state = residual.clone(), state.clone()
-        expected = compressor.compress_reference(large, residual, (N,), state, None)
+        expected = compressor.compress_reference(EncoderInput(large, residual, (N,), state))
         _, payload = _encode(compressor, large, kernel_residual, kernel_state)
         assert torch.equal(payload, expected.payload)
         assert torch.equal(kernel_residual, expected.residual)

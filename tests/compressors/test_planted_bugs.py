@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import CATALOGUE, DGC, Compressor, Int8, RandomK, SharedInt8, TopK, randomness
+from fxcomp.compressors import (
+    CATALOGUE,
+    DGC,
+    Compressor,
+    DecoderInput,
+    EncoderInput,
+    Int8,
+    RandomK,
+    SharedInt8,
+    TopK,
+    randomness,
+)
 from fxcomp.testing import CHECKS
 
 Decode = Callable[[Tensor, Sequence[int]], Tensor]
@@ -17,46 +29,31 @@ Decode = Callable[[Tensor, Sequence[int]], Tensor]
 
 def _planted(parent: type[Compressor], *parameters: object, **methods: object) -> Compressor:
     """A compressor without kernels, some of whose methods are others."""
-    plain = {name: getattr(Compressor, name) for name in ("encode_on_cpu", "decode_on_cpu", "propose_on_cpu")}
-    made = type(f"Broken{parent.__name__}", (parent,), {"__slots__": (), **plain, **methods})
+    made = type(f"Broken{parent.__name__}", (parent,), {"__slots__": (), "__module__": __name__, **methods})
     return dataclass(frozen=True)(made)(*parameters)
 
 
-def _encoding(parent: type[Compressor], change: Callable[..., object]) -> Callable[..., object]:
-    """`parent`'s, of whatever `change` makes of the bucket, the residual, the segments and the state."""
+def _encoding(parent: type[Compressor], change: Callable[..., Any]) -> Callable[..., object]:
+    """`parent`'s, of whatever `change` makes of the bucket, the residual and the segments."""
 
-    def compress_reference(
-        self: Compressor,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> object:
-        new_bucket, new_residual = change(bucket, residual, segments)
-        return parent.compress_reference(self, new_bucket, new_residual, segments, state, agreed)
+    def compress_reference(self: Compressor, given: EncoderInput) -> object:
+        bucket, residual = change(given.bucket, given.residual, given.segments)
+        return parent.compress_reference(self, given._replace(bucket=bucket, residual=residual))
 
     return compress_reference
 
 
 def _decoding(parent: type[Compressor], change: Decode) -> Callable[..., Tensor]:
-    def decompress_reference(
-        self: Compressor,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        return change(parent.decompress_reference(self, payloads, ranks, segments, agreed, state).clone(), segments)
+    def decompress_reference(self: Compressor, received: DecoderInput) -> Tensor:
+        return change(parent.decompress_reference(self, received).clone(), received.segments)
 
     return decompress_reference
 
 
 def _standing_still(parent: type[Compressor]) -> Callable[..., object]:
-    def compress_reference(self: Compressor, bucket: Tensor, residual: Tensor | None, *rest: object) -> object:
-        new = parent.compress_reference(self, bucket, residual, *rest)
-        return new._replace(state=rest[1].clone())
+    def compress_reference(self: Compressor, given: EncoderInput) -> object:
+        assert given.state is not None
+        return parent.compress_reference(self, given)._replace(state=given.state.clone())
 
     return compress_reference
 
@@ -64,18 +61,12 @@ def _standing_still(parent: type[Compressor]) -> Callable[..., object]:
 def _drawing_from_the_key_alone(parent: type[Compressor]) -> Callable[..., object]:
     """The state moves on, but nothing is drawn from the step."""
 
-    def compress_reference(
-        self: Compressor,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor,
-        agreed: Tensor | None,
-    ) -> object:
-        first = state.clone()
+    def compress_reference(self: Compressor, given: EncoderInput) -> object:
+        assert given.state is not None
+        first = given.state.clone()
         first[1::2] = 0
-        new = parent.compress_reference(self, bucket, residual, segments, first, agreed)
-        return new._replace(state=randomness.next_state(state))
+        new = parent.compress_reference(self, given._replace(state=first))
+        return new._replace(state=randomness.next_state(given.state))
 
     return compress_reference
 
@@ -88,12 +79,12 @@ def _of_no_rank(self: Compressor, size: int, key: int, rank: int) -> Tensor:  # 
     return randomness.fresh_state(key)
 
 
-def _one_draw_a_block(self: Int8, rows: Tensor, segments: Sequence[int], state: Tensor | None) -> Tensor:
-    return Int8._uniform(self, rows, segments, state)[:, :1].expand_as(rows)
+def _one_draw_a_block(self: Int8, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
+    return Int8.codes(self, rows, scale, uniform[:, :1].expand_as(rows))
 
 
-def _eight_bits_a_draw(self: Int8, rows: Tensor, segments: Sequence[int], state: Tensor | None) -> Tensor:
-    return (Int8._uniform(self, rows, segments, state) * 256).floor() / 256
+def _eight_bits_a_draw(self: Int8, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
+    return Int8.codes(self, rows, scale, (uniform * 256).floor() / 256)
 
 
 def _negative_down(self: Int8, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:  # noqa: ARG001
@@ -179,15 +170,15 @@ BUGS: dict[str, tuple[Compressor, str, str]] = {
         *("errors_of_ranks_average_out", "4.00 times what independent errors would give"),
     ),
     "one draw for a block": (
-        _planted(Int8, 512, True, _uniform=_one_draw_a_block),
+        _planted(Int8, 512, True, codes=_one_draw_a_block),
         *("mean_is_unbiased", "times that of independent errors"),
     ),
     "one draw for a block of nine": (
-        _planted(Int8, 9, True, _uniform=_one_draw_a_block),
+        _planted(Int8, 9, True, codes=_one_draw_a_block),
         *("mean_is_unbiased", "times that of independent errors"),
     ),
     "draws of eight bits": (
-        _planted(Int8, 512, True, _uniform=_eight_bits_a_draw),
+        _planted(Int8, 512, True, codes=_eight_bits_a_draw),
         *("mean_is_unbiased", "standard errors from 0"),
     ),
     "a tenth too little where there is much": (

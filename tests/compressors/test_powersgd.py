@@ -274,6 +274,6 @@ def test_a_kernel_leaves_nothing_unwritten_of_a_segment_that_columns_do_not_divi
     size, columns, rank = 1000, 64, 2
     rows = size // columns
     payload, agreed, out = gaussian(rank * columns), gaussian(rank * rows, 1), torch.zeros(size)
-    kernels.run("fxcomp_powersgd_decode", payload, 1, (size,), (columns,), 1, rank, agreed, out)
+    kernels.run("fxcomp_powersgd_decode", payload, 1, out, agreed, None, (size,), (columns,), 1, rank)
     assert (out[: rows * columns] != 0).all()
     assert out[rows * columns :].isnan().all()

@@ -10,18 +10,9 @@ import torch
 from compressor_cases import WITH_KERNELS
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, Sidco, SidcoE, SidcoGP
-from fxcomp.compressors.sidco import (
-    Controller,
-    Fit,
-    fit_threshold,
-    inverse_gamma,
-    is_contradicted,
-    mean_log,
-    most_stages,
-    sample_of,
-    strides,
-)
+from fxcomp.compressors import Compressor, EncoderInput, Sidco, SidcoE, SidcoGP
+from fxcomp.compressors.sidco import Controller, is_contradicted, most_stages, sample_of, strides
+from fxcomp.compressors.tail_fits import Fit, fit_threshold, inverse_gamma, mean_log
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import sidco as benchmark
@@ -164,7 +155,7 @@ def test_the_kernel_follows_the_reference_through_windows_and_resampling(compres
     residual = torch.zeros(203_000)
     for seed in range(12):
         gradient = benchmark.draw("Pareto .45", 203_000, seed)
-        expected = compressor.compress_reference(gradient, residual, segments, state, None)
+        expected = compressor.compress_reference(EncoderInput(gradient, residual, segments, state))
         payload = torch.empty(compressor.payload_elements(segments), dtype=torch.uint8)
         compressor.encode(gradient, residual, payload, segments, state)
         assert torch.equal(payload, expected.payload)

@@ -5,7 +5,7 @@ import torch
 from compressor_cases import WITH_KERNELS
 from torch import Tensor
 
-from fxcomp.compressors import DGC, Threshold, places, randomness, survivors
+from fxcomp.compressors import DGC, EncoderInput, Threshold, places, randomness, survivors
 from fxcomp.compressors.dgc import strides
 from fxcomp.compressors.survivors import Cut
 from fxcomp.errors import BadPayload
@@ -55,8 +55,8 @@ def test_there_are_thirty_per_cent_more_slots_than_values_to_send() -> None:
 
 def test_a_second_look_happens_where_fewer_than_half_reach_the_threshold() -> None:
     bucket = torch.arange(100.0)
-    few = survivors.compress(bucket, None, (100,), 0.1, [Cut(_bits(97.0), _bits(90.0))])
-    enough = survivors.compress(bucket, None, (100,), 0.1, [Cut(_bits(95.0), _bits(90.0))])
+    few = survivors.compress(EncoderInput(bucket, None, (100,)), 0.1, [Cut(_bits(97.0), _bits(90.0))])
+    enough = survivors.compress(EncoderInput(bucket, None, (100,)), 0.1, [Cut(_bits(95.0), _bits(90.0))])
     assert (few.reached, enough.reached) == ([10], [5])
 
 
@@ -75,7 +75,7 @@ def test_half_of_the_values_asked_for_are_enough_for_the_kernel_too(large: int, 
     bucket[(start + 1) % stride :: stride][: large - 78] = 10.0
     residual = torch.zeros(n) if feedback else None
     payload = torch.full((compressor.payload_elements((n,)),), 77, dtype=torch.uint8)
-    expected = compressor.compress_reference(bucket, residual, (n,), state, None)
+    expected = compressor.compress_reference(EncoderInput(bucket, residual, (n,), state))
     compressor.encode(bucket, residual, payload, (n,), state)
     assert int(payload[:4].view(torch.int32)) == sent
     assert torch.equal(payload, expected.payload)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.compressors import Compressor, kernels, parse_compressor
+from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, kernels, parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.plan.error_feedback import ErrorFeedback, check_momentum
 from fxcomp.plan.plan import Plan
@@ -137,7 +137,7 @@ class Simulated:
             return velocity / self.ranks
         residual, state = torch.cat([self.residual[name] for name in names]), self.states[number]
         scale = self.ranks if compressor.is_linear else 1
-        new = compressor.compress_reference(velocity / scale, residual, sizes, state, None)
+        new = compressor.compress_reference(EncoderInput(velocity / scale, residual, tuple(sizes), state))
         self.states[number] = new.state if state is not None else None
         payload, copies = new.payload, 1
         if compressor.is_linear:
@@ -152,7 +152,7 @@ class Simulated:
             self.residual[name] = left.clone()
             if compressor.sends_values:
                 self.velocity[name][gone] = 0
-        return compressor.decompress_reference(payload, copies, sizes, None, decodes)
+        return compressor.decompress_reference(DecoderInput(payload, copies, tuple(sizes), None, decodes))
 
 
 def simulate(names: list[str | None], device: Device, options: dict[str, int]) -> dict[str, Any]:

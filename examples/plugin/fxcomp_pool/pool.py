@@ -18,7 +18,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Bias, Compressed, Compressor, Facts, Feedback, Parameter, register
+from fxcomp.compressors import (
+    Bias,
+    Compressed,
+    Compressor,
+    DecoderInput,
+    EncoderInput,
+    Facts,
+    Feedback,
+    Parameter,
+    register,
+)
 from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, to_blocks
 
 
@@ -46,33 +56,18 @@ class Pool(Compressor):
     def payload_elements(self, segments: Sequence[int]) -> int:
         return count_blocks(segments, self.width)
 
-    def compress_reference(
-        self,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> Compressed:
-        value = bucket if residual is None else bucket + residual
-        runs = to_blocks(value, segments, self.width)
-        means = (runs / block_sizes(segments, self.width, device=bucket.device)).sum(dim=1, keepdim=True)
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        segments, residual = given.segments, given.residual
+        runs = to_blocks(given.value, segments, self.width)
+        means = (runs / block_sizes(segments, self.width, device=runs.device)).sum(dim=1, keepdim=True)
         # At the end of fp32 a value may be too far from its run's mean: such a run waits, whole.
         overflows = (runs.isfinite() & ~(runs - means).isfinite()).any(dim=1, keepdim=True)
         means = torch.where(overflows & runs.isfinite().all(dim=1, keepdim=True), 0.0, means)
-        none = bucket.new_empty(0)
         if residual is None:
-            return Compressed(means.flatten(), none, none)
+            return Compressed(means.flatten())
         left_out = torch.where(means.isfinite(), runs - means, to_blocks(residual, segments, self.width))
-        return Compressed(means.flatten(), from_blocks(left_out, segments, self.width), none)
+        return Compressed(means.flatten(), from_blocks(left_out, segments, self.width))
 
-    def decompress_reference(
-        self,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> Tensor:
-        assert ranks == 1, "payloads of a linear compressor come summed"
-        return from_blocks(payloads.view(-1, 1).expand(-1, self.width), segments, self.width)
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        assert received.ranks == 1, "payloads of a linear compressor come summed"
+        return from_blocks(received.payloads.view(-1, 1).expand(-1, self.width), received.segments, self.width)

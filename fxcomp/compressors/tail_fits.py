@@ -1,0 +1,196 @@
+"""Fit a distribution to magnitudes, and give the magnitude that a small share of them exceeds.
+
+A fit to all magnitudes says little about the largest, so it is repeated: the first stage keeps a quarter, each later
+one fits what exceeds the threshold before. A stage aims at what the stages before kept by the sample's count, so their
+errors do not add up. With mean m, variance s^2 of the exceedances and the share p to keep:
+
+    exponential         m ln(1/p)
+    generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
+    gamma               the exact inverse, shape c from q = ln m - mean(ln): (3 - q + sqrt((q-3)^2 + 24q)) / 12q
+
+Zeros and what is not finite stay out of the fit; the share to keep counts for the rest. csrc/tail_fits.h is the
+kernels' copy: every sum has an order that any vector width can follow.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+FIRST_SHARE = 0.25
+_LANES = 512
+_GROUP = 512  # so many mantissas multiply to less than the largest double
+_LOG_TWO = 0.6931471805599453
+_HALF_LOG_TWO_PI = 0.9189385332046727
+
+
+class Fit(Enum):
+    """The distribution of magnitudes; from the second stage on gamma's is generalised Pareto."""
+
+    EXPONENTIAL = 0
+    GAMMA = 1
+    PARETO = 2
+
+
+class Moments(NamedTuple):
+    """Of what exceeds a level, above that level."""
+
+    above: int
+    mean: float
+    variance: float
+
+
+def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: Fit) -> float:
+    """The magnitude that about `reaching` values of the sample reach, from so many fits; not all are 0."""
+    magnitudes = sample.double()
+    moments = moments_above(magnitudes, 0.0)
+    share = reaching / moments.above
+    if share >= 1.0:
+        return 0.0
+    left = stages if share < FIRST_SHARE else 1
+    first = share if left == 1 else FIRST_SHARE
+    level = gamma_quantile(magnitudes, moments, first) if fit is Fit.GAMMA else quantile(moments, first, fit)
+    while left > 1:
+        left -= 1
+        moments = moments_above(magnitudes, level)
+        if moments.above < 2 or moments.above <= reaching:
+            break
+        share = math.exp(math.log(reaching / moments.above) / left)
+        level += quantile(moments, share, fit)
+    return level
+
+
+def quantile(moments: Moments, share: float, fit: Fit) -> float:
+    """What a share of the exceedances exceeds."""
+    mean, variance = moments.mean, moments.variance
+    log_share = math.log(share)
+    if fit is Fit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
+        return -mean * log_share
+    relative = mean * mean / variance
+    shape = 0.5 * (1.0 - relative)
+    scale = 0.5 * mean * (relative + 1.0)
+    if abs(shape) < 1e-6:
+        return -scale * log_share
+    return scale / shape * (math.exp(-shape * log_share) - 1.0)
+
+
+def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
+    """What a share of all magnitudes exceeds if they follow a gamma distribution."""
+    q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
+    if q < 1e-4:
+        return -moments.mean * math.log(share)
+    shape = (3.0 - q + math.sqrt((q - 3.0) * (q - 3.0) + 24.0 * q)) / (12.0 * q)
+    return moments.mean / shape * inverse_gamma(shape, share)
+
+
+def moments_above(magnitudes: Tensor, level: float) -> Moments:
+    is_above = magnitudes > level
+    count = int(is_above.sum())
+    if count == 0:
+        return Moments(0, 0.0, 0.0)
+    excess = torch.where(is_above, magnitudes - level, 0.0)
+    mean = _sum(excess) / count
+    square = _sum(excess * excess) / count
+    return Moments(count, mean, square - mean * mean)
+
+
+def mean_log(magnitudes: Tensor, count: int) -> float:
+    """Of those that are not zero: exponents add up exactly, and mantissas are multiplied, 512 at a time."""
+    magnitudes = pad(magnitudes, (0, _power_of_two(len(magnitudes)) - len(magnitudes)))
+    bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
+    exponents = int(((bits >> 52) - 1023).sum())
+    mantissas = ((bits & ((1 << 52) - 1)) | (1023 << 52)).view(torch.float64)
+    down_to = max(1, len(mantissas) // _GROUP)
+    while len(mantissas) > down_to:
+        half = len(mantissas) // 2
+        mantissas = mantissas[:half] * mantissas[half:]
+    logs = 0.0
+    for product in mantissas:
+        logs += math.log(float(product))
+    return (exponents * _LOG_TWO + logs) / count
+
+
+def _sum(values: Tensor) -> float:
+    """In 512 strided lanes that then fold in halves: an order that any vector width can follow."""
+    lanes = values.new_zeros(_LANES)
+    for row in pad(values, (0, -len(values) % _LANES)).view(-1, _LANES):
+        lanes = lanes + row
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return float(lanes[0])
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def inverse_gamma(shape: float, share: float) -> float:
+    """x such that gamma(shape, 1) exceeds it with probability `share`: Newton's steps between bounds that close in."""
+    log_gamma = _log_gamma(shape)
+    low, high = 0.0, shape + 10.0
+    while _upper_gamma(shape, high, log_gamma) > share:
+        low = high
+        high *= 2.0
+    x = math.exp((math.log(1.0 - share) + log_gamma + math.log(shape)) / shape)  # exact as x goes to 0
+    if not low < x < high:
+        x = 0.5 * (low + high)
+    for _ in range(200):
+        error = _upper_gamma(shape, x, log_gamma) - share
+        if error > 0.0:
+            low = x
+        else:
+            high = x
+        density = math.exp((shape - 1.0) * math.log(x) - x - log_gamma)
+        new = x + error / density if density > 1e-300 else low
+        if not low < new < high:
+            new = 0.5 * (low + high)
+        if abs(new - x) <= 1e-10 * x:
+            return new
+        x = new
+    return x
+
+
+def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
+    """The regularised upper incomplete gamma function, x > 0."""
+    front = math.exp(shape * math.log(x) - x - log_gamma)
+    if x < shape + 1.0:  # a power series of the lower one
+        term = 1.0 / shape
+        total = term
+        for i in range(1, 1000):
+            term *= x / (shape + i)
+            total += term
+            if term < total * 1e-16:
+                break
+        return 1.0 - front * total
+    b = x + 1.0 - shape  # a continued fraction, from the front (Lentz)
+    c = 1e300
+    d = 1.0 / b
+    total = d
+    for i in range(1, 1000):
+        factor = -i * (i - shape)
+        b += 2.0
+        d = 1.0 / (factor * d + b)
+        c = b + factor / c
+        change = c * d
+        total *= change
+        if abs(change - 1.0) < 1e-15:
+            break
+    return front * total
+
+
+def _log_gamma(x: float) -> float:
+    """Stirling's series, after raising x to 10 or more; good to 1e-13."""
+    shift = 1.0
+    while x < 10.0:
+        shift *= x
+        x += 1.0
+    inverse = 1.0 / x
+    square = inverse * inverse
+    series = inverse * (1.0 / 12.0 - square * (1.0 / 360.0 - square * (1.0 / 1260.0 - square / 1680.0)))
+    return (x - 0.5) * math.log(x) - x + _HALF_LOG_TWO_PI + series - math.log(shift)
