@@ -9,7 +9,7 @@ FXCOMP_EXPORT void fxcomp_dgc_encode(const float* bucket, float* residual, uint8
                                      const void*, const int64_t* segments, const int64_t* ks, const int64_t* slots,
                                      int64_t segment_count, const int64_t* strides) {
     using namespace survivors;
-    for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
+    encode_segments({bucket, residual, payload, 0, 0, 0}, segments, ks, slots, segment_count,
                      [strides, state](int64_t index, const Segment& segment, Scratch& scratch) {
                          const uint32_t random = random_bits(stream_of(state + 2 * index), 0);
                          const Sample sample = take_sample(segment, strides[index], random, scratch);

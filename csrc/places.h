@@ -28,6 +28,14 @@ FXCOMP_INLINE PlacesLayout places_layout(int64_t n, int64_t k) {
     return best;
 }
 
+// Calls work with the form as a constant of the compiler.
+template <class Work>
+FXCOMP_INLINE auto with_form(const PlacesLayout& layout, const Work& work) {
+    if (layout.form == kBitmap) return work(std::integral_constant<int, kBitmap>{});
+    if (layout.form == 8) return work(std::integral_constant<int, 8>{});
+    return work(std::integral_constant<int, 16>{});
+}
+
 FXCOMP_INLINE int64_t count_ones(uint64_t bits) {
 #if defined(__GNUC__)
     return __builtin_popcountll(bits);

@@ -332,7 +332,7 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
         bits = survivors::take_sample(segment, dgc_stride, random, scratch).threshold();
     } else if (is_contradicted(reached, reaching, stride)) {
         const auto rank = static_cast<int64_t>(std::floor(reaching + 0.5));
-        bits = kth_largest(sample.values, sample.size, std::max<int64_t>(1, rank));
+        bits = kth_largest(sample.values, sample.size, std::max<int64_t>(1, rank), scratch.merged);
     }
     const Sent sent = send(segment, bits, scratch);
     if (!sent.is_finite) return;
@@ -345,7 +345,7 @@ FXCOMP_EXPORT void fxcomp_sidco_encode(const float* bucket, float* residual, uin
                                        int64_t segment_count, const int64_t* strides, const int64_t* dgc_strides,
                                        int64_t fit, int64_t most_stages) {
     auto* const controllers = reinterpret_cast<Controller*>(state);
-    for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
+    encode_segments({bucket, residual, payload, 0, 0, 0}, segments, ks, slots, segment_count,
                      [=](int64_t index, const Segment& segment, Scratch& scratch) {
                          encode(segment, strides[index], dgc_strides[index], fit, static_cast<double>(most_stages),
                                 controllers[index], scratch);

@@ -87,14 +87,9 @@ FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, 
         const Section section{payloads, ranks, stride, n, slots[s], header_bytes, places_layout(n, slots[s])};
         const int64_t from = std::max(begin, start) - start, to = std::min(end, start + n) - start;
         if (from < to) {
-            bool is_ours = false;
-            if (section.layout.form == kBitmap) {
-                is_ours = decode_range<kBitmap>(section, out + start, from, to, cursors);
-            } else if (section.layout.form == 8) {
-                is_ours = decode_range<8>(section, out + start, from, to, cursors);
-            } else {
-                is_ours = decode_range<16>(section, out + start, from, to, cursors);
-            }
+            const bool is_ours = with_form(section.layout, [&](auto form) FXCOMP_LAMBDA {
+                return decode_range<decltype(form)::value>(section, out + start, from, to, cursors);
+            });
             if (!is_ours) return false;
         }
         start += n;

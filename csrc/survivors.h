@@ -4,37 +4,13 @@
 // threads, each collects a range, and the ranges are put together in order.
 #pragma once
 
-#include <algorithm>
 #include <utility>
-#include <vector>
 
-#include "collect.h"
-#include "common.h"
-#include "places.h"
-#include "threads.h"
+#include "selection.h"
 
 namespace survivors {
 
-// By ascending place. The memory is kept from call to call.
-struct Found {
-    std::vector<float> values;
-    std::vector<int32_t> places;
-    int64_t count = 0;
-
-    void make_room(int64_t more) {
-        if (count + more > static_cast<int64_t>(values.size())) {
-            values.resize(static_cast<size_t>(2 * (count + more)));
-            places.resize(values.size());
-        }
-    }
-
-    void append(const Found& other) {
-        make_room(other.count);
-        std::copy_n(other.values.data(), other.count, values.data() + count);
-        std::copy_n(other.places.data(), other.count, places.data() + count);
-        count += other.count;
-    }
-};
+using namespace selection;
 
 struct Scratch {
     std::vector<Found> parts;
@@ -43,119 +19,26 @@ struct Scratch {
     std::vector<double> products;
 };
 
-struct Segment {
-    const float* bucket;
-    float* residual;  // or null
-    uint8_t* payload;
-    int64_t size, k, slots;
-};
-
 struct Sent {
     int64_t reached;
     bool is_finite;  // no survivor is NaN or infinite
-};
-
-// The largest values: all above `bits`, and the first `ties` of those equal to it.
-struct Largest {
-    uint32_t bits;
-    int64_t ties;
 };
 
 FXCOMP_INLINE float value_at(const float* bucket, const float* residual, int64_t i) {
     return residual == nullptr ? bucket[i] : bucket[i] + residual[i];
 }
 
-constexpr int64_t kFew = 512;  // up to here sorting beats clearing histograms
-
-// The k-th largest of few magnitudes whose bits under the mask are `prefix`.
-FXCOMP_INLINE Largest select_of_few(const float* values, int64_t count, int64_t k, uint32_t prefix, uint32_t mask) {
-    uint32_t keys[kFew + 1];
-    int64_t taken = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        keys[taken] = magnitude_bits(values[i]);
-        taken += (keys[taken] & mask) == prefix;
-    }
-    std::nth_element(keys, keys + (taken - k), keys + taken);
-    const uint32_t bits = keys[taken - k];
-    return {bits, std::count(keys + (taken - k), keys + taken, bits)};
-}
-
-// The k-th largest magnitude of count >= k, by a histogram for each of three digits of 11, 10 and 10 bits, until few
-// are left.
-FXCOMP_BODY Largest select(const float* values, int64_t count, int64_t k) {
-    if (count <= kFew) return select_of_few(values, count, k, 0, 0);
-    uint32_t prefix = 0, prefix_mask = 0;
-    int64_t left = k;
-    const int shifts[] = {20, 10, 0};
-    const int widths[] = {11, 10, 10};
-    for (int digit = 0; digit < 3; ++digit) {
-        int64_t histogram[2048] = {};
-        const uint32_t digit_mask = (1u << widths[digit]) - 1;
-        for (int64_t i = 0; i < count; ++i) {
-            const uint32_t bits = magnitude_bits(values[i]);
-            if ((bits & prefix_mask) == prefix) ++histogram[(bits >> shifts[digit]) & digit_mask];
-        }
-        uint32_t bin = digit_mask;
-        while (histogram[bin] < left) left -= histogram[bin--];
-        prefix |= bin << shifts[digit];
-        prefix_mask |= digit_mask << shifts[digit];
-        if (histogram[bin] <= kFew) return select_of_few(values, count, left, prefix, prefix_mask);
-    }
-    return {prefix, left};
-}
-
 // At least 1: zeros reach no threshold.
-inline uint32_t kth_largest(const float* values, int64_t count, int64_t k) {
-    return k > count ? 1u : std::max(widest<select>(values, count, k).bits, 1u);
+inline uint32_t kth_largest(const float* values, int64_t count, int64_t k, Found& memory) {
+    return k > count ? 1u : std::max(widest<select_largest>(values, count, k, memory).bits, 1u);
 }
 
-// Handles up to 64 values: clears the residual where one survives, keeps it where one is not finite.
-template <bool kFeedback>
-FXCOMP_INLINE void collect_run(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTRICT residual, int64_t start,
-                               int64_t size, uint32_t threshold, float* found_values, int32_t* found_places,
-                               int64_t& count) {
-    alignas(64) float values[kRun];
-    alignas(64) uint8_t flags[kRun] = {};
-    for (int64_t i = 0; i < size; ++i) values[i] = compensated<kFeedback>(bucket, residual, i);
-    for (int64_t i = 0; i < size; ++i) flags[i] = magnitude_bits(values[i]) >= threshold;
-    if (kFeedback) {
-        for (int64_t i = 0; i < size; ++i) {
-            const uint32_t bits = magnitude_bits(values[i]);
-            const float left_out = bits >= threshold ? 0.0f : values[i];
-            residual[i] = bits < kInfinityBits ? left_out : residual[i];
-        }
-    }
-    append_flagged(flags, values, start, found_values, found_places, count);
-}
-
-template <bool kFeedback>
-FXCOMP_INLINE void collect_runs(const float* bucket, float* residual, int64_t begin, int64_t end, uint32_t threshold,
-                                Found& found) {
-    for (int64_t start = begin; start < end;) {
-        found.make_room(kTile + 2);
-        float* const values = found.values.data();
-        int32_t* const places = found.places.data();
-        int64_t count = found.count;
-        const int64_t stop = std::min(start + kTile, end);
-        for (; start + kRun <= stop; start += kRun) {
-            collect_run<kFeedback>(bucket + start, kFeedback ? residual + start : nullptr, start, kRun, threshold,
-                                   values, places, count);
-        }
-        if (start < stop) {
-            collect_run<kFeedback>(bucket + start, kFeedback ? residual + start : nullptr, start, stop - start,
-                                   threshold, values, places, count);
-            start = stop;
-        }
-        found.count = count;
-    }
-}
-
-FXCOMP_BODY void collect(const float* bucket, float* residual, int64_t begin, int64_t end, uint32_t threshold,
-                         Found* found) {
+FXCOMP_BODY void collect_and_clear(const float* bucket, float* residual, int64_t begin, int64_t end,
+                                   uint32_t threshold, Found* found) {
     if (residual != nullptr) {
-        collect_runs<true>(bucket, residual, begin, end, threshold, *found);
+        collect<true, true>(bucket, residual, begin, end, threshold, *found);
     } else {
-        collect_runs<false>(bucket, residual, begin, end, threshold, *found);
+        collect<false, true>(bucket, residual, begin, end, threshold, *found);
     }
 }
 
@@ -163,10 +46,7 @@ FXCOMP_BODY void collect(const float* bucket, float* residual, int64_t begin, in
 FXCOMP_BODY void collect_left(float* residual, int64_t begin, int64_t end, uint32_t threshold, Found* found) {
     for (int64_t i = begin; i < end; ++i) {
         if (magnitude_bits(residual[i]) < threshold) continue;
-        found->make_room(1);
-        found->values[static_cast<size_t>(found->count)] = residual[i];
-        found->places[static_cast<size_t>(found->count)] = static_cast<int32_t>(i);
-        ++found->count;
+        found->append(residual[i], static_cast<int32_t>(i));
         residual[i] = 0.0f;
     }
 }
@@ -174,21 +54,13 @@ FXCOMP_BODY void collect_left(float* residual, int64_t begin, int64_t end, uint3
 // Calls body(begin, end, found) for ranges of a segment, and returns all that was found, in order.
 template <class Body>
 inline Found& in_ranges(int64_t size, Scratch& scratch, const Body& body) {
-    const int64_t parts = std::clamp<int64_t>(size / kStagedGrain, 1, thread_budget());
+    const int64_t parts = parts_of(size);
     if (static_cast<int64_t>(scratch.parts.size()) < parts) scratch.parts.resize(static_cast<size_t>(parts));
-    struct Context {
-        const Body& body;
-        Found* found;
-        int64_t size, parts;
-    } context{body, scratch.parts.data(), size, parts};
-    run_parts(
-        parts,
-        [](void* raw, int64_t part) {
-            const Context& c = *static_cast<Context*>(raw);
-            c.found[part].count = 0;
-            c.body(c.size * part / c.parts, c.size * (part + 1) / c.parts, &c.found[part]);
-        },
-        &context);
+    for_parts(parts, [&](int64_t part) {
+        Found& found = scratch.parts[static_cast<size_t>(part)];
+        found.count = 0;
+        body(size * part / parts, size * (part + 1) / parts, &found);
+    });
     for (int64_t part = 1; part < parts; ++part) scratch.parts[0].append(scratch.parts[static_cast<size_t>(part)]);
     return scratch.parts[0];
 }
@@ -197,30 +69,26 @@ inline Found& in_ranges(int64_t size, Scratch& scratch, const Body& body) {
 // for v: that goes back.
 inline void merge(const Found& first, const Found& second, float* residual, Found& merged) {
     merged.count = 0;
-    merged.make_room(first.count + second.count);
     int64_t a = 0, b = 0;
     while (a < first.count || b < second.count) {
-        const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b), at = static_cast<size_t>(merged.count);
+        const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b);
         if (b == second.count || (a < first.count && first.places[i] < second.places[j])) {
-            merged.values[at] = first.values[i];
-            merged.places[at] = first.places[i];
+            merged.append(first.values[i], first.places[i]);
             ++a;
-        } else if (a < first.count && first.places[i] == second.places[j]) {
-            residual[second.places[j]] = second.values[j];
-            ++b;
-            continue;
         } else {
-            merged.values[at] = second.values[j];
-            merged.places[at] = second.places[j];
+            if (a < first.count && first.places[i] == second.places[j]) {
+                residual[second.places[j]] = second.values[j];
+            } else {
+                merged.append(second.values[j], second.places[j]);
+            }
             ++b;
         }
-        ++merged.count;
     }
 }
 
 // Fills the payload of a segment; what has no slot goes back into the residual.
 template <int kForm>
-FXCOMP_INLINE Sent fill_with_places(const Found& found, const Segment& segment, const PlacesLayout& layout) {
+FXCOMP_INLINE Sent fill_with_places(Found& found, const Segment& segment, const PlacesLayout& layout) {
     const int64_t slots = segment.slots;
     float* const residual = segment.residual;
     uint8_t* const values = segment.payload + 4;
@@ -228,7 +96,7 @@ FXCOMP_INLINE Sent fill_with_places(const Found& found, const Segment& segment, 
     std::memset(places + layout.low_bytes, 0, static_cast<size_t>(round_up(layout.bytes(), 4) - layout.low_bytes));
     PlacesWriter<kForm> writer(places, layout, 0);
     Largest cut{0, 0};
-    if (found.count > slots) cut = widest<select>(found.values.data(), found.count, slots);
+    if (found.count > slots) cut = select_largest(found.values.data(), found.count, slots, found);
     uint32_t largest = 0;
     for (int64_t i = 0; i < found.count; ++i) {
         const float value = found.values[static_cast<size_t>(i)];
@@ -256,11 +124,11 @@ FXCOMP_INLINE Sent fill_with_places(const Found& found, const Segment& segment, 
     return {found.count, largest < kInfinityBits};
 }
 
-FXCOMP_BODY Sent fill_payload(const Found* found, const Segment* segment) {
+FXCOMP_BODY Sent fill_payload(Found* found, const Segment* segment) {
     const PlacesLayout layout = places_layout(segment->size, segment->slots);
-    if (layout.form == kBitmap) return fill_with_places<kBitmap>(*found, *segment, layout);
-    if (layout.form == 8) return fill_with_places<8>(*found, *segment, layout);
-    return fill_with_places<16>(*found, *segment, layout);
+    return with_form(layout, [&](auto form) FXCOMP_LAMBDA {
+        return fill_with_places<decltype(form)::value>(*found, *segment, layout);
+    });
 }
 
 // Sends what reaches a magnitude's bit pattern; if fewer than k / 2 values do, what reaches second().
@@ -270,7 +138,7 @@ inline Sent send(const Segment& segment, uint32_t bits, Scratch& scratch, const 
     float* const residual = segment.residual;
     const auto collect_from = [&](uint32_t threshold) -> Found& {
         return in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* found) {
-            widest<collect>(bucket, residual, begin, end, threshold, found);
+            widest<collect_and_clear>(bucket, residual, begin, end, threshold, found);
         });
     };
     Found* found = &collect_from(bits);
@@ -294,30 +162,13 @@ inline Sent send(const Segment& segment, uint32_t bits, Scratch& scratch) {
     return send(segment, bits, scratch, [bits] { return bits; });
 }
 
-// Calls body(index, segment, scratch) for each segment that is not empty; many small ones are shared among threads, and
-// a large one shares its own work.
+// Calls body(index, segment, scratch) for each segment that is not empty.
 template <class Body>
-inline void for_each_segment(const float* bucket, float* residual, uint8_t* payload, const int64_t* segments,
-                             const int64_t* ks, const int64_t* slots, int64_t segment_count, const Body& body) {
-    int64_t total = 0, largest = 0;
-    for (int64_t s = 0; s < segment_count; ++s) {
-        total += segments[s];
-        largest = std::max(largest, segments[s]);
-    }
-    const bool are_small = largest * thread_budget() <= total;
-    const int64_t grain = are_small && total > 0 ? ceil_divide(segment_count * kGrain, total) : segment_count;
-    in_parallel(segment_count, grain, [&](int64_t begin, int64_t end) {
+inline void encode_segments(const Segment& bucket, const int64_t* segments, const int64_t* ks, const int64_t* slots,
+                            int64_t segment_count, const Body& body) {
+    for_each_segment(bucket, segments, ks, slots, segment_count, 4, [&](int64_t index, const Segment& segment) {
         static thread_local Scratch scratch;
-        int64_t value = 0, byte = 0;
-        for (int64_t s = 0; s < end; ++s) {
-            if (s >= begin && segments[s] > 0) {
-                const Segment segment{bucket + value,  residual == nullptr ? nullptr : residual + value, payload + byte,
-                                      segments[s], ks[s], slots[s]};
-                body(s, segment, scratch);
-            }
-            value += segments[s];
-            if (slots[s] > 0) byte += 4 + 4 * slots[s] + round_up(places_layout(segments[s], slots[s]).bytes(), 4);
-        }
+        body(index, segment, scratch);
     });
 }
 
@@ -330,9 +181,10 @@ FXCOMP_BODY void gather(const float* bucket, const float* residual, int64_t star
 struct Sample {
     const float* values;
     int64_t count, reaching;
+    Found& memory;
 
-    uint32_t threshold() const { return kth_largest(values, count, reaching); }
-    uint32_t lower_threshold() const { return kth_largest(values, count, 2 * reaching); }
+    uint32_t threshold() const { return kth_largest(values, count, reaching, memory); }
+    uint32_t lower_threshold() const { return kth_largest(values, count, 2 * reaching, memory); }
 };
 
 inline Sample take_sample(const Segment& segment, int64_t stride, uint32_t random, Scratch& scratch) {
@@ -345,7 +197,7 @@ inline Sample take_sample(const Segment& segment, int64_t stride, uint32_t rando
         widest<gather>(segment.bucket, segment.residual, start, stride, sample, begin, end);
     });
     const int64_t reaching = std::max<int64_t>(1, (2 * segment.k * count + n) / (2 * n));
-    return {sample, count, reaching};
+    return {sample, count, reaching, scratch.merged};
 }
 
 }  // namespace survivors

@@ -6,7 +6,7 @@ FXCOMP_EXPORT void fxcomp_threshold_encode(const float* bucket, float* residual,
                                            const int64_t* slots, int64_t segment_count, int64_t bits) {
     using namespace survivors;
     const auto threshold = static_cast<uint32_t>(bits);
-    for_each_segment(bucket, residual, payload, segments, ks, slots, segment_count,
+    encode_segments({bucket, residual, payload, 0, 0, 0}, segments, ks, slots, segment_count,
                      [threshold](int64_t, const Segment& segment, Scratch& scratch) {
                          send(segment, threshold, scratch);
                      });

@@ -8,7 +8,7 @@ errors do not add up. With mean m, variance s^2 of the exceedances and the share
     generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
     gamma               the exact inverse, shape c from q = ln m - mean(ln): (3 - q + sqrt((q-3)^2 + 24q)) / 12q
 
-Zeros and what is not finite stay out of the fit; the share to keep counts for the rest. csrc/tail_fits.h is the
+Zeros and what is not finite stay out of the fit; the share to keep counts for the rest. csrc/sidco.cpp is the
 kernels' copy: every sum has an order that any vector width can follow.
 """
 
