@@ -1,6 +1,6 @@
 """Time compile_step, and divide by the nodes of the graph.
 
-    python benchmarks/capture_speed.py --json docs/benchmarks/capture_speed.json [--against DIRECTORY]
+    python benchmarks/capture_speed.py --json capture_speed.json [--against DIRECTORY]
 
 A small transformer with dropout, of more and more layers, with SGD (nearly all nodes are forward and backward) and with
 AdamW (most are updates); on one rank, so nothing is measured or communicated. Times are processor time. `--against`

@@ -1,6 +1,6 @@
 """A 14.3 M parameter GPT that learns Python from Python's own standard library.
 
-    fxcomp explain examples/gpt.py:job --hosts 2 --inter 1gbit
+    fxcomp explain examples/gpt.py:job --cluster 2x1 --inter 1gbit
     python examples/gpt.py                    # trains on one rank; under torchrun, on all of them
 
 The model is in `fxcomp/commands/demo/gpt.py`, because the demo and the benchmark train it too.

@@ -1,6 +1,6 @@
 """The smallest job: a perceptron that learns to add up its inputs. Copy this to describe a model of your own.
 
-fxcomp explain examples/mlp.py:job --hosts 2 --inter 1gbit
+fxcomp explain examples/mlp.py:job --cluster 2x1 --inter 1gbit
 """
 
 import torch

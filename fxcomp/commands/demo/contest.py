@@ -1,7 +1,7 @@
 """One rank of the demo: train with DDP, with fxcomp, and without communication, in turns.
 
 All three take turns in the same processes, so that a machine that drifts drifts for all. The third shows what a step
-would cost without a network. Started with `python -m` by `run.py`; rank 0 prints lines for it.
+would cost without a network. `run.py` starts it as a module of its own; rank 0 prints lines for it.
 """
 
 # Much of torch has no types of its own:
