@@ -59,19 +59,14 @@ from fxcomp.plan.error_feedback import (
     check_plan,
     is_adaptive,
 )
-from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Device
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
+from fxcomp.planning.gather_costs import gathered_costs
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
-from fxcomp.planning.measure_step import (
-    StepMeasurement,
-    apportion,
-    hardware,
-    machine_costs,
-    measure_step,
-    with_live_links,
-)
+from fxcomp.planning.measure_machine import hardware
+from fxcomp.planning.measure_step import StepMeasurement, apportion, measure_step
 from fxcomp.ranks import Ranks
 from fxcomp.report.terminal import explain_step
 from fxcomp.runtime.clock import clock_of
@@ -479,11 +474,7 @@ def _decide(
 
     dense: StepMeasurement | None = None
     if costs is None:
-        costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
-        if device.type == "cpu":
-            costs = replace(costs, processors=ranks.processors())
-        if ranks.fits_links:
-            costs = with_live_links(costs, transport, cluster, device)
+        costs = gathered_costs(ranks, cluster, transport, device)
         costs, dense = _measured_on_job(
             captured,
             training,

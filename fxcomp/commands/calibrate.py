@@ -17,8 +17,8 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.trace import table_from_traces
 from fxcomp.errors import BadOption
 from fxcomp.plan.modes import Mode, compressors_of
-from fxcomp.planning.measure_step import hardware
-from fxcomp.planning.survey import device_here, survey
+from fxcomp.planning.measure_machine import device_here, hardware
+from fxcomp.planning.survey import survey
 from fxcomp.ranks import Ranks
 from fxcomp.report.terminal import encodable, print_costs
 from fxcomp.testing.describe_compressors import examples

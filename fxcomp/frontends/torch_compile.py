@@ -33,7 +33,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,9 +75,9 @@ from fxcomp.pipeline import (
 )
 from fxcomp.plan.error_budget import POLLUTING_SHARE
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_plan
-from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
-from fxcomp.planning.measure_step import machine_costs, with_live_links
+from fxcomp.planning.gather_costs import gathered_costs
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals
@@ -642,11 +642,7 @@ def _decide(
         return decide_as_told(chosen.plan, analyze(labelled, costs, cluster), costs, cluster, ranks)
     costs = chosen.costs
     if costs is None:
-        costs = machine_costs(compressors_of(Mode.AGGRESSIVE), device)
-        if device.type == "cpu":
-            costs = replace(costs, processors=ranks.processors())
-        if ranks.fits_links:
-            costs = with_live_links(costs, transport, cluster, device)
+        costs = gathered_costs(ranks, cluster, transport, device)
     # The optimizer is not known and may be Adam, which a plan of the user's own choice must fit too.
     return decide_best(chosen.mode, analyze(labelled, costs, cluster), costs, cluster, ranks, POLLUTING_SHARE)
 

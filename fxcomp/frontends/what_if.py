@@ -48,7 +48,8 @@ from fxcomp.pipeline import (
 )
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.plan import Plan
-from fxcomp.planning.measure_step import apportion, machine_costs, measure_step
+from fxcomp.planning.measure_machine import machine_costs
+from fxcomp.planning.measure_step import apportion, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import CompressorStates, Residuals

@@ -1,8 +1,8 @@
-"""How compute and communication slow each other down in this very job, from its dense step on three networks.
+"""Work out how compute and communication slow each other in this very job, from its dense step on three networks.
 
 NullTransport    what its regions take alone
 the real one     what summing gradients does to them, and they to it
-SentAsGathers    what gathers do, which compressed steps are made of, before anything is compressed
+AllGatherStandIn what gathers do, which compressed steps are made of, before anything is compressed
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fxcomp.runtime.transport import NullTransport, Transport, Work
 from fxcomp.search.graph_tasks import graph_tasks
 
 GATHERED = 4
-"""A gather sends one in so many bytes of what it stands for: about what quantizing to 8 bits leaves."""
+"""A gather sends one in so many bytes of the gradient: about what quantizing to 8 bits leaves."""
 
 
-class SentAsGathers:
-    """A network on which a dense step gathers: of what it sums over all ranks, it sends a part, and forgets it."""
+class AllGatherStandIn:
+    """A network on which a dense step gathers: it sends a part of what it would sum over all ranks, and drops it."""
 
     def __init__(self, transport: Transport, ranks: int) -> None:
         self._transport, self._ranks = transport, ranks
@@ -60,21 +60,21 @@ class SentAsGathers:
 
 
 def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster: Cluster) -> list[Transport]:
-    """What a dense step is measured on: nowhere, the real network, and as gathers where that tells anything.
+    """Return the networks to measure a dense step on: none, the real one, and gathers where processors are short.
 
-    And where it needs no memory that training would miss, nor much more time than the real network.
+    Gathers are left out where they would need memory that training would miss, or much more time than the real network.
     """
     first: list[Transport] = [NullTransport(), transport]
     received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
     is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
-    return [*first, SentAsGathers(transport, cluster.world_size)] if is_worth_it else first
+    return [*first, AllGatherStandIn(transport, cluster.world_size)] if is_worth_it else first
 
 
 def as_slowest(here: Sequence[StepMeasurement], everyone: Sequence[Sequence[Sequence[float]]]) -> list[StepMeasurement]:
-    """This rank's measurements on each network, as long as the rank's that computes the longest.
+    """Scale this rank's measurements on each network to the rank that computes the longest, for which the others wait.
 
-    `everyone` holds each rank's (step, compute) on each network, in us. The others wait for the slowest rank: its
-    compute is the step's, and how it is shared out to operators is alike.
+    `everyone` holds each rank's (step, compute) on each network, in us. Ranks are taken to share compute out to
+    operators alike.
     """
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank][0][1])
     found: list[StepMeasurement] = []
@@ -87,7 +87,7 @@ def as_slowest(here: Sequence[StepMeasurement], everyone: Sequence[Sequence[Sequ
 
 
 def summed_bytes(graph: GraphModule) -> dict[str, int]:
-    """What a step sums over all ranks, by the task's name."""
+    """Return the bytes that a step sums over all ranks, by the task's name."""
     values = {
         node.name: node.args[0].meta["val"]
         for node in graph.graph.nodes
@@ -99,9 +99,9 @@ def summed_bytes(graph: GraphModule) -> dict[str, int]:
 def contention_of(
     costs: CostTable, graph: GraphModule, cluster: Cluster, measured: Sequence[StepMeasurement]
 ) -> tuple[dict[CollectiveKind, Contention], float]:
-    """What explains a dense step's measurements on `networks`, and how far predictions of them are off then.
+    """Fit the contention that explains a dense step's measurements on `networks`, with the predictions' error then.
 
-    The graph is annotated with what its regions take, and knows of no contention. An error of 0.1 is 10 %.
+    The graph is annotated with its regions' times, and knows of no contention. An error of 0.1 is 10 %.
     """
     alone, dense, *gathered = measured
     tasks, summed, shared = graph_tasks(graph), summed_bytes(graph), costs.processors
@@ -120,7 +120,7 @@ def contention_of(
 
 
 def _slowed_us(seen: StepMeasurement, alone: StepMeasurement) -> float:
-    """How much longer the main thread computed than with nothing beside it."""
+    """Return how much longer the main thread computed than without a network."""
     return max(0.0, seen.compute_us - alone.compute_us)
 
 

@@ -1,43 +1,31 @@
-"""Measure what a plan is judged by, on the job itself: the emitted dense step, all ranks running, and live links."""
+"""Measure the job's own step: its emitted program, region by region, with all ranks running."""
 
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import date
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
-from fxcomp.compressors import Compressor, kernels_available
-from fxcomp.compressors.kernels import fingerprint
-from fxcomp.cost.collectives import wire_bytes
-from fxcomp.cost.measure import measure_collectives, measure_compressors, measure_copy, measure_memory
-from fxcomp.cost.table import CostTable, Measured
-from fxcomp.cost.table import Transport as TransportCost
+from fxcomp.cost.table import Measured
 from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.strategy import Device
+from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
 from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
-from fxcomp.runtime.transport import Transport, Work
+from fxcomp.runtime.transport import Transport
 from fxcomp.step.compiled_step import CompiledStep
-
-SLOW_STEP_S = 2.0
-"""A step slower than this is measured fewer times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,212 +48,6 @@ class StepMeasurement:
     def compute_us(self) -> float:
         """What the main thread computes, packing included."""
         return sum(self.region_us.values()) + self.pack_us
-
-
-# The machine
-
-
-def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
-    """Compressors and memory of this machine, from the user's cache or measured now (about a second each)."""
-
-    def complete(known: CostTable | None) -> CostTable:
-        table = known or costs_of_memory(device)
-        if table.threads != torch.get_num_threads():
-            table = replace(table, threads=torch.get_num_threads())
-        missing = [c for c in dict.fromkeys(compressors) if not all(table.has_measured(c, place) for place in Device)]
-        if not missing:
-            return table
-        points = measure_compressors(missing, on=device)
-        if device.type == "cpu":  # the pool is the device
-            points |= {
-                key.replace(f"@{Device.GPU.value}", f"@{Device.CPU.value}"): cost for key, cost in points.items()
-            }
-        else:
-            points |= measure_compressors(missing, device=Device.CPU)
-        return replace(table, compressors={**table.compressors, **points})
-
-    return CostTable.cached(hardware(device), versions(), complete)
-
-
-def costs_of_memory(device: torch.device) -> CostTable:
-    """A table of this machine without compressors: its memory and its roofline, measured."""
-    pack, roofline = measure_memory(device)
-    return CostTable(
-        hardware=hardware(device),
-        versions=versions(),
-        date=date.today().isoformat(),
-        source="measured",
-        roofline=roofline,
-        pack_gb_per_s=pack,
-        copy_gb_per_s=measure_copy(device),
-        threads=torch.get_num_threads(),
-    )
-
-
-def hardware(device: torch.device) -> str:
-    """What measured numbers belong to: processor or GPU, and the threads that torch may use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{compat.processor_name()}, {torch.get_num_threads()} threads"
-
-
-def versions() -> str:
-    """What else changes the numbers: torch, Python, and which kernels are built."""
-    kernels = f"kernels {fingerprint()}" if kernels_available() else "no kernels"
-    return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
-
-
-# The links
-
-
-def with_live_links(costs: CostTable, transport: Transport, cluster: Cluster, device: torch.device) -> CostTable:
-    """Add what collectives take on the running process groups, in about 4 s at most. Every rank takes part.
-
-    Where compute's own processors carry the network's software, this adds what that takes of them: this process's
-    processor time while the main thread only waits, and how much longer a collective takes while the main thread works.
-    """
-    link = _LiveLink(transport, cluster, device)
-    fits = measure_collectives(link.seconds, cluster)
-    costs = replace(costs, collectives=fits, launch_us=link.launch_us(costs.launch_us))
-    if math.isinf(costs.processors.count):
-        return costs
-    taken = link.processor_times()
-    if not costs.processors.has_spare:
-        taken = {kind: replace(each, **link.beside_compute(kind)) for kind, each in taken.items()}
-    return replace(costs, transport=taken)
-
-
-class _LiveLink:
-    """Times collectives, and notes what those over all ranks take of this rank's processors."""
-
-    def __init__(self, transport: Transport, cluster: Cluster, device: torch.device) -> None:
-        self._transport, self._cluster, self._device = transport, cluster, device
-        self._worked: dict[CollectiveKind, list[tuple[int, float]]] = {}
-        """(bytes, µs) of processor time."""
-        self._launches_us: list[float] = []
-        self._square = torch.ones(192, 192, device=device)
-        self._product = torch.zeros_like(self._square)
-
-    def seconds(self, kind: CollectiveKind, level: Level, size: int) -> float:
-        """One collective, on the slowest rank."""
-        start, cpu, launched, work = self._launch(kind, level, size)
-        work.wait()
-        compat.synchronize(self._device)
-        passed, worked = time.perf_counter() - start, time.process_time() - cpu
-        if level is Level.WORLD:
-            self._worked.setdefault(kind, []).append((size, 1e6 * max(0.0, worked - launched)))
-            self._launches_us.append(1e6 * launched)
-        return _slowest(self._transport, passed, self._device)
-
-    def launch_us(self, assumed: float) -> float:
-        """What starting one takes the thread that does it."""
-        return statistics.median(self._launches_us) if self._launches_us else assumed
-
-    def processor_times(self) -> dict[CollectiveKind, TransportCost]:
-        """The smallest collectives' time for each, and the largest's for each MB beyond."""
-        times: dict[CollectiveKind, TransportCost] = {}
-        for kind, samples in self._worked.items():
-            small = [us for size, us in samples if size <= SMALL_BYTES]
-            largest = max(size for size, _ in samples)
-            fixed = statistics.median(small) if small else 0.0
-            most = statistics.median([us for size, us in samples if size == largest])
-            sent_mb = wire_bytes(kind, self._cluster.world_size, largest) / 1e6
-            times[kind] = TransportCost(fixed, max(0.0, most - fixed) / sent_mb)
-        return times
-
-    def beside_compute(self, kind: CollectiveKind) -> dict[str, float]:
-        """How much longer collectives take while the main thread works: `speed` and `more_us` of a TransportCost."""
-        sizes = self._beside_sizes(kind)
-        if len(sizes) == 1:  # a slow link, where a small one takes long: what delays it once is little
-            alone_us, beside_us = self._alone_and_beside_us(kind, sizes[0])
-            return {"speed": alone_us / beside_us}
-        small, large = (self._alone_and_beside_us(kind, size) for size in sizes)
-        slope = (large[1] - small[1]) / (large[0] - small[0]) if large[0] > small[0] else 1.0
-        slope = min(1.0 / SLOWEST_BESIDE, max(1.0, slope))
-        return {"speed": 1.0 / slope, "more_us": max(0.0, (small[1] + large[1] - slope * (small[0] + large[0])) / 2)}
-
-    def _beside_sizes(self, kind: CollectiveKind) -> tuple[int, ...]:
-        """A small one, and the largest that takes less than `BESIDE_S`, if another; by numbers that all share."""
-        size = SMALL_BESIDE_BYTES
-        while size < LARGEST_BESIDE_BYTES and 4 * self.seconds(kind, Level.WORLD, size) < BESIDE_S:
-            size *= 4
-        return tuple(dict.fromkeys((SMALL_BESIDE_BYTES, size)))
-
-    def _alone_and_beside_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
-        """What one of several in a row takes alone, and beside work.
-
-        Several, launched at once, are waited for: at once, and after work of about as long. What is not done when the
-        work ends is done at full speed behind it, so both times together tell how fast they were beside it. Several,
-        because what delays the first one's start is not what delays them all.
-        """
-        count = min(MOST_BESIDE, max(1, math.ceil(BESIDE_S / 2 / self.seconds(kind, Level.WORLD, size))))
-        alone_s = statistics.median([self._behind_work_s(kind, size, count, 0.0) for _ in range(BESIDE_REPEATS)])
-        worked_s = 0.9 * alone_s
-        total_s = statistics.median([self._behind_work_s(kind, size, count, worked_s) for _ in range(BESIDE_REPEATS)])
-        speed = min(1.0, max(SLOWEST_BESIDE, 1.0 - (total_s - alone_s) / worked_s))
-        return 1e6 * alone_s / count, 1e6 * alone_s / count / speed
-
-    def _behind_work_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
-        """Some collectives that are waited for after so much work: all of it, on the slowest rank."""
-        start, _, _, work = self._launch(kind, Level.WORLD, size)
-        works = [work, *(self._start(kind, Level.WORLD, size) for _ in range(count - 1))]
-        while time.perf_counter() - start < worked_s:
-            torch.mm(self._square, self._square, out=self._product)
-        compat.synchronize(self._device)
-        for each in works:
-            each.wait()
-        return _slowest(self._transport, time.perf_counter() - start, self._device)
-
-    def _launch(self, kind: CollectiveKind, level: Level, size: int) -> tuple[float, float, float, Work]:
-        """Start one behind a barrier: its start by the clock and by the processor, how long that took, and its work."""
-        value, out = self._tensors(kind, level, size)
-        _barrier(self._transport, self._device)
-        start, cpu = time.perf_counter(), time.process_time()
-        work = self._started(kind, level, value, out)
-        return start, cpu, time.perf_counter() - start, work
-
-    def _start(self, kind: CollectiveKind, level: Level, size: int) -> Work:
-        return self._started(kind, level, *self._tensors(kind, level, size))
-
-    def _tensors(self, kind: CollectiveKind, level: Level, size: int) -> tuple[Tensor, Tensor]:
-        ranks, elements = self._cluster.ranks_at(level), max(1, size // 4)
-        value = torch.zeros(elements, device=self._device)
-        gathers = kind is CollectiveKind.ALL_GATHER
-        return value, torch.empty(ranks * elements, device=self._device) if gathers else value
-
-    def _started(self, kind: CollectiveKind, level: Level, value: Tensor, out: Tensor) -> Work:
-        if kind is CollectiveKind.ALL_GATHER:
-            return self._transport.all_gather(value, out, level.value, "main")
-        return self._transport.all_reduce(value, level.value, "main")
-
-
-SMALL_BYTES = 4096
-"""A collective of so few bytes costs the processor what starting one costs."""
-
-SMALL_BESIDE_BYTES, LARGEST_BESIDE_BYTES = 1 << 18, 1 << 22
-"""Between these sizes of buckets lies what is timed beside compute."""
-
-BESIDE_S, BESIDE_REPEATS, MOST_BESIDE = 0.08, 5, 8
-"""How long the larger of them may take alone, how often each is timed, alone and beside, and how many in a row."""
-
-SLOWEST_BESIDE = 0.05
-"""Slower than this is noise: a fair scheduler gives more."""
-
-
-def _barrier(transport: Transport, device: torch.device) -> None:
-    transport.all_reduce(torch.zeros(1, device=device), "world", "main").wait()
-    compat.synchronize(device)
-
-
-def _slowest(transport: Transport, seconds: float, device: torch.device) -> float:
-    """The same number on every rank: the ranks' largest."""
-    mine = torch.tensor([seconds], dtype=torch.float32, device=device)
-    everyone = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
-    transport.all_gather(mine, everyone, "world", "main").wait()
-    return float(everyone.max().item())
-
-
-# The step
 
 
 def measure_step(
@@ -304,7 +86,7 @@ def measure_step(
                     break
                 for run in runs:
                     current[0] = run
-                    _barrier(meeting, device)  # who ends a turn early would wait for the others in the next
+                    meet(meeting, device)  # who ends a turn early would wait for the others in the next
                     start = run.runtime.clock.look()
                     whole(run.runtime, *scratch)
                     end = run.runtime.clock.look()

@@ -24,8 +24,9 @@ from fxcomp.errors import BadOption
 from fxcomp.pipeline import foreign_note
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
-from fxcomp.planning.measure_step import hardware
-from fxcomp.planning.survey import TimedCollectives, survey
+from fxcomp.planning.measure_links import TimedCollectives
+from fxcomp.planning.measure_machine import hardware
+from fxcomp.planning.survey import survey
 
 KIND = CollectiveKind.ALL_REDUCE
 TABLE = CostTable(

@@ -22,7 +22,7 @@ from fxcomp.cost.measure import (
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
-from fxcomp.planning import measure_step as calibrate
+from fxcomp.planning import measure_machine
 from fxcomp.testing.describe_compressors import examples
 
 FLAT = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
@@ -145,15 +145,15 @@ def test_compressors_that_a_cached_table_lacks_are_measured_and_only_those(
         asked.append([str(c) for c in compressors])
         return {f"{c}@{device.value}": CompressorCost.of(CompressorPoint(1000, 1.0, 1.0)) for c in compressors}
 
-    monkeypatch.setattr(calibrate, "measure_compressors", points)
+    monkeypatch.setattr(measure_machine, "measure_compressors", points)
     int8, sidco = parse_compressor("int8"), parse_compressor("sidco(0.01)")
     here = torch.device("cpu")
-    calibrate.machine_costs([int8], here)
-    table = calibrate.machine_costs([int8, sidco, sidco], here)
+    measure_machine.machine_costs([int8], here)
+    table = measure_machine.machine_costs([int8, sidco, sidco], here)
     assert asked == [["int8"], ["sidco(0.01)"]], "once for both places: the pool is the device"
     assert {"int8@gpu", "int8@cpu", "sidco(0.01)@gpu", "sidco(0.01)@cpu"} == set(table.compressors)
     assert table.compressor_source(sidco) == table.compressor_source(int8) == "measured"
-    assert calibrate.machine_costs([sidco], here) == table
+    assert measure_machine.machine_costs([sidco], here) == table
     assert len(asked) == 2
 
 

@@ -29,7 +29,7 @@ from fxcomp.plan.streams import Stream
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (
     GATHERED,
-    SentAsGathers,
+    AllGatherStandIn,
     as_slowest,
     contention_of,
     networks,
@@ -123,7 +123,7 @@ def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
     assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [
         NullTransport,
         NullTransport,
-        SentAsGathers,
+        AllGatherStandIn,
     ]
     spare = replace(SHARED, processors=Processors(2.0, 1.0))
     assert len(networks(graph, somewhere, spare, CLUSTER)) == 2
@@ -144,7 +144,7 @@ class Recording(NullTransport):
 
 def test_only_sums_over_all_ranks_are_sent_as_gathers():
     network = Recording()
-    gathers = SentAsGathers(network, ranks=3)
+    gathers = AllGatherStandIn(network, ranks=3)
     bucket = torch.arange(10.0)
     gathers.all_reduce(bucket, "world", "main").wait()
     gathers.all_reduce(torch.ones(2), "world", "main").wait()

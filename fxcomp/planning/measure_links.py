@@ -1,0 +1,234 @@
+"""Time collectives on running process groups, and what they and compute take from each other."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cost.collectives import wire_bytes
+from fxcomp.cost.measure import measure_collectives
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import Transport as TransportCost
+from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
+from fxcomp.runtime.transport import Groups, Transport, Work
+
+SMALL_BYTES = 4096
+"""A collective of so few bytes costs the processor what starting one costs."""
+
+SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
+"""The sizes of collectives that are timed while compute runs."""
+
+OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 5, 8
+"""The time that the larger of them may take alone, how often each is timed, alone and overlapping, and how many in a
+burst."""
+
+SLOWEST_OVERLAP = 0.05
+"""A lower speed is noise: a fair scheduler gives more (assumed)."""
+
+
+def with_live_links(costs: CostTable, transport: Groups, cluster: Cluster, device: torch.device) -> CostTable:
+    """Add the times of collectives on the running process groups, in about 4 s at most. Every rank takes part.
+
+    Where compute's own processors carry the network's software, also add their processor time while the main thread
+    only waits, and how much longer collectives take while it computes.
+    """
+    timed = TimedCollectives(transport, device)
+    costs = replace(costs, collectives=measure_collectives(timed, cluster), launch_us=timed.launch_us(costs.launch_us))
+    if math.isinf(costs.processors.count):
+        return costs
+    taken = timed.processor_times()
+    if not costs.processors.has_spare:
+        slowdown = _OverlapSlowdown(timed, transport, device)
+        taken = {kind: replace(each, **slowdown.of(kind)) for kind, each in taken.items()}
+    return replace(costs, transport=taken)
+
+
+def meet(transport: Transport, device: torch.device) -> None:
+    """Wait for all ranks."""
+    transport.all_reduce(torch.zeros(1, device=device), "world", "main").wait()
+    compat.synchronize(device)
+
+
+class TimedCollectives:
+    """Run collectives on the groups of a job, each from a common start; the time is the slowest rank's.
+
+    Those that a step contains are run as a step runs them; the others straight on the process group. A broadcast, a
+    reduce and a gather have the group's first rank as their root, and a message goes from the first to the second.
+    """
+
+    def __init__(self, transport: Groups, device: torch.device) -> None:
+        self._transport, self._device = transport, device
+        self._buffers: dict[int, Tensor] = {}
+        self._launches_us: list[float] = []
+        self._processor_us: dict[CollectiveKind, list[tuple[int, float]]] = {}
+        """(bytes, µs) of processor time, behind the launch, of collectives over all ranks."""
+
+    def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
+        """Time one collective over `size` bytes, in seconds: the same number on every rank."""
+        launch = self.prepared(kind, level, size)
+        meet(self._transport, self._device)
+        start, cpu = time.perf_counter(), time.process_time()
+        work = launch()
+        launched = time.perf_counter() - start
+        work.wait()
+        compat.synchronize(self._device)
+        passed, worked = time.perf_counter() - start, time.process_time() - cpu
+        if level is Level.WORLD:
+            self._processor_us.setdefault(kind, []).append((size, 1e6 * max(0.0, worked - launched)))
+            self._launches_us.append(1e6 * launched)
+        return self.slowest(passed)
+
+    def trouble(self, kind: CollectiveKind) -> str | None:
+        """Return why the backend does not run such a collective; None if it does. Every rank tries.
+
+        Some backends lack some. One that no step can do without is never missing: its error is the network's, and
+        is raised.
+        """
+        try:
+            self.prepared(kind, Level.WORLD, 4)().wait()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if kind in IN_STEPS:
+                raise
+            return str(error).partition("\n")[0]
+        return None
+
+    def launch_us(self, assumed: float) -> float:
+        """Return the median time of starting a collective, on the thread that does it."""
+        return statistics.median(self._launches_us) if self._launches_us else assumed
+
+    def processor_times(self) -> dict[CollectiveKind, TransportCost]:
+        """Return the smallest collectives' processor time for each, and the largest's for each MB beyond."""
+        times: dict[CollectiveKind, TransportCost] = {}
+        for kind, samples in self._processor_us.items():
+            small = [us for size, us in samples if size <= SMALL_BYTES]
+            largest = max(size for size, _ in samples)
+            fixed = statistics.median(small) if small else 0.0
+            most = statistics.median([us for size, us in samples if size == largest])
+            sent_mb = wire_bytes(kind, dist.get_world_size(), largest) / 1e6
+            times[kind] = TransportCost(fixed, max(0.0, most - fixed) / sent_mb)
+        return times
+
+    def slowest(self, seconds: float) -> float:
+        """Return the ranks' largest number, the same on every rank."""
+        passed = torch.tensor([seconds], dtype=torch.float32, device=self._device)
+        self._transport.all_reduce(passed, "world", "main", how="max").wait()
+        return float(passed.item())
+
+    def prepared(self, kind: CollectiveKind, level: Level, size: int, slot: int = 0) -> Callable[[], Work]:
+        """Make a collective's buffers, and return what launches it. Several under way need a `slot` each."""
+        transport, place, elements = self._transport, (level.value, "main"), max(1, size // 4)
+        group, members = transport.group(*place)
+        ranks, root, me = len(members), members[0], dist.get_rank()
+        whole = -(-elements // ranks) * ranks if kind.deals else elements  # as much for everyone
+        value = self._buffer(2 * slot, whole)
+
+        def out(count: int) -> Tensor:
+            return self._buffer(2 * slot + 1, count)
+
+        match kind:
+            case CollectiveKind.ALL_REDUCE:
+                return lambda: transport.all_reduce(value, *place)
+            case CollectiveKind.BROADCAST:
+                return lambda: transport.broadcast(value, root, *place)
+            case CollectiveKind.ALL_GATHER:
+                gathered = out(ranks * elements)
+                return lambda: transport.all_gather(value, gathered, *place)
+            case CollectiveKind.REDUCE_SCATTER:
+                part = out(whole // ranks)
+                return lambda: transport.reduce_scatter(value, part, *place)
+            case CollectiveKind.ALL_TO_ALL:
+                dealt = out(whole)
+                return lambda: _started(dist.all_to_all_single(dealt, value, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
+            case CollectiveKind.REDUCE:
+                return lambda: _started(dist.reduce(value, root, group=group, async_op=True))
+            case CollectiveKind.GATHER:
+                parts = list(out(ranks * elements).chunk(ranks)) if me == root else None
+                return lambda: _started(dist.gather(value, parts, root, group=group, async_op=True))
+            case CollectiveKind.POINT_TO_POINT if me == root:
+                return lambda: _started(dist.isend(value, members[1], group=group))
+            case CollectiveKind.POINT_TO_POINT if me == members[1]:
+                return lambda: _started(dist.irecv(value, root, group=group))
+            case CollectiveKind.POINT_TO_POINT:
+                return _Idle
+
+    def _buffer(self, number: int, elements: int) -> Tensor:
+        """Return a buffer that is kept: making 64 MiB again takes longer than sending it through memory."""
+        if number not in self._buffers or self._buffers[number].numel() < elements:
+            self._buffers[number] = torch.zeros(elements, device=self._device)
+        return self._buffers[number][:elements]
+
+
+class _Idle:
+    """The part of a rank that has none."""
+
+    def wait(self) -> None:
+        return
+
+
+def _started(work: Any) -> Work:
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
+class _OverlapSlowdown:
+    """Measure how much longer collectives take while the main thread computes."""
+
+    def __init__(self, timed: TimedCollectives, transport: Groups, device: torch.device) -> None:
+        self._timed, self._transport, self._device = timed, transport, device
+        self._square = torch.ones(192, 192, device=device)
+        self._product = torch.zeros_like(self._square)
+
+    def of(self, kind: CollectiveKind) -> dict[str, float]:
+        """Return `speed` and `more_us` of a TransportCost."""
+        sizes = self._sizes(kind)
+        if len(sizes) == 1:  # a slow link, where a small one takes long: what delays it once is little
+            idle_us, overlapping_us = self._burst_us(kind, sizes[0])
+            return {"speed": idle_us / overlapping_us}
+        small, large = (self._burst_us(kind, size) for size in sizes)
+        slope = (large[1] - small[1]) / (large[0] - small[0]) if large[0] > small[0] else 1.0
+        slope = min(1.0 / SLOWEST_OVERLAP, max(1.0, slope))
+        return {"speed": 1.0 / slope, "more_us": max(0.0, (small[1] + large[1] - slope * (small[0] + large[0])) / 2)}
+
+    def _sizes(self, kind: CollectiveKind) -> tuple[int, ...]:
+        """Choose a small size, and the largest that takes less than `OVERLAP_S`, if another; the same on all ranks."""
+        size = SMALL_OVERLAP_BYTES
+        while size < LARGEST_OVERLAP_BYTES and 4 * self._timed(kind, Level.WORLD, size) < OVERLAP_S:
+            size *= 4
+        return tuple(dict.fromkeys((SMALL_OVERLAP_BYTES, size)))
+
+    def _burst_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
+        """Time per collective in a burst: idle, and overlapping compute.
+
+        A burst is waited for at once, and after work of about as long. What is not done when the work ends runs on at
+        full speed, so both times together tell the speed while it overlapped. A burst, because what delays the first
+        one's start is not what delays them all.
+        """
+        count = min(MOST_IN_BURST, max(1, math.ceil(OVERLAP_S / 2 / self._timed(kind, Level.WORLD, size))))
+        idle_s = statistics.median([self._burst_s(kind, size, count, 0.0) for _ in range(OVERLAP_REPEATS)])
+        worked_s = 0.9 * idle_s
+        total_s = statistics.median([self._burst_s(kind, size, count, worked_s) for _ in range(OVERLAP_REPEATS)])
+        speed = min(1.0, max(SLOWEST_OVERLAP, 1.0 - (total_s - idle_s) / worked_s))
+        return 1e6 * idle_s / count, 1e6 * idle_s / count / speed
+
+    def _burst_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
+        """Time a burst that is waited for after so much work, on the slowest rank."""
+        launches = [self._timed.prepared(kind, Level.WORLD, size, slot) for slot in range(count)]
+        meet(self._transport, self._device)
+        start = time.perf_counter()
+        works = [launch() for launch in launches]
+        while time.perf_counter() - start < worked_s:
+            torch.mm(self._square, self._square, out=self._product)
+        compat.synchronize(self._device)
+        for work in works:
+            work.wait()
+        return self._timed.slowest(time.perf_counter() - start)

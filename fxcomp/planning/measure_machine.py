@@ -1,0 +1,94 @@
+"""Measure one machine's memory and compressors, kept in the user's cache."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+
+import torch
+
+from fxcomp import compat
+from fxcomp.compressors import Compressor, kernels_available
+from fxcomp.compressors.kernels import fingerprint
+from fxcomp.cost.measure import measure_compressors, measure_copy, measure_memory
+from fxcomp.cost.measured import CompressorCost
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.strategy import Device
+
+
+def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
+    """Return memory's and compressors' costs, from the user's cache or measured now (about a second each)."""
+
+    def complete(known: CostTable | None) -> CostTable:
+        table = known or costs_of_memory(device)
+        if table.threads != torch.get_num_threads():
+            table = replace(table, threads=torch.get_num_threads())
+        missing = [c for c in dict.fromkeys(compressors) if not all(table.has_measured(c, place) for place in Device)]
+        if not missing:
+            return table
+        return replace(table, compressors={**table.compressors, **compressor_costs(missing, device)})
+
+    return CostTable.cached(hardware(device), versions(), complete)
+
+
+def costs_of_memory(device: torch.device) -> CostTable:
+    """Measure memory and its roofline: a table of this machine without compressors."""
+    pack, roofline = measure_memory(device)
+    return CostTable(
+        hardware=hardware(device),
+        versions=versions(),
+        date=date.today().isoformat(),
+        source="measured",
+        roofline=roofline,
+        pack_gb_per_s=pack,
+        copy_gb_per_s=measure_copy(device),
+        threads=torch.get_num_threads(),
+    )
+
+
+def compressor_costs(
+    compressors: Sequence[Compressor], device: torch.device, threads: Sequence[int] = ()
+) -> dict[str, CompressorCost]:
+    """Measure compressors on the device and in the host's pool, which are the same thing if there is no GPU.
+
+    `threads` are the thread budgets to use on the CPU (default: the one in force).
+    """
+    found = measure_compressors(compressors, on=device) if device.type != "cpu" else {}
+    for budget in dict.fromkeys(threads or [torch.get_num_threads()]):
+        with _threads(budget):
+            here = measure_compressors(compressors, device=Device.CPU)
+        found |= here
+        if device.type == "cpu":
+            found |= {key.replace(f"@{Device.CPU.value}", f"@{Device.GPU.value}"): cost for key, cost in here.items()}
+    return found
+
+
+@contextmanager
+def _threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def device_here() -> torch.device:
+    """Return this rank's GPU if there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def hardware(device: torch.device) -> str:
+    """Name what measured numbers belong to: processor or GPU, and the threads that torch may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{compat.processor_name()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> str:
+    """Name what else changes the numbers: torch, Python, and which kernels are built."""
+    kernels = f"kernels {fingerprint()}" if kernels_available() else "no kernels"
+    return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
