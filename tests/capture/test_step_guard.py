@@ -117,6 +117,11 @@ def test_what_a_forward_pass_reads_is_followed(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+def test_evaluation_mode_is_captured_apart_from_training_mode():
+    model = nn.Sequential(nn.BatchNorm1d(20), small())
+    assert_followed(model, cross_entropy, lambda m: m.eval(), lambda m: m.train(), captures=1)
+
+
 def test_hooks_that_come_later_run():
     handles: list[Any] = []
 

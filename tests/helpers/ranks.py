@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from planted import VARIABLE, plant
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["pytest", "warm_rank"])
@@ -46,6 +47,22 @@ def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, timeout_s: 
     failed = [f"rank {rank}:\n{o.text}\n{o.trace}" for rank, o in enumerate(outcomes) if o.error]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
+
+
+def run_alone(work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> Any:
+    """Return what `work(*arguments)` returned in a process of its own, which no group joins and may start ranks."""
+    _start_server()
+    mine, theirs = _PROCESSES.Pipe(duplex=False)
+    process = _PROCESSES.Process(target=_alone, args=(theirs, work, arguments))
+    process.start()
+    theirs.close()
+    try:
+        assert mine.poll(timeout_s), f"no result in {timeout_s:g} s"
+        return mine.recv()
+    finally:
+        process.join(0.5)
+        process.kill()
+        process.join()
 
 
 def try_ranks(
@@ -149,9 +166,14 @@ def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | Non
     return outcomes
 
 
+def _alone(result: Connection, work: Callable[..., Any], arguments: Any) -> None:
+    result.send(work(*arguments))
+
+
 def _rank(result: Connection, rank: int, here: _Here, work: Callable[..., Any], arguments: Any) -> None:
     here.enter(rank)
     try:
+        plant(os.environ.get(VARIABLE))
         here.join(rank)
         outcome = Outcome(value=work(*arguments))
         dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,29 @@ def test_compressing_on_the_pool_gives_what_compressing_here_gives(rt: Runtime, 
     ranks = 1
     means = [rt.decompress(f"mean_{k}", compressor, p, ranks, (30, 10)) for k, p in enumerate((here, there))]
     assert torch.equal(means[0], rt.h2d("mean_back", means[1]))
+
+
+def test_a_compressor_draws_anew_for_every_bucket(rt: Runtime):
+    compressor = parse_compressor("randomk(0.5)")
+    state = compressor.fresh_state(40, 7, 0)
+    payloads = [rt.compress("p", compressor, torch.arange(40.0), None, (40,), state=state).clone() for _ in range(2)]
+    assert not torch.equal(*payloads)
+
+
+class LateNetwork(NullTransport):
+    """Delivers when somebody waits."""
+
+    def all_reduce(self, value: torch.Tensor, *_: str) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: value.fill_(7.0))
+
+
+def test_a_result_is_taken_when_its_collective_has_ended():
+    rt = Runtime(LateNetwork(), torch.device("cpu"))
+    flight = rt.launch("a", "all_reduce", torch.zeros(3), 2, "world")
+    assert rt.wait(flight).tolist() == [7.0] * 3
+    offloaded = rt.launch("b", "all_reduce", rt.d2h("on_host", torch.zeros(3)), 2, "world")
+    assert rt.h2d("back", rt.wait(offloaded)).tolist() == [7.0] * 3
+    rt.close()
 
 
 def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):

@@ -1,0 +1,227 @@
+"""Bugs to plant in a process, by name, and the test of the suite that must notice each."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxcomp.capture import optimizer
+from fxcomp.capture.reach import places
+from fxcomp.cluster.topology import GroupTopology
+from fxcomp.cost import collectives, timeline
+from fxcomp.graph.info import Role, info
+from fxcomp.passes import assign_streams, bucket_gradients, canonicalize_sync
+from fxcomp.passes.commit_if_finite import commit_if_finite
+from fxcomp.passes.order_for_overlap import order_for_overlap
+from fxcomp.plan.streams import Stream
+from fxcomp.runtime import runtime
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transport import Groups
+from fxcomp.state.handover import Holding
+from fxcomp.step.verify.update import UpdateCheck
+
+VARIABLE = "PLANTED_BUG"
+"""The environment variable that names the bug of a process and of the ranks that it starts."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """Something wrong with the package, and a test that fails because of it."""
+
+    plant: Callable[[], None]
+    caught_by: str
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def caught_by(test: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Enter a bug under its function's name."""
+
+    def enter(plant: Callable[[], None]) -> Callable[[], None]:
+        BUGS[plant.__name__] = Bug(plant, test)
+        return plant
+
+    return enter
+
+
+def plant(name: str | None) -> None:
+    """Plant a bug for the rest of this process's life."""
+    if name:
+        BUGS[name].plant()
+
+
+def exchange(original: Callable[..., Any], mutant: Callable[..., Any]) -> None:
+    """Put a function in the place of another one wherever the package has imported it."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "fxcomp":
+            for key, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, key, mutant)
+
+
+def wrap(owner: Any, name: str, mutant: Callable[..., Any]) -> None:
+    """Let `mutant` answer for a module's function or a method; the original comes first, behind `self`."""
+    original = getattr(owner, name)
+    setattr(
+        owner,
+        name,
+        functools.wraps(original)(
+            functools.partialmethod(mutant, original)
+            if isinstance(owner, type)
+            else functools.partial(mutant, original)
+        ),
+    )
+
+
+# Passes
+
+
+def unchanged(gm: GraphModule, *_: Any, **__: Any) -> GraphModule:
+    return gm
+
+
+@caught_by("tests/passes/test_bucket_gradients.py::test_two_gradients_become_one_bucket")
+def a_bucket_loses_its_last_gradient() -> None:
+    gather = bucket_gradients._gather_bucket
+
+    def gather_all_but_one(graph: Any, number: int, bucket: Any, local: Any, order: Any) -> None:
+        gather(graph, number, bucket, local, order)
+        last = bucket.names[-1]
+        for node in graph.nodes:
+            if info(node).role is Role.UNPACK and info(node).parameter == last:
+                node.replace_all_uses_with(local[last], delete_user_cb=lambda user: info(user).role is Role.UPDATE)
+
+    bucket_gradients._gather_bucket = gather_all_but_one
+
+
+@caught_by("tests/passes/test_canonicalize_sync.py::test_the_users_sum_and_division_become_one_mean")
+def a_mean_is_divided_once_more() -> None:
+    canonicalize_sync._drop_division = lambda *_: None
+
+
+@caught_by("tests/passes/test_assign_streams.py::test_offloaded_compression_runs_on_the_cpu")
+def everything_runs_on_the_compute_stream() -> None:
+    assign_streams._stream = lambda *_: Stream.COMPUTE
+
+
+@caught_by("tests/passes/test_order_for_overlap.py::test_each_bucket_leaves_behind_its_last_gradient")
+def collectives_keep_the_order_of_the_backward_pass() -> None:
+    exchange(order_for_overlap, unchanged)
+
+
+@caught_by("tests/passes/test_commit_if_finite.py::test_residuals_are_taken_back_and_means_looked_at")
+def a_step_that_is_not_finite_is_committed() -> None:
+    exchange(commit_if_finite, unchanged)
+
+
+# Runtime
+
+
+@caught_by("tests/runtime/test_runtime.py::test_a_result_is_taken_when_its_collective_has_ended")
+def a_wait_is_skipped() -> None:
+    runtime._finish = lambda flight: flight.output
+
+
+@caught_by("tests/runtime/test_runtime.py::test_packing_flattens_scales_and_keeps_its_buffer")
+def a_bucket_is_packed_unscaled() -> None:
+    wrap(Runtime, "pack", lambda self, pack, name, parameters, values, _: pack(self, name, parameters, values, 1.0))
+
+
+@caught_by("tests/test_residuals.py::test_between_hosts_each_ranks_shard_balances")
+def a_sum_between_hosts_stays_inside_the_host() -> None:
+    def all_reduce(self: Groups, original: Any, value: Any, level: str, lane: str, how: str = "sum") -> Any:
+        return original(self, value, "intra" if level == "inter" else level, lane, how)
+
+    wrap(Groups, "all_gather", lambda self, original, value, out, level, lane: original(
+        self, value, out, "intra" if level == "inter" else level, lane))  # fmt: skip
+    wrap(Groups, "all_reduce", all_reduce)
+
+
+def with_other_memory(change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Compress with what `change` makes of the residual and the state."""
+
+    def compress(
+        self: Runtime, original: Any, name: str, compressor: Any, bucket: Any, residual: Any, segments: Any, **more: Any
+    ) -> Any:
+        residual, state = change(residual, more.get("state"))
+        return original(self, name, compressor, bucket, residual, segments, **{**more, "state": state})
+
+    wrap(Runtime, "compress", compress)
+
+
+@caught_by("tests/test_residuals.py::test_between_hosts_each_ranks_shard_balances")
+def a_residual_is_not_added() -> None:
+    with_other_memory(lambda residual, state: (residual if residual is None else residual.zero_(), state))
+
+
+@caught_by("tests/test_residuals.py::test_between_hosts_each_ranks_shard_balances")
+def a_residual_is_not_updated() -> None:
+    with_other_memory(lambda residual, state: (residual if residual is None else residual.clone(), state))
+
+
+@caught_by("tests/runtime/test_runtime.py::test_a_compressor_draws_anew_for_every_bucket")
+def the_counter_of_random_draws_stands_still() -> None:
+    with_other_memory(lambda residual, state: (residual, state if state is None else state.clone()))
+
+
+# Costs
+
+
+@caught_by("tests/cost/test_collective_formulas.py::test_four_ranks_take_what_is_worked_out_by_hand")
+def a_latency_counts_once_instead_of_at_every_step() -> None:
+    wrap(collectives, "counts", lambda counts, *given: (min(1.0, counts(*given)[0]), *counts(*given)[1:]))
+
+
+@caught_by("tests/cost/test_collective_formulas.py::test_four_ranks_take_what_is_worked_out_by_hand")
+def bandwidth_counts_bits_for_bytes() -> None:
+    wrap(collectives, "time_us", lambda time_us, kind, ranks, size, *rest: time_us(kind, ranks, 8 * size, *rest))
+
+
+@caught_by(
+    "tests/cost/test_collective_formulas.py::test_ranks_of_a_host_share_its_link_between_hosts_but_a_flat_ring_does_not"
+)
+def groups_that_share_a_link_each_get_all_of_it() -> None:
+    wrap(GroupTopology, "gb_per_s", lambda self, gb_per_s, pattern: gb_per_s(self, pattern) * self.siblings)
+
+
+@caught_by("tests/cost/test_timeline.py::test_two_that_want_a_whole_processor_get_half_of_it")
+def a_processor_serves_two_at_full_speed() -> None:
+    timeline._shares = lambda _, limits, __: list(limits)
+
+
+# Steps
+
+
+@caught_by("tests/capture/test_optimizers.py::test_sgd_follows_its_schedules_with_every_option")
+def a_learning_rate_stays_what_it_was_at_first() -> None:
+    first: dict[int, dict[str, float]] = {}
+    live = optimizer.live_numbers
+    exchange(live, lambda group: {**live(group), **first.setdefault(id(group), live(group))})
+
+
+@caught_by("tests/capture/test_step_guard.py::test_evaluation_mode_is_captured_apart_from_training_mode")
+def a_change_of_training_mode_goes_unseen() -> None:
+    places._ITS_OWN |= {"training"}
+
+
+@caught_by("tests/step/test_verification.py::test_an_update_that_is_not_the_optimizers_is_named_and_undone")
+def verification_skips_updates() -> None:
+    UpdateCheck.rule = lambda _, __, run: run
+    UpdateCheck.finish = lambda *_, **__: None
+
+
+@caught_by("tests/state/test_handover.py::test_three_ranks_that_become_two_owe_what_they_owed")
+def a_hand_over_forgets_one_of_two_holdings() -> None:
+    wrap(Holding, "add_to", lambda self, add_to, name, mean: add_to(
+        replace(self, slices={n: held[:1] for n, held in self.slices.items()}), name, mean))  # fmt: skip
+
+
+@caught_by("tests/step/test_feedback_commit.py::test_one_rank_alone_leaves_such_a_step_out_too")
+def whatever_arrives_counts_as_finite() -> None:
+    Runtime.all_finite = lambda *_: True

@@ -1,0 +1,38 @@
+"""The suite notices bugs: each is planted in a process of its own, where a test that is named must fail."""
+
+from __future__ import annotations
+
+import os
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from planted import BUGS, VARIABLE, plant
+from ranks import run_alone
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_tests(bug: str, tests: list[str], basetemp: Path) -> tuple[int, str]:
+    """Run tests in this process with a bug planted; return pytest's exit code and what it printed."""
+    os.environ[VARIABLE] = bug
+    plant(bug)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}", f"--basetemp={basetemp}"]
+    printed = StringIO()
+    with redirect_stdout(printed):
+        code = pytest.main([*options, *(str(ROOT / test) for test in tests)])
+    return int(code), printed.getvalue()
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str, tmp_path: Path):
+    code, printed = run_alone(run_tests, bug, [BUGS[bug].caught_by], tmp_path)
+    assert code == pytest.ExitCode.TESTS_FAILED, printed
+    assert "1 failed" in printed
+
+
+def test_without_a_bug_all_these_tests_pass(tmp_path: Path):
+    tests = sorted({bug.caught_by for bug in BUGS.values()})
+    code, printed = run_alone(run_tests, "", tests, tmp_path)
+    assert code == pytest.ExitCode.OK, printed
