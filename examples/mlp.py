@@ -1,6 +1,8 @@
-"""The smallest job: a perceptron that learns to add up its inputs. Copy this to describe a model of your own.
+"""The smallest job: a perceptron that learns to add up its inputs.
 
-fxcomp explain examples/mlp.py:job --cluster 2x1 --inter 1gbit
+Copy this to describe a model of your own.
+
+    fxcomp explain examples/mlp.py:job --cluster 2x1 --inter 1gbit
 """
 
 import torch
