@@ -10,8 +10,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxcomp import compat
+from fxcomp.cluster.cluster import Level
 from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
-from fxcomp.graph.ops import COLLECTIVES, PACK, WAIT
+from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, PACK, WAIT
 
 
 def clone(gm: GraphModule) -> GraphModule:
@@ -64,7 +65,7 @@ def gradients(gm: GraphModule) -> dict[str, Node]:
 
 def is_collective(node: Node) -> bool:
     """Whether a node moves gradients or buffers; what the loss function exchanges is none of ours."""
-    return node.op == "call_function" and node.target in COLLECTIVES and not is_exchange(node)
+    return node.op == "call_function" and node.target in COLLECTIVE_KINDS and not is_exchange(node)
 
 
 def is_exchange(node: Node) -> bool:
@@ -75,6 +76,28 @@ def is_exchange(node: Node) -> bool:
 def must_stay(node: Node) -> bool:
     """Whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
     return compat.has_effect(node) or is_exchange(node)
+
+
+def level_of(collective: Node) -> Level:
+    """The level of the network over which a collective runs."""
+    return Level(str(collective.args[-1]))
+
+
+def value_bytes(node: object) -> int:
+    """The size of a node's value, a tensor."""
+    assert isinstance(node, Node), "a collective carries a node"
+    value = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def nodes_on_host(gm: GraphModule) -> set[Node]:
+    """The nodes between a copy to the host and the copy back."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        follows = bool(found) and node.target is not H2D and any(source in found for source in node.all_input_nodes)
+        if node.target is D2H or follows:
+            found.add(node)
+    return found
 
 
 def wait_of(collective: Node) -> Node:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 
@@ -143,4 +144,10 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 BROADCAST = torch.ops._c10d_functional.broadcast.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST)
+COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
+    ALL_REDUCE: CollectiveKind.ALL_REDUCE,
+    ALL_GATHER: CollectiveKind.ALL_GATHER,
+    REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
+    BROADCAST: CollectiveKind.BROADCAST,
+}
+"""The collectives of gradients and buffers."""

@@ -14,7 +14,6 @@ all ranks.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -22,102 +21,50 @@ from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.compressors import compressor_of
 from fxcomp.cost.table import CostTable
-from fxcomp.graph.edit import is_collective
-from fxcomp.graph.info import Role, info, update_info
-from fxcomp.graph.ops import (
-    ACCUMULATE,
-    ALL_GATHER,
-    ALL_REDUCE,
-    BROADCAST,
-    D2H,
-    EXCHANGE,
-    H2D,
-    MASK_VELOCITY,
-    PACK,
-    PAD,
-    REDUCE_SCATTER,
-    SAVE,
-)
+from fxcomp.graph.edit import level_of, nodes_on_host, value_bytes
+from fxcomp.graph.info import info, update_info
+from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
+from fxcomp.graph.ops import COLLECTIVE_KINDS
+from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
+from fxcomp.graph.regions import PLAIN
 from fxcomp.graph.work import Basis, basis, work
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
-_KIND = {
-    ALL_REDUCE: CollectiveKind.ALL_REDUCE,
-    ALL_GATHER: CollectiveKind.ALL_GATHER,
-    REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
-    BROADCAST: CollectiveKind.BROADCAST,
-}
-
 
 def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> GraphModule:
-    on_host: set[Node] = set()
+    on_host = nodes_on_host(gm)
     for node in gm.graph.nodes:
-        follows = bool(on_host) and any(source in on_host for source in node.all_input_nodes)
-        if node.target is D2H or (follows and node.target is not H2D):
-            on_host.add(node)
-        is_there = node in on_host
-        cost_us = _cost_us(node, costs, cluster, Device.CPU if is_there else Device.GPU)
-        pool_load = costs.pool_load if is_there else 0.0
-        if node.target in _KIND and is_collective(node):
-            what = _KIND[node.target], Level(str(node.args[-1])), _bytes(node.args[0]), cluster
-            # The broadcast of buffers is started by the thread that has just made them, and not counted.
+        pool_load = costs.pool_load if node in on_host else 0.0
+        if line_of(node) is LAUNCH:
+            target: Any = node.target
+            what = COLLECTIVE_KINDS[target], level_of(node), value_bytes(node.args[0]), cluster
+            # The thread that has just made buffers starts their broadcast; that start is not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
-            update_info(node, cost_us=cost_us, starting_us=launch_us, launcher_load=pool_load)
+            update_info(node, cost_us=costs.collective_us(*what), starting_us=launch_us, launcher_load=pool_load)
             update_info(node, load=costs.load_of(*what), overlap_speed=costs.overlap_speed(*what))
-        elif info(node).cost_us != cost_us or info(node).load != pool_load:
+            continue
+        cost_us = _cost_us(node, costs, cluster, Device.CPU if node in on_host else Device.GPU)
+        if info(node).cost_us != cost_us or info(node).load != pool_load:
             update_info(node, cost_us=cost_us, load=pool_load)
     return gm
 
 
 def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> float:
-    role = info(node).role
-    target: Any = node.target
-    arguments: Any = node.args
-    if node.op != "call_function" or node.target is operator.getitem or role is Role.WAIT:
-        return 0.0
-    if role is Role.EXCHANGE:
+    line = line_of(node)
+    if line is EXCHANGE:
         kind = _exchange_kind(node)
         return costs.collective_us(kind, Level.WORLD, _sent_bytes(node), cluster) if kind is not None else 0.0
-    if node.target in _KIND:
-        level = Level(str(node.args[-1]))
-        return costs.collective_us(_KIND[target], level, _bytes(node.args[0]), cluster)
-    if role is Role.ROLL_BACK:
-        return 0.0  # hardly ever done
-    if role is Role.COMMIT:
-        return sum(costs.pack_us(_bytes(value)) for value in node.all_input_nodes) / 2  # reads, and writes nothing
-    if node.target in (PACK, PAD, SAVE):
-        return costs.pack_us(_bytes(node))
-    if role is Role.COPY:
-        return costs.copy_us(_bytes(node))
-    if role is Role.VELOCITY:
-        return _velocity_us(node, costs)
-    if role is Role.KEEP:
-        return costs.keep_us(_bytes(node))
-    if role is Role.PROPOSE:
-        return costs.propose_us(compressor_of(target, arguments[3:]), sum(arguments[2]), device)
-    if role is Role.COMPRESS:
-        elements = sum(arguments[2])
-        return costs.encode_us(compressor_of(target, arguments[3:]), elements, device)
-    if role is Role.DECOMPRESS:
-        elements, ranks = sum(arguments[2]), int(arguments[1])
-        return costs.decode_us(compressor_of(target, arguments[3:]), elements, ranks, device)
-    if basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
+    if line is not None:
+        return line.price(costs, node, device)
+    if node.op != "call_function" or info(node).role not in PLAIN or basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
         return 0.0
     known = info(node).work
     if known is None:  # asking takes most of this pass, which runs a few times over the same nodes
         known = work(node)
         update_info(node, work=known)
     return costs.compute_us(known.key, known.flops, known.touched_bytes, known.math_type).us
-
-
-def _velocity_us(node: Node, costs: CostTable) -> float:
-    """Keeping costs nothing: a velocity is replaced while it is accumulated."""
-    if node.target is ACCUMULATE:
-        return costs.accumulate_us(_bytes(node))
-    return costs.mask_us(_bytes(node)) if node.target is MASK_VELOCITY else 0.0
 
 
 _EXCHANGES = {
@@ -133,20 +80,14 @@ _EXCHANGES = {
 
 
 def _exchange_kind(node: Node) -> CollectiveKind | None:
-    """What a collective of the loss function's own costs as much as; None for a wait."""
+    """The collective that one of the loss function's own is priced as; None for a wait."""
     target: Any = node.target
-    name = str(node.args[0]) if target is EXCHANGE else compat.bare_name(target).removesuffix("_coalesced")
+    name = str(node.args[0]) if target is EXCHANGE_OPERATOR else compat.bare_name(target).removesuffix("_coalesced")
     return _EXCHANGES.get(name)
 
 
 def _sent_bytes(node: Node) -> int:
-    """What goes out, or where this rank only receives, what comes in."""
+    """Count the bytes that go out, or where this rank only receives, those that come in."""
     arguments: Any = node.args
-    values = arguments[:1] if node.target is not EXCHANGE else arguments[1] or arguments[2]
-    return sum(_bytes(value) for value in pytree.tree_leaves(values))
-
-
-def _bytes(node: object) -> int:
-    assert isinstance(node, Node), "a collective carries a node"
-    value = node.meta["val"]
-    return value.numel() * value.element_size()
+    values = arguments[:1] if node.target is not EXCHANGE_OPERATOR else arguments[1] or arguments[2]
+    return sum(value_bytes(value) for value in pytree.tree_leaves(values))

@@ -11,32 +11,29 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch.fx import GraphModule, Node
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.graph.edit import is_collective
-from fxcomp.graph.info import Role, info, update_info
-from fxcomp.graph.ops import D2H, H2D, SAVE
+from fxcomp.graph.edit import level_of, nodes_on_host
+from fxcomp.graph.info import info, update_info
+from fxcomp.graph.lines import LAUNCH, line_of
 from fxcomp.plan.streams import Stream
 
 
 def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:
-    on_host: set[Node] = set()
+    on_host = nodes_on_host(gm)
     for node in gm.graph.nodes:
-        if node.target is D2H or (node.target is not H2D and any(source in on_host for source in node.all_input_nodes)):
-            on_host.add(node)
         update_info(node, stream=_stream(node, node in on_host, cluster))
     return gm
 
 
 def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
-    if is_collective(node):
-        level = Level(str(node.args[-1]))
-        return Stream.INTRA if level is Level.INTRA or cluster.hosts == 1 else Stream.INTER
-    if node.target is D2H:
-        return Stream.D2H
-    if node.target is H2D:
-        return Stream.H2D
-    on_pool = (Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.KEEP, Role.DECOMPRESS)
-    is_on_pool = info(node).role in on_pool or node.target is SAVE
-    return Stream.CPU if on_host and is_on_pool else Stream.COMPUTE
+    line = line_of(node)
+    if line is None:  # a part of a result is where the whole is
+        source = node.args[0] if node.target is operator.getitem else None
+        return info(source).stream or Stream.COMPUTE if isinstance(source, Node) else Stream.COMPUTE
+    if line is LAUNCH:
+        return Stream.INTRA if level_of(node) is Level.INTRA or cluster.hosts == 1 else Stream.INTER
+    return Stream.COMPUTE if line.stream is Stream.CPU and not on_host else line.stream

@@ -30,9 +30,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.compressors import compressor_of
 from fxcomp.graph.edit import buckets, call, placeholder
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
+from fxcomp.graph.lines import compressor_at
 from fxcomp.graph.ops import ACCUMULATE, ALL_REDUCE, KEEP, MASK_VELOCITY
 
 
@@ -80,9 +80,7 @@ def _left_out_of_values(reader: Node) -> Node | None:
     """The new residual of a compressor that sends values as they are; None for everything else."""
     if info(reader).role is not Role.COMPRESS:
         return None
-    target: Any = reader.target
-    arguments: Any = reader.args
-    if not compressor_of(target, arguments[3:]).sends_values:
+    if not compressor_at(reader).sends_values:
         return None
     return next((user for user in reader.users if user.target is operator.getitem and user.args[1] == 1), None)
 

@@ -25,9 +25,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.compressors import Compressor, compressor_of
+from fxcomp.compressors import Compressor
 from fxcomp.graph.edit import call, placeholder, refresh_value
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
+from fxcomp.graph.lines import compressor_at
 from fxcomp.graph.ops import KEEP
 
 
@@ -39,8 +40,7 @@ def thread_state(gm: GraphModule, surrounds: Callable[[Compressor], bool] = _nee
     """`surrounds` says which compressors get a residual."""
     carried: list[Node] = []
     for node in [n for n in gm.graph.nodes if _compresses(n)]:
-        target: Any = node.target
-        compressor = compressor_of(target, list(node.args[3:]))  # pyright: ignore[reportArgumentType]
+        compressor = compressor_at(node)
         if surrounds(compressor):
             carried.append(_thread_residual(gm, node))
         if compressor.has_state:

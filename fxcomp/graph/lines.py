@@ -1,0 +1,265 @@
+"""The lines of an emitted step, one entry a kind: who runs a line, with which arguments, at what cost and where.
+
+    %payload_0 = int8_compress(%pack_0, %residual_0, [8], 512)         the node
+    payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))        its line
+
+The emitter writes lines from these entries; costs, streams, the watch on costs and the stopwatch read them. To add a
+line: an operator in `graph/ops.py`, an entry here, a method of that name in `runtime/runtime.py`, and the pass that
+puts the node into the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Protocol, cast
+
+import torch
+from torch.fx import Node
+
+from fxcomp.compressors import Compressor, compressor_of
+from fxcomp.graph.edit import value_bytes
+from fxcomp.graph.info import Role, info
+from fxcomp.graph.ops import (
+    ACCUMULATE,
+    ALL_FINITE,
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVE_KINDS,
+    D2H,
+    H2D,
+    KEEP,
+    MASK_VELOCITY,
+    PACK,
+    PAD,
+    REDUCE_SCATTER,
+    ROLL_BACK,
+    SAVE,
+    WAIT,
+)
+from fxcomp.plan.strategy import Device
+from fxcomp.plan.streams import Stream
+
+
+class CostKind(Enum):
+    """A kind of cost, which is predicted and measured as one."""
+
+    COMPUTE = "compute"
+    UPDATE = "updates"
+    PACK = "packing"
+    START = "starting collectives"
+    COLLECTIVE = "collective"
+    COMPRESS = "compressing"
+    DECOMPRESS = "decompressing"
+
+
+class Prices(Protocol):
+    """The prices of lines; a cost table has them."""
+
+    def pack_us(self, size: float) -> float: ...
+    def copy_us(self, size: float) -> float: ...
+    def keep_us(self, size: float) -> float: ...
+    def accumulate_us(self, size: float) -> float: ...
+    def mask_us(self, size: float) -> float: ...
+    def propose_us(self, compressor: Compressor, elements: int, device: Device) -> float: ...
+    def encode_us(self, compressor: Compressor, elements: int, device: Device) -> float: ...
+    def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device) -> float: ...
+
+
+# Arguments: nodes stand for their values, compressors and operators for themselves
+
+
+def _as_in_graph(node: Node) -> Sequence[Any]:
+    return node.args
+
+
+def _gradients_by_name(node: Node) -> Sequence[Any]:
+    gradients: Any = node.args[0]
+    names = tuple(str(info(g).parameter) for g in gradients) if info(node).bucket is not None else ()
+    return names, tuple(gradients), node.args[1]
+
+
+def _kind_value_ranks_level(node: Node) -> Sequence[Any]:
+    """`ranks` is how many parts an all_gather's result has, or a reduce_scatter's input."""
+    target, arguments = cast("Any", node.target), node.args
+    ranks = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
+    how = ("max",) if target is ALL_REDUCE and arguments[1] == "max" else ()
+    return COLLECTIVE_KINDS[target].value, arguments[0], ranks, arguments[-1], *how
+
+
+def _operator_and_arguments(node: Node) -> Sequence[Any]:
+    return node.target, *node.args
+
+
+def _with_compressor(node: Node) -> Sequence[Any]:
+    value, second, sizes = node.args[:3]
+    return compressor_at(node), value, second, tuple(cast("Any", sizes))
+
+
+def _velocity_bucket_residual(node: Node) -> Sequence[Any]:
+    bucket, velocity, left_out = node.args
+    return velocity, bucket, before_replacement(left_out)
+
+
+def _residual_own_bucket(node: Node) -> Sequence[Any]:
+    left_out, own, bucket = node.args
+    return before_replacement(left_out), own, bucket
+
+
+# Results: the node whose name the line assigns
+
+
+def _itself(node: Node) -> Node | None:
+    return node
+
+
+def _nothing(_: Node) -> Node | None:
+    return None
+
+
+def _if_used(node: Node) -> Node | None:
+    return node if node.users else None
+
+
+def _payload(node: Node) -> Node | None:
+    return next(user for user in node.users if user.args[1] == 0)
+
+
+# Prices
+
+
+def _free(_: Prices, __: Node, ___: Device) -> float:
+    return 0.0
+
+
+def _packing(prices: Prices, node: Node, _: Device) -> float:
+    return prices.pack_us(value_bytes(node))
+
+
+def _looking(prices: Prices, node: Node, _: Device) -> float:
+    return sum(prices.pack_us(value_bytes(value)) for value in node.all_input_nodes) / 2  # reads, and writes nothing
+
+
+def _copying(prices: Prices, node: Node, _: Device) -> float:
+    return prices.copy_us(value_bytes(node))
+
+
+def _keeping(prices: Prices, node: Node, _: Device) -> float:
+    return prices.keep_us(value_bytes(node))
+
+
+def _accumulating(prices: Prices, node: Node, _: Device) -> float:
+    return prices.accumulate_us(value_bytes(node))
+
+
+def _masking(prices: Prices, node: Node, _: Device) -> float:
+    return prices.mask_us(value_bytes(node))
+
+
+def _proposing(prices: Prices, node: Node, device: Device) -> float:
+    return prices.propose_us(compressor_at(node), compressed_elements(node), device)
+
+
+def _encoding(prices: Prices, node: Node, device: Device) -> float:
+    return prices.encode_us(compressor_at(node), compressed_elements(node), device)
+
+
+def _decoding(prices: Prices, node: Node, device: Device) -> float:
+    payloads = int(cast("Any", node.args[1]))
+    return prices.decode_us(compressor_at(node), compressed_elements(node), payloads, device)
+
+
+# The lines
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A kind of line: `result = rt.method("name", arguments)`."""
+
+    method: str
+    """The runtime's method that runs it."""
+    arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
+    cost: CostKind | None = None
+    """What its time is counted as; None for lines that wait, or move what another line makes."""
+    price: Callable[[Prices, Node, Device], float] = _free
+    """The predicted time, in us. Collectives are priced by their links instead."""
+    stream: Stream = Stream.COMPUTE
+    """Where it runs. On the cpu only if its input lies there; a collective inside one host on `intra`."""
+    result: Callable[[Node], Node | None] = _itself
+    has_buffer: bool = True
+    """The runtime keeps its result in a buffer under the line's name, which is the first argument then."""
+    is_undoing: bool = False
+    """It runs only in a step that is taken back."""
+
+
+_CPU = Stream.CPU
+
+LAUNCH = Line("launch", _kind_value_ranks_level, CostKind.START, stream=Stream.INTER)
+EXCHANGE = Line("exchange", _operator_and_arguments, result=_if_used, has_buffer=False)
+COMPRESS = Line("compress", _with_compressor, CostKind.COMPRESS, _encoding, _CPU, _payload)
+PROPOSE = Line("propose", _with_compressor, CostKind.COMPRESS, _proposing, _CPU)
+DECOMPRESS = Line("decompress", _with_compressor, CostKind.DECOMPRESS, _decoding, _CPU)
+
+BY_OPERATOR: dict[Any, Line] = {
+    **dict.fromkeys(COLLECTIVE_KINDS, LAUNCH),
+    WAIT: Line("wait", has_buffer=False),
+    PACK: Line("pack", _gradients_by_name, CostKind.PACK, _packing),
+    PAD: Line("pad", _as_in_graph, CostKind.PACK, _packing),
+    SAVE: Line("save", _as_in_graph, CostKind.PACK, _packing, _CPU),
+    D2H: Line("d2h", price=_copying, stream=Stream.D2H),
+    H2D: Line("h2d", price=_copying, stream=Stream.H2D),
+    KEEP: Line("keep", _as_in_graph, CostKind.PACK, _keeping, _CPU, _nothing, has_buffer=False),
+    ACCUMULATE: Line("accumulate", _as_in_graph, CostKind.PACK, _accumulating, _CPU, has_buffer=False),
+    MASK_VELOCITY: Line(
+        "mask_velocity", _velocity_bucket_residual, CostKind.PACK, _masking, _CPU, _nothing, has_buffer=False
+    ),
+    ALL_FINITE: Line("all_finite", _as_in_graph, CostKind.PACK, _looking, has_buffer=False),
+}
+
+BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
+
+_DECOMPRESS_OWN = replace(DECOMPRESS, cost=None, price=_free, stream=Stream.COMPUTE, is_undoing=True)
+
+UNDOING: dict[Any, Line] = {
+    ROLL_BACK: Line("roll_back", _residual_own_bucket, result=_nothing, has_buffer=False, is_undoing=True),
+    torch.ops.aten.copy_.default: Line("restore", result=_nothing, has_buffer=False, is_undoing=True),
+}
+
+TIMED_METHODS = tuple(
+    dict.fromkeys(line.method for line in (*BY_OPERATOR.values(), *BY_ROLE.values()) if line is not EXCHANGE)
+)
+"""The runtime's methods whose time is compared with what was predicted."""
+
+
+def line_of(node: Node) -> Line | None:
+    """The kind of line that is written for a node; None for plain operators and for parts of a line's result."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return None
+    role, target = info(node).role, cast("Any", node.target)
+    if role is Role.ROLL_BACK:
+        return UNDOING.get(target, _DECOMPRESS_OWN)
+    if role is Role.VELOCITY and target is KEEP:
+        return None  # the bucket's line replaces the velocity in place
+    return BY_ROLE.get(role) or BY_OPERATOR.get(target)
+
+
+def compressor_at(node: Node) -> Compressor:
+    """The compressor that a node proposes, compresses or decompresses with, and its parameters."""
+    target, arguments = cast("Any", node.target), cast("Any", node.args)
+    return compressor_of(target, arguments[3:])
+
+
+def compressed_elements(node: Node) -> int:
+    """How many values a node proposes for, compresses or decompresses."""
+    sizes: Any = node.args[2]
+    return sum(sizes)
+
+
+def before_replacement(value: Any) -> Any:
+    """What emitted code calls a residual or state that a compress line has replaced in place: by its input's name."""
+    if not isinstance(value, Node) or value.target is not operator.getitem or info(value).role is not Role.COMPRESS:
+        return value
+    compress, place = cast("tuple[Node, int]", value.args)
+    return compress.args[1] if place == 1 else compress.kwargs["state"]
