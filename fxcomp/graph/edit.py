@@ -13,6 +13,7 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
 from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, PACK, WAIT
+from fxcomp.plan.collective_kind import CollectiveKind
 
 
 def clone(gm: GraphModule) -> GraphModule:
@@ -76,6 +77,11 @@ def is_exchange(node: Node) -> bool:
 def must_stay(node: Node) -> bool:
     """Whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
     return compat.has_effect(node) or is_exchange(node)
+
+
+def collective_kind(collective: Node) -> CollectiveKind:
+    target: Any = collective.target
+    return COLLECTIVE_KINDS[target]
 
 
 def level_of(collective: Node) -> Level:

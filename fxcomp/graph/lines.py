@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from fxcomp.compressors import Compressor, compressor_of
-from fxcomp.graph.edit import value_bytes
+from fxcomp.graph.edit import collective_kind, value_bytes
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import (
     ACCUMULATE,
@@ -86,7 +86,7 @@ def _kind_value_ranks_level(node: Node) -> Sequence[Any]:
     target, arguments = cast("Any", node.target), node.args
     ranks = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
     how = ("max",) if target is ALL_REDUCE and arguments[1] == "max" else ()
-    return COLLECTIVE_KINDS[target].value, arguments[0], ranks, arguments[-1], *how
+    return collective_kind(node).value, arguments[0], ranks, arguments[-1], *how
 
 
 def _operator_and_arguments(node: Node) -> Sequence[Any]:
@@ -193,6 +193,11 @@ class Line:
     is_undoing: bool = False
     """It runs only in a step that is taken back."""
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether its time is compared with what was predicted."""
+        return not self.is_undoing and self.method != "exchange"
+
 
 _CPU = Stream.CPU
 
@@ -228,9 +233,9 @@ UNDOING: dict[Any, Line] = {
 }
 
 TIMED_METHODS = tuple(
-    dict.fromkeys(line.method for line in (*BY_OPERATOR.values(), *BY_ROLE.values()) if line is not EXCHANGE)
+    dict.fromkeys(line.method for line in (*BY_OPERATOR.values(), *BY_ROLE.values()) if line.is_timed)
 )
-"""The runtime's methods whose time is compared with what was predicted."""
+"""The runtime's methods that a stopwatch times."""
 
 
 def line_of(node: Node) -> Line | None:

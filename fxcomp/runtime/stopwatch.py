@@ -1,6 +1,6 @@
 """Time the lines of an emitted step from outside: a step that is not timed knows nothing of it.
 
-    watch = Stopwatch(runtime)
+    watch = Stopwatch(runtime, methods, clock)
     step = rebound(module, watch.region)          # the same code, over regions with a clock around each
     step(watch.lines, parameters, ...)            # the same lines, with a clock around each
     watch.reading()                               # when each began and ended
@@ -10,7 +10,7 @@ A line costs two looks at the clock and one list entry: 0.3 us (measured, AMD EP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,7 @@ from fxcomp.runtime.runtime import Flight, Runtime
 from fxcomp.runtime.transport import call_when_done
 
 Call = tuple[str, int]
-"""A line by the runtime's method, and the how-manieth call of it in this step; or a region by its name, and 0."""
-
-LINES = (
-    *("pack", "pad", "accumulate", "mask_velocity", "propose", "compress", "launch", "wait", "decompress", "keep"),
-    *("d2h", "h2d", "save", "all_finite"),
-)
-"""The runtime's methods that are timed; `tests/test_drift_refusals.py` compares them with what is emitted."""
+"""A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +44,16 @@ class _Marks:
 
 
 class Stopwatch:
-    """Times steps of one runtime, one at a time: `start`, the step over `lines` and `region`s, `reading`."""
+    """Times steps of one runtime, one at a time: `start`, the step over `lines` and `region`s, `stop`, `reading`."""
 
-    def __init__(self, runtime: Runtime, clock: Clock, pool_clock: Clock | None = None) -> None:
+    def __init__(self, runtime: Runtime, methods: Iterable[str], clock: Clock, pool_clock: Clock | None = None) -> None:
+        """`methods` are the runtime's methods that are timed."""
         self._clock, self._pool_clock = clock, pool_clock or HostClock()
         self._counts: dict[str, int] = {}
         self._line: Call = ("", 0)
         self._marks = _Marks(None, None)
         self._runtime = runtime
-        self.lines: Any = _Lines(runtime, self)
+        self.lines: Any = _TimedLines(runtime, methods, self)
 
     def start(self) -> None:
         """Begin a step. The runtime's pool is watched until `stop`."""
@@ -129,12 +124,12 @@ class Stopwatch:
         return timed
 
 
-class _Lines:
+class _TimedLines:
     """A runtime whose lines are timed; all else is the runtime's."""
 
-    def __init__(self, runtime: Runtime, watch: Stopwatch) -> None:
+    def __init__(self, runtime: Runtime, methods: Iterable[str], watch: Stopwatch) -> None:
         self._runtime = runtime
-        for method in LINES:
+        for method in methods:
             setattr(self, method, watch.line(method, getattr(runtime, method)))
 
     def __getattr__(self, name: str) -> Any:

@@ -34,7 +34,7 @@ from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.saved_state import Carried, Given, Here, read_together, restore
 from fxcomp.step.drift.correct import corrected, describe
 from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge, step_with
-from fxcomp.step.drift.sheet import sheet_of
+from fxcomp.step.drift.predicted_costs import predict_costs
 from fxcomp.step.drift.watch import Replan, Watch
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.programs import Programs
@@ -495,7 +495,7 @@ class CompiledStep:
         program = self._adopted
         if self._following is None or program is None:
             return
-        mine = [str(cost) for cost in sheet_of(program.graph, program.timeline).costs]
+        mine = [str(cost) for cost in predict_costs(program).costs]
         if any(theirs != mine for theirs in self._ranks.gather(topic, mine)):
             self._following = None
 
@@ -520,9 +520,9 @@ class CompiledStep:
         program = self._adopted
         if program is None or self.costs is None:
             return ()
-        sheet = sheet_of(program.graph, program.timeline)
-        everyone = self._gather([sheet.step_us, self.costs.error, *following.watch.rows(self.steps, sheet)])
-        self.timed = agreed_rows(sheet.costs, [mine[2:] for mine in everyone])
+        predicted = predict_costs(program)
+        everyone = self._gather([predicted.step_us, self.costs.error, *following.watch.rows(self.steps, predicted)])
+        self.timed = agreed_rows(predicted.costs, [mine[2:] for mine in everyone])
         step_us, error = everyone[0][:2]
         return judge(self.timed, step_us, error)
 
@@ -544,13 +544,13 @@ class CompiledStep:
         program, costs = self._adopted, self.costs
         assert program is not None, "there are findings about what was adopted"
         assert costs is not None, "and they compare with its costs"
-        sheet = sheet_of(program.graph, program.timeline)
-        becomes_us = step_with(findings, sheet, program.timeline, costs.processors)
+        predicted = predict_costs(program)
+        becomes_us = step_with(findings, predicted, costs.processors)
         said = "; ".join(describe(finding, costs, following.cluster) for finding in findings)
         offer = " step.replan(), called by every rank, plans anew." if offers else ""
         self.notes.append(
             f"since step {self.steps - following.watch.schedule.judged_every}: {said}. With that the step is predicted"
-            f" at {becomes_us / 1e3:.4g} ms, not {sheet.step_us / 1e3:.4g}.{offer}"
+            f" at {becomes_us / 1e3:.4g} ms, not {predicted.step_us / 1e3:.4g}.{offer}"
         )
 
     def replan(self) -> bool:
@@ -593,8 +593,7 @@ class CompiledStep:
         topic = "planning anew"
 
         def put_right() -> CostTable:
-            sheet = sheet_of(program.graph, program.timeline)
-            return corrected(costs, findings, sheet, program.graph, following.cluster)
+            return corrected(costs, findings, predict_costs(program), following.cluster)
 
         table = self._ranks.attempt(f"{topic}: correcting the costs", put_right)
         # A dense plan has just been measured. Of another one there is only a prediction, with its error.

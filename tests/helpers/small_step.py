@@ -13,9 +13,10 @@ from jobs import cross_entropy, rows
 from torch import Tensor, nn
 
 import fxcomp
+from fxcomp.graph.lines import CostKind
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift.judge import Finding
-from fxcomp.step.drift.sheet import Cost, Kind
+from fxcomp.step.drift.predicted_costs import Cost
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:
@@ -36,8 +37,7 @@ def parameters_of(step: CompiledStep) -> list[float]:
 def replanning() -> Callable[[], CompiledStep]:
     """Plan again at each call, for a reason that all ranks see each time, with a pool to be added."""
     step = compiled()
-    sheet = Cost(Kind.COMPUTE)
-    findings = (Finding(sheet, 1000.0, 3000.0, ((0, 1000.0, 3000.0),)),)
+    findings = (Finding(Cost(CostKind.COMPUTE), 1000.0, 3000.0, ((0, 1000.0, 3000.0),)),)
     compare = CompiledStep._compare
 
     def seen(self: CompiledStep, following: Any) -> Any:

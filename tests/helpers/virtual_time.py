@@ -16,11 +16,12 @@ from unittest.mock import patch
 from fxcomp.cluster.processors import Processors
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import simulate
+from fxcomp.graph.lines import TIMED_METHODS, CostKind
 from fxcomp.runtime.stopwatch import Call, Stopwatch
 from fxcomp.step import step_times
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift import watch as watching
-from fxcomp.step.drift.sheet import Cost, Kind, Sheet, sheet_of
+from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
 
 Factor = Callable[[Cost], float]
 
@@ -54,23 +55,23 @@ class VirtualTime:
         self._ends.clear()
         self._free = self.now
 
-    def spend(self, call: Call, sheet: Sheet) -> None:
+    def spend(self, call: Call, predicted: PredictedCosts) -> None:
         """Do what a line does."""
-        cost = sheet.lines.get(call)
+        cost = predicted.lines.get(call)
         if cost is not None:
-            calls = sum(1 for other in sheet.lines.values() if other == cost)
-            self.now += sheet.predicted_us[cost] / calls * self._times(cost)
-        for passage in sheet.passages:
-            if passage.launch == call:
-                self._ends[call] = self._free = max(self.now, self._free) + passage.predicted_us * self._times(
-                    passage.cost
+            calls = sum(1 for other in predicted.lines.values() if other == cost)
+            self.now += predicted.predicted_us[cost] / calls * self._times(cost)
+        for collective in predicted.collectives:
+            if collective.launch == call:
+                self._ends[call] = self._free = max(self.now, self._free) + collective.predicted_us * self._times(
+                    collective.cost
                 )
-            elif passage.wait == call:
-                self.now = max(self.now, self._ends[passage.launch])
+            elif collective.wait == call:
+                self.now = max(self.now, self._ends[collective.launch])
 
     def step_us(self, program: Program, processors: Processors) -> float:
         """What a whole step takes, timed line by line or not."""
-        costs = sheet_of(program.graph, program.timeline).tasks
+        costs = predict_costs(program).tasks
         tasks = [span.task for span in program.timeline.spans]
         tasks = [
             replace(t, duration_us=t.duration_us * (self.factor(costs[t.name]) if t.name in costs else 1.0))
@@ -92,7 +93,7 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
 
     class Watched(Stopwatch):
         def __init__(self, runtime: Any, *_: Any) -> None:
-            super().__init__(runtime, clock, clock)
+            super().__init__(runtime, TIMED_METHODS, clock, clock)
 
         def start(self) -> None:
             clock.begin()
@@ -101,7 +102,7 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         def _spending(self, call: Callable[[], Call], run: Callable[..., Any]) -> Callable[..., Any]:
             def spent(*arguments: Any, **options: Any) -> Any:
                 result = run(*arguments, **options)
-                clock.spend(call(), sheets[-1])
+                clock.spend(call(), known[-1])
                 return result
 
             return spent
@@ -115,11 +116,11 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         def _hear_of(self, call: Call, flight: Any) -> None:  # noqa: ARG002
             self._marks.ends[call] = clock.end_of(call)
 
-    sheets: list[Sheet] = []
+    known: list[PredictedCosts] = []
 
-    def remembered(*arguments: Any) -> Sheet:
-        sheets.append(read(*arguments))
-        return sheets[-1]
+    def remembered(*arguments: Any) -> PredictedCosts:
+        known.append(read(*arguments))
+        return known[-1]
 
     def run(step: CompiledStep, program: Program, *arguments: Any) -> Any:
         result = really_run(step, program, *arguments)
@@ -127,18 +128,18 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         clock.wall_s += clock.step_us(program, step.costs.processors) / 1e6
         return result
 
-    read, really_run = watching.sheet_of, CompiledStep._run
+    read, really_run = watching.predict_costs, CompiledStep._run
     wall = SimpleNamespace(look=lambda: clock.wall_s, us=lambda start, end: 1e6 * (end - start))
     with (
         patch.object(watching, "Stopwatch", Watched),
-        patch.object(watching, "sheet_of", remembered),
+        patch.object(watching, "predict_costs", remembered),
         patch.object(CompiledStep, "_run", run),
         patch.object(step_times, "clock_of", lambda _: wall),
     ):
         yield
 
 
-def slower(factors: Mapping[tuple[Kind, str], float]) -> Factor:
+def slower(factors: Mapping[tuple[CostKind, str], float]) -> Factor:
     """Costs of a kind and a name take so many times as long; a name of "" stands for all."""
     return lambda cost: factors.get((cost.kind, cost.what), factors.get((cost.kind, ""), 1.0))
 

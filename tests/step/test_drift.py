@@ -19,8 +19,9 @@ from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_ti
 import fxcomp
 from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
+from fxcomp.graph.lines import CostKind
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
-from fxcomp.step.drift.sheet import Kind, sheet_of
+from fxcomp.step.drift.predicted_costs import predict_costs
 
 
 def train(
@@ -40,7 +41,7 @@ def train(
     with virtual_time(clock):
         step = compiled(costs, **options)
         before, sources = step.plan, [step.source]
-        first = sheet_of(step.graph(), step.timeline).predicted_us
+        first = predict_costs(step.program).predicted_us
         for i in range(steps):
             clock.factor = slower(factors if i >= JUDGED and not step._replans else {})
             step(JOB.batch(i, dist.get_rank()))
@@ -60,7 +61,7 @@ def train(
     }
 
 
-WIRE = {(Kind.COLLECTIVE, ""): 10.0}
+WIRE = {(CostKind.COLLECTIVE, ""): 10.0}
 AUTO = {"replan": "auto"}
 
 
@@ -82,7 +83,7 @@ def test_a_link_that_becomes_slower_is_named_and_all_ranks_plan_anew(ranks: int,
 
 
 def test_a_link_that_becomes_faster_lets_compression_go_and_what_was_left_out_arrives():
-    found = same(run_ranks(2, train, table(0.2), {(Kind.COLLECTIVE, ""): 0.05}, 5 * JUDGED, AUTO))
+    found = same(run_ranks(2, train, table(0.2), {(CostKind.COLLECTIVE, ""): 0.05}, 5 * JUDGED, AUTO))
     assert (found["before"], found["is dense"], found["compressed"]) == (False, True, False)
 
 
@@ -123,8 +124,8 @@ def test_where_every_step_is_verified_the_report_says_that_none_is_timed():
     assert not any("every step is verified" in text for text in run_ranks(2, reported, 2))
 
 
-COMPRESSING = {(Kind.COMPRESS, "int4@gpu"): 40.0}
-COMPUTE = {(Kind.COMPUTE, ""): 8.0, (Kind.UPDATE, ""): 8.0}
+COMPRESSING = {(CostKind.COMPRESS, "int4@gpu"): 40.0}
+COMPUTE = {(CostKind.COMPUTE, ""): 8.0, (CostKind.UPDATE, ""): 8.0}
 
 
 def test_a_compressor_that_becomes_slower_is_named_and_replaced():
@@ -184,7 +185,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
         due = {name: torch.zeros_like(value) for name, value in start.items()}
         plans, owed = [step.plan], False
         for i in range(3 * JUDGED):
-            clock.factor = slower({(Kind.COLLECTIVE, ""): factor} if i >= 4 and not step._replans else {})
+            clock.factor = slower({(CostKind.COLLECTIVE, ""): factor} if i >= 4 and not step._replans else {})
             gradients = draw(i)
             owed = owed or bool(step.runtime.undelivered)
             if commits and plans[-1] != step.plan:  # the first step of a plan is left out

@@ -22,12 +22,12 @@ from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, CannotReplan
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.lines import TIMED_METHODS, CostKind
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.stopwatch import LINES
-from fxcomp.step.drift.correct import link_factors
+from fxcomp.step.drift.correct_links import link_factors
 from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge
-from fxcomp.step.drift.sheet import Cost, Kind, sheet_of
+from fxcomp.step.drift.predicted_costs import Cost, predict_costs
 from fxcomp.step.drift.watch import Schedule
 
 JOB = JOBS["mlp"]
@@ -85,7 +85,7 @@ def test_alone_there_is_nothing_to_plan():
 
 def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
     """What is raised where planning anew fails on rank 1, whether the plan stays, and what is raised the next time."""
-    clock = VirtualTime(sees_threads=True, factor=slower({(Kind.COLLECTIVE, ""): 10.0}))
+    clock = VirtualTime(sees_threads=True, factor=slower({(CostKind.COLLECTIVE, ""): 10.0}))
     with virtual_time(clock):
         step = compiled(table(2.0))
         before, costs = step.plan, step.costs
@@ -138,33 +138,33 @@ def test_a_links_latency_and_bandwidth_are_told_apart(latency: float, wire: floa
     for size in (1_000, 100_000, 10_000_000):
         alpha_us, whole_us = 200.0, 200.0 + size / 100.0
         parts.append((size, whole_us, latency * alpha_us + wire * (whole_us - alpha_us)))
-    finding = Finding(Cost(Kind.COLLECTIVE, "all_reduce@world", 10_000_000), 1.0, 2.0, tuple(parts))
+    finding = Finding(Cost(CostKind.COLLECTIVE, "all_reduce@world", 10_000_000), 1.0, 2.0, tuple(parts))
     assert link_factors(finding, costs, CLUSTER) == pytest.approx((latency, wire), rel=0.16)
 
 
-def row(kind: Kind, predicted: float, first: float | None, second: float | None, what: str = "") -> Row:
+def row(kind: CostKind, predicted: float, first: float | None, second: float | None, what: str = "") -> Row:
     return Row(Cost(kind, what), predicted, first, second)
 
 
 @pytest.mark.parametrize(
     ("rows", "found"),
     [
-        ([row(Kind.COMPUTE, 100.0, 150.0, 150.0)], [Kind.COMPUTE]),
-        ([row(Kind.COMPUTE, 100.0, 150.0, 100.0)], []),  # one hiccup
-        ([row(Kind.COMPUTE, 100.0, 150.0, 60.0)], []),  # once up, once down
-        ([row(Kind.COMPUTE, 100.0, 150.0, None)], []),
-        ([row(Kind.PACK, 1.0, 5.0, 5.0)], []),  # nobody would notice in the step
-        ([row(Kind.COMPUTE, 100.0, 110.0, 110.0), row(Kind.START, 20.0, 9.0, 9.0)], []),  # told apart otherwise
-        ([row(Kind.COMPUTE, 100.0, 100.0, 100.0), row(Kind.START, 20.0, 90.0, 90.0)], [Kind.START]),
-        ([row(Kind.COMPUTE, 100.0, 50.0, 50.0)], [Kind.COMPUTE]),
+        ([row(CostKind.COMPUTE, 100.0, 150.0, 150.0)], [CostKind.COMPUTE]),
+        ([row(CostKind.COMPUTE, 100.0, 150.0, 100.0)], []),  # one hiccup
+        ([row(CostKind.COMPUTE, 100.0, 150.0, 60.0)], []),  # once up, once down
+        ([row(CostKind.COMPUTE, 100.0, 150.0, None)], []),
+        ([row(CostKind.PACK, 1.0, 5.0, 5.0)], []),  # nobody would notice in the step
+        ([row(CostKind.COMPUTE, 100.0, 110.0, 110.0), row(CostKind.START, 20.0, 9.0, 9.0)], []),  # told apart otherwise
+        ([row(CostKind.COMPUTE, 100.0, 100.0, 100.0), row(CostKind.START, 20.0, 90.0, 90.0)], [CostKind.START]),
+        ([row(CostKind.COMPUTE, 100.0, 50.0, 50.0)], [CostKind.COMPUTE]),
     ],
 )
-def test_a_cost_is_wrong_only_twice_in_a_row_and_beyond_the_steps_error(rows: list[Row], found: list[Kind]):
+def test_a_cost_is_wrong_only_twice_in_a_row_and_beyond_the_steps_error(rows: list[Row], found: list[CostKind]):
     assert [finding.cost.kind for finding in judge(rows, 200.0, 0.1)] == found
 
 
 def test_of_a_collective_the_shortest_counts_of_all_else_the_middle():
-    costs = [Cost(Kind.COLLECTIVE, "all_reduce@world", 8), Cost(Kind.COMPUTE)]
+    costs = [Cost(CostKind.COLLECTIVE, "all_reduce@world", 8), Cost(CostKind.COMPUTE)]
     mine = [[10.0, 30.0, 30.0, 5.0, 4.0, -1.0], [11.0, 20.0, 50.0, 6.0, 8.0, 9.0], [12.0, 25.0, 40.0, 7.0, 5.0, 7.0]]
     collective, compute = agreed_rows(costs, mine)
     assert (collective.predicted_us, collective.first_us, collective.second_us) == (10.0, 20.0, 30.0)
@@ -204,22 +204,22 @@ def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluste
     graph = linear_step(buffer=True, clip=True)
     captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
     program = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=commits)
-    sheet = sheet_of(program.graph, program.timeline)
+    predicted = predict_costs(program)
     lines = program.source[program.source.index("def step(") :].splitlines()
     body = "\n".join(line for line in lines if not line.startswith(" " * 8))  # without what is taken back
     silent = ("wait", "d2h", "h2d")
-    for method in LINES:
-        known = sum(1 for name, _ in sheet.lines if name == method)
+    for method in TIMED_METHODS:
+        known = sum(1 for name, _ in predicted.lines if name == method)
         assert known == (0 if method in silent else body.count(f"rt.{method}("))
-    assert len(sheet.passages) == body.count("rt.launch(")
-    assert all(passage.wait is not None for passage in sheet.passages)
+    assert len(predicted.collectives) == body.count("rt.launch(")
+    assert all(collective.wait is not None for collective in predicted.collectives)
     costly = {span.task.name for span in program.timeline.spans if span.task.duration_us > 0}
-    assert costly - set(sheet.tasks) <= {name for name in costly if name.startswith(("d2h", "h2d"))}
-    assert sum(sheet.predicted_us.values()) > 0
+    assert costly - set(predicted.tasks) <= {name for name in costly if name.startswith(("d2h", "h2d"))}
+    assert sum(predicted.predicted_us.values()) > 0
 
 
 def test_two_costs_that_fell_together_leave_neither_below_nothing():
     """Compute and starts are judged together, and what both gained is booked on one of them."""
-    fell = (Row(Cost(Kind.COMPUTE), 1000.0, 200.0, 200.0), Row(Cost(Kind.START), 1000.0, 300.0, 300.0))
+    fell = (Row(Cost(CostKind.COMPUTE), 1000.0, 200.0, 200.0), Row(Cost(CostKind.START), 1000.0, 300.0, 300.0))
     (found,) = judge(fell, 2500.0, 0.1)
     assert 0 < found.measured_us < found.predicted_us

@@ -16,10 +16,10 @@ from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
 from fxcomp.codegen.program import Program
+from fxcomp.graph.lines import CostKind
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.step import step_times
 from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
-from fxcomp.step.drift.sheet import Kind
 
 
 def train(dense_ms: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_the_device_is_judged_by_what_it_took_and_not_by_how_soon_it_was_given_w
 
 JOB = JOBS["mlp"]
 FIRST = SWITCH_STEPS + WARM_STEPS
-LINK = (Kind.COLLECTIVE, "")
+LINK = (CostKind.COLLECTIVE, "")
 
 
 def returned(steps: int, unexplained: float, slows: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Notice that a running step costs something else than predicted, say what, and put the cost table right.
+"""Notice that a running step costs something else than predicted, say what, and correct the cost table.
 
-step timed ─► Watch ─► Sheet.measured_us ─► shared over ranks ─► judge ─► Finding ─► corrected CostTable
+timed step ─► Watch ─► PredictedCosts.measured_us ─► shared over ranks ─► judge ─► Finding ─► corrected CostTable
 """

@@ -1,4 +1,4 @@
-"""Judge which costs are wrong.
+"""Judge which costs are wrong. Judges return findings and change nothing.
 
 Every cost is judged by itself, as the sum over its lines in a step, median of 20 timed steps, over all ranks. It is
 wrong if in two windows in a row, in the same direction, it is off by more than the whole step's error band, and by more
@@ -13,25 +13,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxcomp.cluster.processors import Processors
-from fxcomp.cost.timeline import Timeline, simulate
-from fxcomp.step.drift.sheet import Cost, Kind, Sheet
+from fxcomp.cost.timeline import simulate
+from fxcomp.graph.lines import CostKind
+from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts
 
 NOISE = {
-    Kind.COMPUTE: 0.10,
-    Kind.UPDATE: 0.25,
-    Kind.PACK: 0.50,
-    Kind.START: 0.50,
-    Kind.COLLECTIVE: 0.15,
-    Kind.COMPRESS: 0.25,
-    Kind.DECOMPRESS: 0.25,
+    CostKind.COMPUTE: 0.10,
+    CostKind.UPDATE: 0.25,
+    CostKind.PACK: 0.50,
+    CostKind.START: 0.50,
+    CostKind.COLLECTIVE: 0.15,
+    CostKind.COMPRESS: 0.25,
+    CostKind.DECOMPRESS: 0.25,
 }
-"""How far a window's median varies with nothing wrong, relative (assumed, from the spread of calibrations: short lines
-vary most, and what they are priced by is one bandwidth for all of them)."""
+"""The relative variation of a window's median with nothing wrong (assumed, from the spread of calibrations: short lines
+vary most, and one bandwidth prices all of them)."""
+
+LEAST_RATIO = 0.1
+"""No cost is corrected to less than this share of what it was (assumed); the rest shows in the next window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cost as all ranks see it, µs a step: predicted, and measured in two windows; None where not known."""
+    """One cost as all ranks see it, us a step: predicted, and measured in two windows; None where not known."""
 
     cost: Cost
     predicted_us: float
@@ -40,16 +44,16 @@ class Row:
 
 
 def agreed_rows(costs: Sequence[Cost], everyone: Sequence[Sequence[float]]) -> tuple[Row, ...]:
-    """One number for all ranks: rank 0's prediction, the ranks' median measurement.
+    """Merge all ranks' numbers into rank 0's prediction and the ranks' median measurement.
 
-    Of a collective the shortest: it cannot begin before its last rank has come, and the others count their waiting.
+    A collective takes the shortest instead: it begins when its last rank has come, and the others count their waiting.
     """
     rows: list[Row] = []
     for k, cost in enumerate(costs):
         windows: list[float | None] = []
         for window in (1, 2):
             values = [mine[3 * k + window] for mine in everyone]
-            combine = min if cost.kind is Kind.COLLECTIVE else statistics.median
+            combine = min if cost.kind is CostKind.COLLECTIVE else statistics.median
             windows.append(None if min(values) < 0 else float(combine(values)))
         rows.append(Row(cost, everyone[0][3 * k], windows[0], windows[1]))
     return tuple(rows)
@@ -57,7 +61,7 @@ def agreed_rows(costs: Sequence[Cost], everyone: Sequence[Sequence[float]]) -> t
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cost that is wrong: what is predicted and what was measured, µs a step."""
+    """A cost that is wrong: what is predicted and what was measured, us a step."""
 
     cost: Cost
     """With the bytes of the largest part, for a collective."""
@@ -77,52 +81,45 @@ class Finding:
 
 
 def judge(rows: Sequence[Row], step_us: float, error: float) -> tuple[Finding, ...]:
-    """The costs that are wrong, the worst first. `step_us` is the predicted step, `error` its relative band.
+    """List the costs that are wrong, the worst first. `step_us` is the predicted step, `error` its relative band.
 
-    Compute and the starts of collectives are judged together, for where a collective's own work on the processor is
-    counted is a matter of the model; the one that is further off is named.
+    Compute and the starts of collectives are judged together, since the model decides where a collective's own work on
+    the processor is counted; the one that is further off is named.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.first_us is not None and row.second_us is not None:
-            kind = Kind.COMPUTE if row.cost.kind is Kind.START else row.cost.kind
+            kind = CostKind.COMPUTE if row.cost.kind is CostKind.START else row.cost.kind
             groups.setdefault((kind.value, row.cost.what), []).append(row)
     findings: list[Finding] = []
     for members in groups.values():
         predicted = sum(row.predicted_us for row in members)
-        off = [sum((us or 0.0) for us in column) - predicted for column in _columns(members)]
-        noise = NOISE[members[0].cost.kind]
-        if off[0] * off[1] > 0 and min(map(abs, off)) > max(error * step_us, noise * predicted):
-            findings.append(_finding(members, off[1]))
+        first_off = sum(row.first_us or 0.0 for row in members) - predicted
+        second_off = sum(row.second_us or 0.0 for row in members) - predicted
+        band = max(error * step_us, NOISE[members[0].cost.kind] * predicted)
+        if first_off * second_off > 0 and min(abs(first_off), abs(second_off)) > band:
+            findings.append(_finding(members, second_off))
     return tuple(sorted(findings, key=lambda f: (-abs(f.measured_us - f.predicted_us), f.cost.order)))
 
 
-def _columns(members: Sequence[Row]) -> tuple[list[float | None], list[float | None]]:
-    return [row.first_us for row in members], [row.second_us for row in members]
-
-
 def _finding(members: Sequence[Row], off: float) -> Finding:
-    if members[0].cost.kind is Kind.COLLECTIVE:
+    if members[0].cost.kind is CostKind.COLLECTIVE:
         parts = tuple((row.cost.size, row.predicted_us, row.second_us or 0.0) for row in members)
         largest = max(members, key=lambda row: row.cost.size)
         predicted, measured = (sum(part[k] for part in parts) for k in (1, 2))
         return Finding(largest.cost, predicted, measured, parts)
     worst = max(members, key=lambda row: math.copysign(1.0, off) * ((row.second_us or 0.0) - row.predicted_us))
-    # What others of its kind gained is booked here too, and nothing takes less than no time.
+    # What the other members gained is booked here too, and nothing takes less than no time.
     return Finding(worst.cost, worst.predicted_us, max(LEAST_RATIO * worst.predicted_us, worst.predicted_us + off))
 
 
-LEAST_RATIO = 0.1
-"""No cost is corrected to less than this share of what it was (assumed); what is left shows in the next window."""
-
-
-def step_with(findings: Sequence[Finding], sheet: Sheet, timeline: Timeline, processors: Processors) -> float:
-    """The predicted step with the costs that were found, in µs."""
+def step_with(findings: Sequence[Finding], predicted: PredictedCosts, processors: Processors) -> float:
+    """Predict the step with the costs that were found, in us."""
     found = {(finding.cost.kind, finding.cost.what): finding.ratio for finding in findings}
-    factors = {task: found.get((cost.kind, cost.what), 1.0) for task, cost in sheet.tasks.items()}
+    factors = {task: found.get((cost.kind, cost.what), 1.0) for task, cost in predicted.tasks.items()}
     factors = {task: factor for task, factor in factors.items() if math.isfinite(factor)}
     tasks = [
         replace(span.task, duration_us=span.task.duration_us * factors.get(span.task.name, 1.0))
-        for span in timeline.spans
+        for span in predicted.timeline.spans
     ]
     return simulate(tasks, processors).step_time_us

@@ -1,4 +1,4 @@
-"""Time some of a plan's steps, seldom enough that it does not matter, and keep what each cost took."""
+"""Time a few of a plan's steps, and keep what each cost took in them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
-from typing import Any, Protocol
-
-from torch.fx import GraphModule
+from typing import Any
 
 from fxcomp.codegen.load import rebound
-from fxcomp.cost.timeline import Timeline
+from fxcomp.codegen.program import Program
 from fxcomp.errors import BadOption
+from fxcomp.graph.lines import TIMED_METHODS
 from fxcomp.plan.verified_steps import NEVER, NO_STEPS, VerifiedSteps
 from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.stopwatch import Stopwatch
-from fxcomp.step.drift.sheet import Cost, Sheet, sheet_of
+from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
 
 WINDOW = 20
-"""So many timed steps make a median. Two windows in a row are judged together."""
+"""The number of timed steps that make a median. Two windows in a row are judged together."""
 
 TIMING_US = 300.0
-"""What timing a step of 100 lines takes: 0.3 us a line for two looks at the clock and 0.2 us to read them (measured,
-AMD EPYC, both cores busy, 2026-11), and as much as 3 us with being told of ends and the sums (assumed)."""
+"""The cost of timing a step of 100 lines: 0.3 us a line for two looks at the clock, 0.2 us to read them (measured, AMD
+EPYC, both cores busy, 2026-11), and up to 3 us with callbacks and sums (assumed)."""
 
 TIMING_SHARE = 1e-3
-"""What timing may take of a job: every so many-th step is timed that it takes no more."""
+"""The share of a job that timing may take."""
 
 MOST_SELDOM = 10
-"""The shortest steps are timed this seldom, so that 400 of them are judged together (assumed)."""
+"""At least one in so many steps is timed, so that at most 400 are judged together (assumed)."""
 
 
 class Replan(Enum):
@@ -57,9 +55,9 @@ class Replan(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of how many steps is timed, and how many of them make a window.
+    """One in `every` steps is timed; `window` of them make a median.
 
-    A step that is verified takes longer and is not timed: the one behind it is, which is never verified as well.
+    A step that is verified takes longer, and the next one is timed instead, which is never verified.
     """
 
     every: int
@@ -69,7 +67,7 @@ class Schedule:
 
     @classmethod
     def of(cls, step_us: float, verify_every: int | str = NEVER) -> Schedule:
-        """For steps of about this length: as often as TIMING_SHARE allows, and as verifying leaves steps to time."""
+        """Time steps of about this length as often as TIMING_SHARE allows and verifying leaves steps to time."""
         share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
         verified = VerifiedSteps.parse(verify_every)
         least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
@@ -90,17 +88,15 @@ class Schedule:
         return 2 * self.every * self.window
 
 
-class Emitted(Protocol):
-    """A step as it was emitted: what runs, the graph that it was written from, and what was predicted for it."""
+@dataclass(frozen=True, slots=True)
+class _TimedProgram:
+    """A program on a runtime, with a clock around each of its lines."""
 
-    @property
-    def module(self) -> ModuleType: ...
-
-    @property
-    def graph(self) -> GraphModule: ...
-
-    @property
-    def timeline(self) -> Timeline: ...
+    program: Program
+    runtime: Runtime
+    predicted: PredictedCosts
+    stopwatch: Stopwatch
+    step: Any
 
 
 class Watch:
@@ -109,8 +105,9 @@ class Watch:
     def __init__(self, schedule: Schedule, clock: Clock, pool_clock: Clock | None = None) -> None:
         self.schedule = schedule
         self._clock, self._pool_clock = clock, pool_clock
-        self._timed: tuple[Emitted, Runtime, Sheet, Stopwatch, Any] | None = None
+        self._timed: _TimedProgram | None = None
         self._pending: int | None = None
+        """The step that was timed last, while it has not been read."""
         self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * schedule.window)
         """What each cost took, by the step's number."""
         self._begun = 0
@@ -129,23 +126,23 @@ class Watch:
         passed = steps - self._begun
         return passed > 0 and passed % self.schedule.judged_every == 0
 
-    def run(self, step: int, emitted: Emitted, runtime: Runtime, arguments: Sequence[Any]) -> Any:
+    def run(self, step: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:
         """Run a step and time it."""
         self._collect()
-        if self._timed is None or self._timed[0] is not emitted or self._timed[1] is not runtime:
-            watch = Stopwatch(runtime, self._clock, self._pool_clock)
-            sheet = sheet_of(emitted.graph, emitted.timeline)
-            self._timed = emitted, runtime, sheet, watch, rebound(emitted.module, watch.region)
-        _, _, _, watch, function = self._timed
-        watch.start()
+        timed = self._timed
+        if timed is None or timed.program is not program or timed.runtime is not runtime:
+            stopwatch = Stopwatch(runtime, TIMED_METHODS, self._clock, self._pool_clock)
+            function = rebound(program.module, stopwatch.region)
+            timed = self._timed = _TimedProgram(program, runtime, predict_costs(program), stopwatch, function)
+        timed.stopwatch.start()
         try:
-            result = function(watch.lines, *arguments)
+            result = timed.step(timed.stopwatch.lines, *arguments)
         finally:
-            watch.stop()
+            timed.stopwatch.stop()
         self._pending = None if runtime.counters.skipped else step
         return result
 
-    def rows(self, steps: int, sheet: Sheet) -> list[float]:
+    def rows(self, steps: int, predicted: PredictedCosts) -> list[float]:
         """What ranks compare after so many steps: for each cost the prediction and two windows' medians, -1 if unknown.
 
         A window in which half of the steps or more could not be timed knows nothing.
@@ -155,17 +152,17 @@ class Watch:
         windows = [[costs for step, costs in self._samples if begin <= step < begin + length]
                    for begin in (steps - 2 * length, steps - length)]  # fmt: skip
         rows: list[float] = []
-        for cost in sheet.costs:
-            rows.append(sheet.predicted_us[cost])
+        for cost in predicted.costs:
+            rows.append(predicted.predicted_us[cost])
             for window in windows:
                 known = [sample[cost] for sample in window if cost in sample]
                 rows.append(statistics.median(known) if 2 * len(known) > self.schedule.window else -1.0)
         return rows
 
     def _collect(self) -> None:
-        """Take what the last timed step has left, now that a device may be done with it."""
+        """Read the last timed step, now that a device may be done with it."""
         if self._pending is not None and self._timed is not None:
-            reading = self._timed[3].reading()
+            reading = self._timed.stopwatch.reading()
             if reading is not None:
-                self._samples.append((self._pending, self._timed[2].measured_us(reading)))
+                self._samples.append((self._pending, self._timed.predicted.measured_us(reading)))
         self._pending = None
