@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxcomp
 from fxcomp import errors
-from fxcomp.capture.step_guard import batch_type
+from fxcomp.capture.batch_type import batch_type
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.errors import FxcompError

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxcomp import compat, errors
+from fxcomp.capture.batch_type import is_plain, name_of_class
 from fxcomp.capture.faithful import faithful
-from fxcomp.capture.on_fakes import swapped, untouched
+from fxcomp.capture.reach.restore import untouched
 from fxcomp.capture.step_inputs import StepInputs
+from fxcomp.capture.swap_tensors import swapped
 from fxcomp.capture.training import Training
 from fxcomp.capture.untraceable import explaining
 from fxcomp.capture.user_collectives import keeping_collectives
-from fxcomp.capture.values import is_plain, what_is
 from fxcomp.graph.captured import Constant
 from fxcomp.graph.functional import functional
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
@@ -137,7 +138,7 @@ def _constant(leaf: Any) -> Constant | None:
     leaf = compat.as_number(leaf)
     if not is_plain(leaf):
         raise errors.UnsupportedResult(
-            f"loss_fn returns a {what_is(leaf)} beside the loss, which a compiled step would not make again.\n"
+            f"loss_fn returns a {name_of_class(leaf)} beside the loss, which a compiled step would not make again.\n"
             "  Return tensors, numbers, strings and None in tuples, lists and dicts."
         )
     return Constant(leaf)

@@ -1,117 +1,32 @@
 """Notice when a step is not the one that was captured.
 
-Tracing has no guards of its own, so each call compares what tracing baked in. What differs either leads to another
+Tracing has no guards of its own, so each call compares what tracing baked in. A difference either leads to another
 capture (a key that was not seen yet) or is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.capture.identity import Identity
+from fxcomp.capture.change import Change
 from fxcomp.capture.optimizer import live_numbers
-from fxcomp.capture.reach.worlds import Change, Worlds
-from fxcomp.capture.shared_memory import memory_of
+from fxcomp.capture.reach.snapshots import Snapshots
+from fxcomp.capture.structure_guard import StructureGuard
 from fxcomp.capture.training import Training
-from fxcomp.capture.values import is_plain, key_of, what_is
-from fxcomp.errors import StepChanged, UnsupportedBatch
+from fxcomp.errors import StepChanged
 
 T = TypeVar("T")
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
-class TensorType(NamedTuple):
-    """What is baked in of a tensor in a batch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    strides: tuple[int, ...] | None
-    """None where it is contiguous."""
-    requires_grad: bool
-    same_as: int
-    """The first leaf that is the same tensor, which may be itself."""
-    shares_with: int
-    """The first leaf in the same memory, which may be itself. What is written into one changes the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchType:
-    """Structure, shapes, dtypes and devices of a batch; values that are no tensors are part of it."""
-
-    structure: pytree.TreeSpec
-    leaves: tuple[Hashable, ...]
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(leaf.shape if isinstance(leaf, TensorType) else None for leaf in self.leaves)
-
-    def like(self) -> Hashable:
-        """The type without sizes: what two batches of different lengths share."""
-        ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
-        return (str(self.structure), ranks)
-
-
-def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
-    """The type of a batch, and its leaves."""
-    leaves, structure = pytree.tree_flatten(batch)
-    tensors: dict[int, int] = {}
-    memories: dict[int, int] = {}
-    return BatchType(structure, tuple(_leaf_type(x, i, tensors, memories) for i, x in enumerate(leaves))), leaves
-
-
-def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None:
-    """The first thing that differs between the types of an earlier batch and of this one."""
-    if before.structure != now.structure:
-        return Change("the structure of the batch", str(before.structure), str(now.structure), _PAD)
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    for path, was, new in zip(paths, before.leaves, now.leaves, strict=True):
-        if was == new:
-            continue
-        if isinstance(was, TensorType) and isinstance(new, TensorType):
-            if was.shape != new.shape:
-                return Change(f"the shape of batch{path}", str(list(was.shape)), str(list(new.shape)), _PAD)
-            return Change(f"the type of batch{path}", str(was), str(new), "Convert it before the call.")
-        return Change(f"batch{path}", _plain_text(was), _plain_text(new), "Pass it as a tensor.")
-    return None
-
-
-_PAD = "Pad batches to a few sizes, and give all of them one structure."
-
-
-def _plain_text(leaf: Hashable) -> str:
-    return "a tensor" if isinstance(leaf, TensorType) else str(cast("tuple[object, ...]", leaf)[-1])
-
-
-def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[int, int]) -> Hashable:
-    if isinstance(leaf, Tensor):
-        strides = None if leaf.is_contiguous() else leaf.stride()
-        same_as = tensors.setdefault(id(leaf), place)
-        shares_with = memories.setdefault(memory_of(leaf), place)
-        device = str(leaf.device)
-        return TensorType(tuple(leaf.shape), leaf.dtype, device, strides, leaf.requires_grad, same_as, shares_with)
-    if is_plain(leaf):
-        return key_of(leaf)
-    remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"
-    raise UnsupportedBatch(
-        f"a batch holds a {what_is(leaf)}; it may hold tensors, numbers, strings and None in tuples, lists and"
-        f" dicts.\n  Make it one of these: {remedy}."
-    )
-
 
 class Key(NamedTuple):
-    """Everything but the batch that a capture bakes in."""
+    """Everything that a capture bakes in beside the batch."""
 
-    world: int
-    """The number of what Python could read; the same numbers mean the same on this rank alone."""
+    snapshot: int
+    """The number of everything that Python could read, which counts on this rank alone."""
     options: tuple[Hashable, ...]
     surroundings: tuple[Hashable, ...]
 
@@ -121,18 +36,18 @@ class StepGuard:
 
     def __init__(self, training: Training):
         self._optimizer = training.optimizer
-        self._identity = Identity(training.model, training.optimizer)
-        self._worlds = Worlds(training.model, {"loss_fn": training.loss_fn, **compat.global_module_hooks()})
+        self._structure = StructureGuard(training.model, training.optimizer)
+        self._snapshots = Snapshots(training.model, {"loss_fn": training.loss_fn, **compat.global_module_hooks()})
 
     def key(self) -> Key:
-        """Look at everything. Raises StepChanged for what another capture would not be enough for."""
-        self._identity.check()
-        world = self._worlds.number(before_walk=self._identity.check_structure)
-        return Key(world, tuple(map(_baked_options, self._optimizer.param_groups)), _surroundings())
+        """Read everything. Raises StepChanged for a change that needs another plan."""
+        self._structure.check()
+        snapshot = self._snapshots.number(before_walk=self._structure.check_places)
+        return Key(snapshot, tuple(map(_baked_options, self._optimizer.param_groups)), _surroundings())
 
     def change(self, old: Key, new: Key) -> Change | None:
-        """The first thing that differs between two keys; None if nothing does."""
-        if change := self._worlds.difference(old.world, new.world):
+        """Name the first thing that differs between two keys; None if nothing does."""
+        if change := self._snapshots.difference(old.snapshot, new.snapshot):
             return change
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
             if was != now:
@@ -161,13 +76,18 @@ def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
 
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
-    """A parameter group's options without the numbers that are live; of those, only which are there."""
+    """Read a parameter group's options; of the numbers that are live only their names."""
     live = live_numbers(group)
-    baked = tuple((key, value) for key, value in group.items() if isinstance(value, _PLAIN) and key not in live)
-    own = tuple((key, value) for key, value in baked if key not in ("initial_lr", "max_lr", "min_lr", "max_momentum",
-                                                                    "base_momentum"))  # fmt: skip
+    own = tuple(
+        (key, value)
+        for key, value in group.items()
+        if isinstance(value, _BAKED) and key not in live and key not in _SCHEDULERS_NOTES
+    )
     return (own, tuple(live))
 
+
+_BAKED = (bool, int, float, str, type(None))
+_SCHEDULERS_NOTES = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
 _SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
     "autocast on the CPU": lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
@@ -186,5 +106,5 @@ _SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
 
 
 def _surroundings() -> tuple[Hashable, ...]:
-    """What torch is told outside the model, and tracing bakes in."""
+    """Read torch's global settings that tracing bakes in."""
     return tuple(read() for read in _SURROUNDINGS.values())

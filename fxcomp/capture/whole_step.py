@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp.capture.assemble import assemble
+from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.forward_backward import check_forward_backward, trace_forward_backward
 from fxcomp.capture.optimizer import check_optimizer, live_numbers
 from fxcomp.capture.shared_memory import check_written
-from fxcomp.capture.step_guard import StepGuard, batch_type, settled
+from fxcomp.capture.step_guard import StepGuard, settled
 from fxcomp.capture.step_inputs import FIXED_SIZES, StepInputs, Varying
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.capture.unreached import warn_unreached

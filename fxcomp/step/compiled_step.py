@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.capture.batch_type import BatchType, batch_type
 from fxcomp.capture.optimizer import Owned, has_state, live_numbers, materialize_state
-from fxcomp.capture.step_guard import BatchType, Key, StepGuard, batch_type
+from fxcomp.capture.step_guard import Key, StepGuard
 from fxcomp.capture.training import Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.codegen.program import Program

@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fxcomp.capture.step_guard import BatchType, Key, StepGuard, batch_change, settled
+from fxcomp.capture.batch_type import BatchType, batch_change
+from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
 from fxcomp.errors import CaptureFailed
 from fxcomp.step.recaptures import Recaptures

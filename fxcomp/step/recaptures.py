@@ -9,7 +9,7 @@ import statistics
 import warnings
 
 from fxcomp import compat
-from fxcomp.capture.reach.worlds import Change
+from fxcomp.capture.change import Change
 
 VALUES = 4
 """So many different values in a row are worth a word."""

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 import fxcomp
 from fxcomp import compat
 from fxcomp.capture import updates
-from fxcomp.capture.step_guard import batch_type
+from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.step_inputs import FIXED_SIZES, Varying
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture

@@ -1,4 +1,4 @@
-"""Everything that holds values which traced Python can read: modules, objects and collections, beside what is called.
+"""Places that hold values which traced Python can read: modules, objects and collections.
 
 A place tells what it holds, under which label, and which live views and slots show cheaply that it holds something
 else.
@@ -12,16 +12,79 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
-from functools import cache, partial, partialmethod
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.reach.base import LARGE, MISSING, Held, Names, Place, Slot, View
-from fxcomp.capture.reach.calls import CallPlace, ClassPlace, FunctionPlace, WrapperPlace
-from fxcomp.capture.reach.code import is_library
+from fxcomp.capture.reach.bytecode import is_library
+
+MISSING = object()
+"""The content of a slot that is not there."""
+
+LARGE = 1000
+"""Collections of up to so many items are compared item by item; larger ones are taken for data."""
+
+Held = Iterable[tuple[str, Any]]
+View = Collection[Any]
+Slot = tuple[Any, str]
+"""An owner and a key of it, or an attribute where the owner is no dict."""
+
+
+class Place:
+    """Something that holds values. Its name stands before their labels."""
+
+    name: str
+    owner: Any
+
+    def held(self) -> Held:
+        """Give the values, each with its label."""
+        raise NotImplementedError
+
+    def views(self) -> Iterable[View]:
+        """Give live views of which every item is compared by identity."""
+        return ()
+
+    def slots(self) -> Iterable[Slot]:
+        """Give single values that are compared by identity."""
+        return ()
+
+
+def read(owner: Any, key: str) -> Any:
+    """Read a slot."""
+    if is_a(owner, dict):
+        return owner.get(key, MISSING)
+    try:
+        return getattr(owner, key, MISSING)
+    except ValueError:  # a closure's cell that is empty
+        return MISSING
+
+
+def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Call isinstance, telling the type checker nothing: what is reached may be anything."""
+    return isinstance(value, kinds)
+
+
+def items(table: Any) -> Iterable[tuple[Any, Any]]:
+    """Read a dict past its class: a subclass may import or make something whenever a value is asked for."""
+    return _past_its_class(table, "items")
+
+
+def _past_its_class(table: Any, method: str) -> Any:
+    kind: Any = dict if isinstance(table, dict) else MappingProxyType
+    return getattr(kind, method)(table)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The attributes and keys that followed code names; grows while code is followed."""
+
+    found: set[str]
+
+    def of(self, table: Mapping[str, Any]) -> list[str]:
+        """Give the keys of a table that code names, in the table's order."""
+        return [key for key in table if key in self.found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +99,7 @@ class Signature:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
+        """Read a tensor's signature."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
@@ -61,15 +125,16 @@ _HOOKS = {
 """Hooks that a step runs. Hooks on state dicts are not among them."""
 
 
-class ModulePlace:
+class ModulePlace(Place):
     """A module: its attributes, tables and hooks.
 
     Parameters of the trained model are inputs and may not be exchanged, so they are not among the values; its buffers
-    are inputs that may be, if what is baked in of them stays.
+    are inputs that may be, if their signatures stay.
     """
 
     def __init__(self, name: str, owner: nn.Module, is_trained: bool):
-        self.name, self.owner, self._is_trained = name, owner, is_trained
+        self.name, self._is_trained = name, is_trained
+        self.owner: nn.Module = owner
 
     def held(self) -> Held:
         module, table = self.owner, vars(self.owner)
@@ -94,7 +159,7 @@ class ModulePlace:
             yield table["_buffers"].keys()  # by which they are found before each step
 
     def empty(self) -> Iterable[View]:
-        """Tables in which there is nothing yet."""
+        """Give the tables in which there is nothing yet."""
         table = vars(self.owner)
         return [table[name] for name in (*_TABLES, *_HOOKS) if not table[name]]
 
@@ -102,10 +167,24 @@ class ModulePlace:
         return ((self.owner, "__class__"),)
 
 
+class NamespacePlace(Place):
+    """A Python module of the user's: those of its globals that code names."""
+
+    def __init__(self, owner: ModuleType, names: Names):
+        self.name, self._names = owner.__name__, names
+        self.owner: ModuleType = owner
+
+    def held(self) -> Held:
+        return [(f".{key}", vars(self.owner)[key]) for key in self._names.of(vars(self.owner))]
+
+    def slots(self) -> Iterable[Slot]:
+        return [(vars(self.owner), key) for key in self._names.of(vars(self.owner))]
+
+
 # Objects and collections
 
 
-class ObjectPlace:
+class ObjectPlace(Place):
     """A plain object, as a configuration: those attributes that code names; all where methods that nobody reads do."""
 
     def __init__(self, name: str, owner: Any, names: Names):
@@ -116,7 +195,7 @@ class ObjectPlace:
         # Methods of torch, and of UserDict and ChainMap, are not followed.
         is_whole = kind.__module__.startswith("torch.") or issubclass(kind, Mapping)
         self._is_whole = is_whole or (isinstance(makes_up, FunctionType) and not is_library(makes_up.__module__))
-        self._members = [s for base in type(owner).__mro__ for s in _slots_of(base) if s in names.found]
+        self._members = [s for base in type(owner).__mro__ for s in slots_of(base) if s in names.found]
 
     def held(self) -> Held:
         yield "'s class", type(self.owner)
@@ -140,24 +219,19 @@ class ObjectPlace:
         return self._names.of(self._table)
 
 
-def _slots_of(base: type) -> tuple[str, ...]:
+def slots_of(base: type) -> tuple[str, ...]:
+    """Give the names in a class's own __slots__."""
     slots: Any = vars(base).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+COLLECTIONS = (list, tuple, set, frozenset, dict, deque, MappingProxyType)
+
 _TABLES_OF_VALUES = (dict, MappingProxyType)
 
 
-def _past_its_class(table: Any, method: str) -> Any:
-    kind: Any = dict if isinstance(table, dict) else MappingProxyType
-    return getattr(kind, method)(table)
-
-
-class CollectionPlace:
-    """A list, tuple, set or dict, and the attributes of one that has some.
-
-    What a dict holds is read past its class: a subclass may import or make something whenever a value is asked for.
-    """
+class CollectionPlace(Place):
+    """A list, tuple, set or dict, and the attributes of one that has some."""
 
     def __init__(self, name: str, owner: Any, names: Names):
         self.name, self.owner = name, owner
@@ -167,7 +241,7 @@ class CollectionPlace:
         owner = self.owner
         yield "'s class", type(owner)
         if isinstance(owner, _TABLES_OF_VALUES):
-            yield from ((f"[{_text(key)}]", value) for key, value in _past_its_class(owner, "items"))
+            yield from ((f"[{_text(key)}]", value) for key, value in items(owner))
         elif isinstance(owner, Set):
             yield from ((f" with {text}", True) for text in sorted(map(_text, cast("Set[Any]", owner))))
         else:
@@ -191,50 +265,3 @@ class CollectionPlace:
 
 def _text(key: Any) -> str:
     return repr(key) if isinstance(key, str | int | float | bool | None) else f"{type(key).__name__} {id(key):x}"
-
-
-class NamespacePlace:
-    """A module of the user's: those of its globals that code names."""
-
-    def __init__(self, owner: ModuleType, names: Names):
-        self.name, self.owner, self._names = owner.__name__, owner, names
-
-    def held(self) -> Held:
-        return [(f".{key}", vars(self.owner)[key]) for key in self._names.of(vars(self.owner))]
-
-    def views(self) -> Iterable[View]:
-        return ()
-
-    def slots(self) -> Iterable[Slot]:
-        return [(vars(self.owner), key) for key in self._names.of(vars(self.owner))]
-
-
-COLLECTIONS = (list, tuple, set, frozenset, dict, deque, MappingProxyType)
-
-
-_CACHED = type(cache(lambda: None))
-
-
-def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | None:
-    """The place that a value is; None for one that holds nothing, or into which nobody looks."""
-    kind = cast("Any", type(value))
-    if isinstance(value, nn.Module):
-        return ModulePlace(name, value, id(value) in trained)
-    if isinstance(value, FunctionType):
-        is_users = not is_library(value.__globals__.get("__name__", ""))
-        return FunctionPlace(name, value, names) if is_users else WrapperPlace.around(name, value)
-    if isinstance(value, MethodType | partial | partialmethod):
-        return CallPlace(name, value)
-    if isinstance(value, type):
-        return ClassPlace(value, names)
-    if isinstance(value, ModuleType):
-        return None if is_library(value.__name__) else NamespacePlace(value, names)
-    if isinstance(value, COLLECTIONS):
-        return CollectionPlace(name, value, names) if len(cast("Collection[Any]", value)) <= LARGE else None
-    if isinstance(value, _CACHED):
-        return WrapperPlace.around(name, value)
-    if kind.__module__.partition(".")[0] in ("fxcomp", "logging", "threading", "io", "re", "enum"):
-        return None
-    if kind.__dictoffset__ or any(map(_slots_of, kind.__mro__)):
-        return ObjectPlace(name, value, names)
-    return None

@@ -12,40 +12,54 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache, partial, partialmethod
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.reach.base import LARGE, MISSING, Names, Place
-from fxcomp.capture.reach.calls import ClassPlace, FunctionPlace, constructors
-from fxcomp.capture.reach.places import ModulePlace, Signature, place_of
+from fxcomp.capture.reach.bytecode import is_library
+from fxcomp.capture.reach.callables import CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors
+from fxcomp.capture.reach.places import (
+    COLLECTIONS,
+    LARGE,
+    MISSING,
+    CollectionPlace,
+    ModulePlace,
+    Names,
+    NamespacePlace,
+    ObjectPlace,
+    Place,
+    Signature,
+    slots_of,
+)
 
 DEPTH = 10
-"""So many plain objects and collections may lie between a value and the module, function or class that leads to it."""
+"""The most plain objects and collections between a value and the module, function or class that leads to it."""
 
 CALLS = 6
-"""So many functions may lie between a value and the loss function, or a forward pass."""
+"""The most functions between a value and the loss function, or a forward pass."""
 
 PLACES = 20_000
-"""So many places other than modules are followed; what comes after them is compared by identity."""
+"""The most places other than modules that are followed; later ones are compared by identity."""
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 _PLAIN_TOO = (np.generic, torch.dtype, torch.device, torch.Size, slice, range)
 
 _ROUNDS = 5
-"""Code that is found last may name what was passed by first: so often it is looked again."""
+"""The most walks: code that is found last may name attributes that were passed by first."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def is_iterator(value: object) -> bool:
-    """Whether a value is used up by reading it, as a generator, iter([1, 2]) or itertools.count()."""
+    """Ask if reading a value uses it up, as a generator, iter([1, 2]) or itertools.count()."""
     return isinstance(value, Iterator) and type(cast("object", value)).__module__ in ("builtins", "itertools")
 
 
@@ -86,9 +100,9 @@ class At(NamedTuple):
         return self.name or "a function"
 
 
-def is_plain(value: object) -> bool:
-    """Whether a value is what it looks like: comparing it needs no walk."""
-    return type(value) in PLAIN or isinstance(value, _PLAIN_TOO)
+def has_no_parts(value: object) -> bool:
+    """Ask if a value is what it looks like: comparing it needs no walk."""
+    return type(value) in _PLAIN or isinstance(value, _PLAIN_TOO)
 
 
 Facts = tuple[tuple[str, Hashable], ...]
@@ -100,7 +114,7 @@ class NeedsWalk(Exception):
 
 @dataclass(slots=True)
 class Reach:
-    """What was reached: places with what they hold, as facts that can be compared later."""
+    """The places that were reached, with what they hold, as facts that can be compared later."""
 
     places: list[Place] = field(default_factory=list[Place])
     facts: list[Facts] = field(default_factory=list[Facts])
@@ -111,15 +125,15 @@ class Reach:
     generators: dict[str, Any] = field(default_factory=dict[str, Any])
     names: Names = field(default_factory=lambda: Names(set()))
     known: dict[int, Hashable] = field(default_factory=dict[int, Hashable])
-    """What is said of objects that are not plain, by id; places and facts keep them alive."""
+    """Facts about objects with parts, by id; places and facts keep them alive."""
 
     def read(self, place: Place) -> Facts:
-        """What a place holds now. Raises NeedsWalk if there is something new in it that is not plain."""
+        """Read what a place holds now. Raises NeedsWalk if it holds a new object with parts."""
         return tuple((label, self.fact(value)) for label, value in place.held())
 
     def fact(self, value: Any) -> Hashable:
-        """What is said of a value. Raises NeedsWalk if it is new and not plain."""
-        if is_plain(value):
+        """Describe a value. Raises NeedsWalk if it is new and has parts."""
+        if has_no_parts(value):
             return Plain(cast("Any", type(value)), repr(value))
         if isinstance(value, Signature):
             return value
@@ -137,12 +151,12 @@ class Reach:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether Python may read a tensor outside the model while it is traced, by .item() or as a condition.
+    """Ask if Python may read a tensor outside the model while it is traced, by .item() or as a condition.
 
-    Tracing takes what was read for a constant. Parameters and buffers are left out: they are data.
+    Tracing takes the number for a constant. Parameters and buffers are left out: they are data.
     """
-    is_plain_tensor = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
-    return is_plain_tensor and tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.requires_grad
+    is_ordinary = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
+    return is_ordinary and tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
 def _content(array: np.ndarray[Any, Any]) -> Hashable:
@@ -159,7 +173,7 @@ class _Found:
 
 
 def walk(model: nn.Module, roots: Mapping[str, Any], names: Iterable[str] = ()) -> Reach:
-    """Follow everything that a model's forward passes and the roots reach. `names` are known from an earlier walk."""
+    """Follow everything that a model's forward passes and the roots reach; `names` come from an earlier walk."""
     known = set(names)
     for _ in range(_ROUNDS - 1):
         before = len(known)
@@ -170,7 +184,7 @@ def walk(model: nn.Module, roots: Mapping[str, Any], names: Iterable[str] = ()) 
 
 
 class _Walk:
-    """One walk, breadth first: what is reached on several ways is named by the shortest."""
+    """One walk, breadth first: an object that is reached on several ways is named by the shortest."""
 
     def __init__(self, model: nn.Module, names: Names):
         self._reach = Reach(names=names)
@@ -204,7 +218,7 @@ class _Walk:
             return self._reach.fact(value)
 
     def _meet(self, value: Any, name: str, holder: _Found) -> Hashable:
-        """Say something of a value that was not reached before, and look into it later if it is a place."""
+        """Describe a value that was not reached before, and follow it later if it is a place."""
         reach = self._reach
         if isinstance(value, Tensor):
             reach.tensors.append(value)
@@ -237,3 +251,31 @@ class _Walk:
             return True
         self._others += 1
         return holder.depth < DEPTH and holder.calls <= CALLS and self._others <= PLACES
+
+
+_CACHED = type(cache(lambda: None))
+
+
+def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | None:
+    """Make the place that a value is; None for one that holds nothing, or into which nobody looks."""
+    kind = cast("Any", type(value))
+    if isinstance(value, nn.Module):
+        return ModulePlace(name, value, id(value) in trained)
+    if isinstance(value, FunctionType):
+        is_users = not is_library(value.__globals__.get("__name__", ""))
+        return FunctionPlace(name, value, names) if is_users else WrapperPlace.around(name, value)
+    if isinstance(value, MethodType | partial | partialmethod):
+        return CallPlace(name, value)
+    if isinstance(value, type):
+        return ClassPlace(value, names)
+    if isinstance(value, ModuleType):
+        return None if is_library(value.__name__) else NamespacePlace(value, names)
+    if isinstance(value, COLLECTIONS):
+        return CollectionPlace(name, value, names) if len(cast("Collection[Any]", value)) <= LARGE else None
+    if isinstance(value, _CACHED):
+        return WrapperPlace.around(name, value)
+    if kind.__module__.partition(".")[0] in ("fxcomp", "logging", "threading", "io", "re", "enum"):
+        return None
+    if kind.__dictoffset__ or any(map(slots_of, kind.__mro__)):
+        return ObjectPlace(name, value, names)
+    return None

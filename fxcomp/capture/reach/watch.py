@@ -1,7 +1,7 @@
-"""Tell cheaply whether anything that was reached is another object than before.
+"""Compare everything that was reached by identity, fast enough for every step.
 
-Every step asks, so all of it runs inside the interpreter: live views of dicts and lists are chained and compared by
-identity with what they held. Only where that fails are values read and compared.
+The loops run inside the interpreter: live views of dicts and lists are chained and compared with what they held. Only
+where that fails are values read and compared.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fxcomp.capture.reach.base import LARGE, MISSING, View
-from fxcomp.capture.reach.places import ModulePlace
-from fxcomp.capture.reach.walk import Reach, is_plain
+from fxcomp.capture.reach.places import LARGE, MISSING, ModulePlace, View, read
+from fxcomp.capture.reach.walk import Reach, has_no_parts
 
 _GRADIENT_FLAG = attrgetter("requires_grad")
 _GET: Callable[[dict[str, Any], str, Any], Any] = cast("Any", dict).get
@@ -25,7 +24,7 @@ _GET: Callable[[dict[str, Any], str, Any], Any] = cast("Any", dict).get
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was there at some time."""
+    """Everything that places held at some time."""
 
     sizes: list[int]
     items: list[Any]
@@ -57,7 +56,7 @@ class Watch:
         self._arrays = (*(array for array in reach.arrays if array.size <= LARGE), *reach.numbers.values())
 
     def look(self) -> Seen:
-        """Take everything as it is now."""
+        """Read everything as it is now."""
         return Seen(
             list(map(len, self._views)),
             list(chain.from_iterable(self._views)),
@@ -67,7 +66,7 @@ class Watch:
         )
 
     def is_still(self, seen: Seen) -> bool:
-        """Whether everything is the same object as then, and tensors' memory and arrays' content are the same."""
+        """Ask if everything is the same object as then, with the same memory of tensors and content of arrays."""
         return (
             list(map(len, self._views)) == seen.sizes
             and not any(self._empty)
@@ -78,7 +77,7 @@ class Watch:
         )
 
     def changed_places(self, seen: Seen) -> list[int] | None:
-        """Which places hold another plain value than then; None if anything else changed: then a walk is needed."""
+        """Find the places that hold another plain value than then; None if a walk is needed."""
         if list(map(len, self._views)) != seen.sizes or any(self._empty) or self._read_data() != seen.data:
             return None
         ends = list(accumulate(seen.sizes))
@@ -104,7 +103,7 @@ class Watch:
         try:
             return list(map(getattr, self._owners, self._names, repeat(MISSING)))
         except ValueError:  # a closure's cell that is empty
-            return list(map(_read, self._owners, self._names))
+            return list(map(read, self._owners, self._names))
 
     def _read_data(self) -> tuple[list[int], list[bool], list[bytes]]:
         flags: list[bool] = list(map(_GRADIENT_FLAG, self._tensors))
@@ -116,14 +115,7 @@ def _columns(slots: Sequence[tuple[Any, str, int]]) -> tuple[tuple[Any, ...], tu
 
 
 def _differing(before: Sequence[Any], now: Iterable[Any]) -> Iterator[tuple[int, bool]]:
-    """Where other objects are than before, and whether both are plain."""
+    """Number the objects that are others than before, each with whether both are plain."""
     for i, (old, new) in enumerate(zip(before, now, strict=True)):
         if old is not new:
-            yield i, is_plain(old) and is_plain(new)
-
-
-def _read(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name, MISSING)
-    except ValueError:
-        return MISSING
+            yield i, has_no_parts(old) and has_no_parts(new)

@@ -1,4 +1,4 @@
-"""Number what Python can read: the same number means the same, whatever was in between."""
+"""Number the states of everything that Python can read: the same state again has the same number."""
 
 from __future__ import annotations
 
@@ -10,60 +10,48 @@ from typing import Any, cast
 
 from torch import nn
 
+from fxcomp.capture.change import Change
 from fxcomp.capture.reach.walk import At, Facts, NeedsWalk, Plain, Reach, Same, walk
 from fxcomp.capture.reach.watch import Seen, Watch
 from fxcomp.capture.shared_memory import sharing
 
 KNOWN = 32
-"""So many worlds are told apart from new ones; more than captures are kept."""
+"""Snapshots that are recognised when they come again; more than captures are kept."""
 
 AT_HAND = 4
-"""So many of the latest worlds are recognised without reading a value, as train() and eval() in turns."""
+"""Latest snapshots that are recognised by identity alone, as train() and eval() in turns."""
 
 STATES = 100_000
-"""So many different contents of places are remembered before all worlds are forgotten."""
+"""Different contents of places that are remembered before all snapshots are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What differs between two worlds, or two batches."""
-
-    what: str
-    before: str
-    after: str
-    remedy: str = "Pass it as a tensor in the batch, or keep it out of what the loss function and the model read."
-
-    def __str__(self) -> str:
-        return f"{self.what} changed from {self.before} to {self.after}"
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What Python could read at some time."""
+class Snapshot:
+    """Everything that Python could read at some time."""
 
     places: tuple[str, ...]
     facts: tuple[Facts, ...]
 
     def named(self) -> dict[str, Hashable]:
-        """Every fact by its full name."""
+        """Give every fact by its full name."""
         pairs = zip(self.places, self.facts, strict=True)
         return {f"{place}{label}": fact for place, facts in pairs for label, fact in facts}
 
 
-class Worlds:
-    """The worlds that were seen, and which one this is."""
+class Snapshots:
+    """The snapshots that were taken, and the number of the present one."""
 
     def __init__(self, model: nn.Module, roots: Mapping[str, Any]):
         self._model, self._roots = model, roots
         self._numbers = count()
-        self._of_number: OrderedDict[int, World] = OrderedDict()
+        self._of_number: OrderedDict[int, Snapshot] = OrderedDict()
         self._number_of: dict[tuple[int, ...], int] = {}
         self._state_of: dict[Facts, int] = {}
         self._at_hand: OrderedDict[int, tuple[Seen, list[Facts], list[int]]] = OrderedDict()
         self._walk(())
 
     def number(self, before_walk: Callable[[], None]) -> int:
-        """The number of this world. `before_walk` is called where more than plain values changed."""
+        """Number the present state. `before_walk` is called where more than plain values changed."""
         if self._watch.is_still(self._seen):
             return self._now
         for number, (seen, facts, states) in reversed(self._at_hand.items()):
@@ -76,7 +64,7 @@ class Worlds:
         return self._now
 
     def difference(self, old: int, new: int) -> Change | None:
-        """The first thing that differs between two worlds; None if they are one."""
+        """Name the first thing that differs between two snapshots; None if they are one."""
         if old == new:
             return None
         before, after = self._of_number.get(old), self._of_number.get(new)
@@ -95,7 +83,7 @@ class Worlds:
         self._find()
 
     def _read_again(self) -> bool:
-        """Read the places that hold another plain value; False if that is not all."""
+        """Read the places that hold another plain value; False if more than that changed."""
         places = self._watch.changed_places(self._seen)
         if places is None:
             return False
@@ -112,7 +100,7 @@ class Worlds:
         return self._state_of.setdefault(facts, len(self._state_of))
 
     def _find(self) -> None:
-        """Give this world its number: the old one if it was so before."""
+        """Give the present state its number: the old one if it was so before."""
         if len(self._state_of) > STATES + len(self._states):
             self._state_of.clear()
             self._number_of.clear()
@@ -124,7 +112,8 @@ class Worlds:
         number = self._number_of.get(key)
         if number is None:
             number = self._number_of[key] = next(self._numbers)
-            self._of_number[number] = World((*(p.name for p in self._reach.places), ""), (*self._reach.facts, shared))
+            names = (*(place.name for place in self._reach.places), "")
+            self._of_number[number] = Snapshot(names, (*self._reach.facts, shared))
             if len(self._of_number) > KNOWN:
                 oldest, _ = self._of_number.popitem(last=False)
                 self._number_of = {states: n for states, n in self._number_of.items() if n != oldest}
@@ -144,7 +133,7 @@ def _text(facts: Mapping[str, Hashable], what: str) -> str:
     fact = facts.get(what, "nothing")
     if isinstance(fact, Plain | At | Same | str):
         return str(fact)
-    if isinstance(fact, tuple):  # a tensor or an array: what it is, and what it is like
+    if isinstance(fact, tuple):  # a tensor or an array: its identity and its signature or content
         what_it_is, *_, like = cast("tuple[object, ...]", fact)
         return str(what_it_is if isinstance(like, bytes) else like)
     return str(fact)

@@ -1,4 +1,4 @@
-"""What a function's bytecode names: globals that it reads or sets, attributes, keys, modules that it imports."""
+"""Read the names in a function's bytecode: globals, attributes, keys, modules that it imports."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "tri
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-"""What a method only sets, as `__init__` does, it does not read."""
+"""Setting an attribute, as `__init__` does, is not reading it."""
 
 _CONSTANTS = ("LOAD_CONST", "RETURN_CONST")
 
 _NAMING = ("BUILD_CONST_KEY_MAP", "CALL_KW", "CALL_FUNCTION_EX")
-"""They take a constant for the keys of a new dict, or for the names of arguments: nothing is read by these."""
+"""Instructions that take a constant for a new dict's keys or for arguments' names: nothing is read by these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def named_in(code: CodeType) -> Named:
 
 
 def _leaves(constants: Iterable[Any]) -> Iterator[Any]:
-    """Constants, and those in tuples and sets."""
+    """Flatten constants in tuples and sets."""
     for constant in constants:
         if isinstance(constant, tuple | frozenset):
             yield from _leaves(cast("Iterable[Any]", constant))
@@ -81,5 +81,5 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is torch's, NumPy's or Python's own."""
+    """Ask if a module is torch's, NumPy's or Python's own."""
     return module is None or module.partition(".")[0] in LIBRARIES

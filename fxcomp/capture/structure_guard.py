@@ -1,4 +1,4 @@
-"""Refuse what needs another plan: other parameters, another structure, hooks that a step would not call."""
+"""Refuse changes that need another plan: other parameters, another structure, hooks that a step would not call."""
 
 # Tables of a module are private, and have no public way in.
 # pyright: reportPrivateUsage=false
@@ -20,7 +20,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 
 
-class Identity:
+class StructureGuard:
     """The parameters, modules and groups of a compiled step. Raises StepChanged where they are others."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class Identity:
         self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Look at what no table of a module shows: flags, hooks and memory of parameters, and the optimizer."""
+        """Compare what no table of a module shows: flags, hooks and memory of parameters, and the optimizer."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_HOOKS[0], self._parameters)) or any(map(_HOOKS[1], self._parameters)):
@@ -54,8 +54,8 @@ class Identity:
                 " does not call.\n  Remove it, or do its work around step(batch)."
             )
 
-    def check_structure(self) -> None:
-        """Compare every parameter's and every module's place; needed only if some table has changed."""
+    def check_places(self) -> None:
+        """Compare the place of every parameter and module; needed only if some table has changed."""
         _check_same(
             "parameter",
             self._named,

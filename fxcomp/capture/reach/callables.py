@@ -1,4 +1,4 @@
-"""What is called: functions, decorators around them, classes, bound methods."""
+"""Places that are called: functions, decorators around them, classes, bound methods."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from functools import cached_property, partial, partialmethod
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
-from fxcomp.capture.reach.base import MISSING, Held, Names, Slot, View
-from fxcomp.capture.reach.code import is_library, named_in
+from fxcomp.capture.reach.bytecode import is_library, named_in
+from fxcomp.capture.reach.places import Held, Names, Place, Slot, View, is_a, read
 
 
-class FunctionPlace:
+class FunctionPlace(Place):
     """A function: its code, defaults, closure, and the globals that its code names."""
 
     name = ""
 
     def __init__(self, name: str, owner: FunctionType, names: Names):
-        self.called, self.owner, self._names = name, owner, names
+        self.called, self._names = name, names
+        self.owner: FunctionType = owner
         self._named = named_in(owner.__code__)
         names.found.update(self._named.names)
 
@@ -29,8 +30,8 @@ class FunctionPlace:
             yield f"{name}'s default {i}", value
         for key, value in (function.__kwdefaults__ or {}).items():
             yield f"{name}'s default {key}", value
-        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            yield f"{name}'s {key}", _contents(cell)
+        for key, cell in self.cells():
+            yield f"{name}'s {key}", read(cell, "cell_contents")
         for key in self._names.of(vars(function)):
             yield f"{name}.{key}", vars(function)[key]
         module = function.__globals__.get("__name__", "?")
@@ -49,7 +50,7 @@ class FunctionPlace:
     def slots(self) -> Iterable[Slot]:
         function = self.owner
         yield from ((function, key) for key in ("__code__", "__defaults__", "__kwdefaults__"))
-        yield from ((cell, "cell_contents") for cell in function.__closure__ or ())
+        yield from ((cell, "cell_contents") for _, cell in self.cells())
         table = function.__globals__
         is_installed = "site-packages" in function.__code__.co_filename
         for key in self._globals():
@@ -61,18 +62,15 @@ class FunctionPlace:
         """Where it reads a global: its name, the attribute that follows, the line."""
         return self._named.lines
 
+    def cells(self) -> Iterable[tuple[str, Any]]:
+        """Give the cells of its closure, by name."""
+        return zip(self.owner.__code__.co_freevars, self.owner.__closure__ or (), strict=True)
+
     def _globals(self) -> list[str]:
         return [key for key in self._named.globals if key in self.owner.__globals__]
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-class WrapperPlace:
+class WrapperPlace(Place):
     """A library's function around a user's, as decorators make: `torch.no_grad()`, `contextmanager`, `cache`."""
 
     def __init__(self, name: str, owner: Any, wrapped: tuple[Any, ...]):
@@ -80,25 +78,17 @@ class WrapperPlace:
 
     @classmethod
     def around(cls, name: str, owner: Any) -> WrapperPlace | None:
-        """The place; None for a function that is around nothing."""
-        inside = (getattr(owner, "__wrapped__", None), *map(_contents, getattr(owner, "__closure__", None) or ()))
-        found: dict[int, Any] = {id(value): value for value in inside if _may_call(value)}
-        wrapped = tuple(found.values())
-        return cls(name, owner, wrapped) if wrapped else None
+        """Make the place; None for a function that is around nothing."""
+        cells = getattr(owner, "__closure__", None) or ()
+        inside = (getattr(owner, "__wrapped__", None), *(read(cell, "cell_contents") for cell in cells))
+        found: dict[int, Any] = {id(value): value for value in inside if is_a(value, _WRAPPED)}
+        return cls(name, owner, tuple(found.values())) if found else None
 
     def held(self) -> Held:
         return [(f" around {i}", value) for i, value in enumerate(self._wrapped)]
 
-    def views(self) -> Iterable[View]:
-        return ()
 
-    def slots(self) -> Iterable[Slot]:
-        return ()
-
-
-def _may_call(value: object) -> bool:
-    return isinstance(value, FunctionType | MethodType | partial | partialmethod)
-
+_WRAPPED = (FunctionType, MethodType, partial, partialmethod)
 
 _CALLED = ("forward", "backward", "setup_context")
 """Methods that are called without being named, as all with two underscores are but these."""
@@ -113,13 +103,14 @@ _UNCALLED = frozenset({
 traced code makes an object, its constructor is followed with that code."""
 
 
-class ClassPlace:
+class ClassPlace(Place):
     """A class: the methods that code names or calls unnamed, and the class attributes that it names."""
 
     name = ""
 
     def __init__(self, owner: type, names: Names):
-        self.owner, self._names = owner, names
+        self._names = names
+        self.owner: type = owner
         self._is_library = is_library(owner.__module__)
 
     def held(self) -> Held:
@@ -127,9 +118,6 @@ class ClassPlace:
         for key, value in self._found():
             for part in _functions(value):
                 yield f"{self.owner.__qualname__}.{key}", part
-
-    def views(self) -> Iterable[View]:
-        return ()
 
     def slots(self) -> Iterable[Slot]:
         for key, value in self._found():
@@ -155,7 +143,7 @@ def _is_called(name: str, value: Any) -> bool:
 
 
 def constructors(kind: type) -> Iterable[tuple[str, FunctionType]]:
-    """What runs where code makes an object of a user's class."""
+    """Give the functions that run where code makes an object of a user's class."""
     for base in kind.__mro__:
         for key in ("__new__", "__init__", "__post_init__"):
             value = vars(base).get(key)
@@ -164,7 +152,7 @@ def constructors(kind: type) -> Iterable[tuple[str, FunctionType]]:
 
 
 def _functions(value: Any) -> Iterable[Any]:
-    """What runs where a class attribute is read; the value itself if nothing does."""
+    """Give the functions that run where a class attribute is read; the value itself if none does."""
     if isinstance(value, staticmethod | classmethod):
         yield cast("Any", value).__func__
     elif isinstance(value, property):
@@ -175,7 +163,7 @@ def _functions(value: Any) -> Iterable[Any]:
         yield value
 
 
-class CallPlace:
+class CallPlace(Place):
     """A bound method, a functools.partial or partialmethod."""
 
     def __init__(self, name: str, owner: Any):
@@ -189,6 +177,3 @@ class CallPlace:
 
     def views(self) -> Iterable[View]:
         return () if isinstance(self.owner, MethodType) else (self.owner.keywords.values(),)
-
-    def slots(self) -> Iterable[Slot]:
-        return ()
