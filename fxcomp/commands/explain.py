@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster, assumed = chosen_cluster(arguments, costs)
     if costs is not None and names_links(arguments):
         costs = costs.without_collectives()
-        assumed = (*assumed, "Collectives are priced by the links that were named, not as the table measured them.")
+        assumed = (*assumed, "Collectives are priced by the named links, not by the table's measurements.")
     mode = Mode.parse(arguments.mode)
     plan = plan_named(arguments.plan, cluster) if arguments.plan else None
     _tell("loading the job")

@@ -57,7 +57,7 @@ def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None
         assumed.append(f"--inter {INTER}")
     if intra is None and "intra" not in named and cluster.ranks_per_host > 1:
         assumed.append(f"--intra {INTRA}")
-    notes = (f"Assumed, because it was not said: {', '.join(assumed)}.",) if assumed else ()
+    notes = (f"Assumed, because not given: {', '.join(assumed)}.",) if assumed else ()
     return _in_racks(cluster, arguments), notes
 
 

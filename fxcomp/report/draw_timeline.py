@@ -34,7 +34,7 @@ def legend(timeline: Timeline) -> str:
     parts = parts_us(timeline)
     marks = [f"{mark} {name}" for name, mark in _MARKS.items() if parts.get(name)]
     if any(stream is not Stream.COMPUTE for stream in _busy(timeline)):
-        marks.append("0-9a-z a bucket on its way")
+        marks.append("0-9a-z a bucket on the wire")
     return "   ".join([*marks, f"{_IDLE} idle"])
 
 

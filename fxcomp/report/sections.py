@@ -52,10 +52,10 @@ def report_of(explanation: Explanation) -> Report:
     if plan.buckets:
         sections.append(Section("Collectives", _collectives(explanation)))
     sections.append(Section("Timeline", [explanation.timeline]))
-    sections.append(Section("What the step's length hangs on", [_critical_path(explanation, digits)]))
+    sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
     if explanation.knows_flip and cluster.hosts > 1:
-        sections.append(Section("Where the verdict flips", [_flip(explanation)]))
-    sections.append(Section("Where the numbers are from", [_sources(explanation)]))
+        sections.append(Section("Break-even bandwidth", [_flip(explanation)]))
+    sections.append(Section("Sources of the numbers", [_sources(explanation)]))
     if explanation.notes:
         sections.append(Section("Notes", list(explanation.notes)))
     tone, verdict = _verdict(explanation)
@@ -158,7 +158,7 @@ def _prediction(explanation: Explanation, digits: int) -> str:
 def _variation(explanation: Explanation, digits: int) -> str:
     found = variation(explanation)
     low, high = (ms(found.plan.at(share), digits) for share in (0.1, 0.9))
-    text = f"Where compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
+    text = f"If compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
     text = f"{text} take {low} to {high} ms"
     if found.beats_dense is not None:
         text += f"; {found.beats_dense:.0%} are faster than the best dense plan's"
@@ -249,7 +249,7 @@ def _flip(explanation: Explanation) -> str:
     if gbit is None:
         plan = explanation.plan if choice is None else choice.plan
         verdict = "not to compress" if plan.is_dense else "to compress"
-        return f"Nowhere: from 1 Mbit/s to 1 Tbit/s between hosts the verdict is {verdict}."
+        return f"None: from 1 Mbit/s to 1 Tbit/s between hosts the verdict is {verdict}."
     text = f"Below {format_gbit(gbit / 8)} between hosts compression pays, above it does not"
     if explanation.costs.collectives:
         return f"{text}, with latencies of {explanation.cluster.inter.alpha_us:g} us; the links here are listed below."

@@ -1,5 +1,4 @@
-"""Say what a plan puts on the wire: how large each collective is, by which formula it is priced, and where compressing
-its buckets would pay."""
+"""Compute what a plan sends: the size of each collective, its price as a formula, and the break-even bandwidth."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective of a bucket, and its size as formulas count it: a rank's part for a gather, else the whole."""
+    """One collective of a bucket, with its size in bytes: one rank's part for a gather, else the whole."""
 
     step: Collective
     size: int
 
 
 def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes) -> list[Sent]:
-    """The collectives of a bucket, in order."""
+    """List the collectives of a bucket, in order."""
     compressor = bucket.strategy.bound([shapes[name] for name in bucket.names], cluster)
     segments, payload = bucket.sizes, None
     found: list[Sent] = []
@@ -50,7 +49,7 @@ def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes) -> list[Sent]:
 
 
 def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[tuple[str, str]]:
-    """For each collective that a plan uses: its name, and the largest one's price as formula and numbers."""
+    """For each collective of a plan, give its name and the price of its largest use, as formula and numbers."""
     largest: dict[Collective, tuple[int, int]] = {}
     for number, bucket in enumerate(plan.buckets):
         for sent in sent_by(bucket, cluster, shapes):
@@ -65,13 +64,16 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
 
 
 def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[str]:
-    """Where compressing the largest bucket would pay if nothing hid it: by the plan's strategies, else with int8."""
+    """Say at which bandwidths compressing the largest bucket pays if compute hides nothing of it.
+
+    The plan's own strategies are compared with dense; int8 if the plan compresses nothing.
+    """
     if not plan.buckets or cluster.world_size == 1 or costs.collectives:
         return []
     bucket = max(plan.buckets, key=lambda bucket: bucket.elements)
     int8 = parse_compressor("int8")
-    usual = Strategy.hierarchical(int8) if cluster.has_levels else Strategy.flat(int8)
-    used = [bucket.strategy for bucket in plan.buckets if not bucket.strategy.is_dense] or [usual]
+    default = Strategy.hierarchical(int8) if cluster.has_levels else Strategy.flat(int8)
+    used = [bucket.strategy for bucket in plan.buckets if not bucket.strategy.is_dense] or [default]
     # An agreement takes another collective, which the formula does not have.
     lines = [
         _break_even(bucket, strategy, costs, cluster, shapes)
@@ -82,13 +84,13 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
 
 
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
-    reach = cluster.topology_at(strategy.level)
+    topology = cluster.topology_at(strategy.level)
     size = sent_by(Bucket(bucket.names, bucket.sizes, _dense(strategy)), cluster, shapes)[strategy.is_hierarchical].size
-    algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, reach)
+    algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, topology)
     compression = replace(compression_of(bucket, strategy, costs, cluster, shapes), all_reduce=algorithm)
-    found = pays_at_gb_per_s(compression, reach.ranks, size, reach.alpha_us, reach.message_us)
+    found = pays_at_gb_per_s(compression, topology.ranks, size, topology.alpha_us, topology.message_us)
     by_level = " by level" if strategy.is_hierarchical else ""
-    what = f"{strategy.compressor}{by_level} on a bucket of {bucket.dense_bytes / 1e6:.3g} MB that nothing hides"
+    what = f"{strategy.compressor}{by_level} on an exposed bucket of {bucket.dense_bytes / 1e6:.3g} MB"
     between = "between hosts" if cluster.hosts > 1 else "inside the host"
     if found is None:
         return f"{what} pays at no bandwidth {between}."
@@ -101,7 +103,7 @@ def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: C
 def compression_of(
     bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes
 ) -> Compression:
-    """What a strategy does to a bucket, or to a rank's shard of it, in a formula's terms."""
+    """Express in the break-even formula's terms what a strategy does to a bucket, or to a rank's shard of it."""
     compressor = strategy.bound([shapes[name] for name in bucket.names], cluster)
     assert compressor is not None, "a dense strategy compresses nothing"
     device = strategy.device or Device.GPU
@@ -118,12 +120,12 @@ def compression_of(
 
 
 def _dense(strategy: Strategy) -> Strategy:
-    """What a compressed strategy is compared with: the same collectives' levels, nothing compressed."""
+    """The dense strategy at the same levels."""
     return Strategy.hierarchical(None) if strategy.is_hierarchical else Strategy.flat(None)
 
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
-    """GB/s of the link between hosts for each that a rank of a ring gets, where that link is the slowest."""
+    """GB/s of the link between hosts per GB/s that one rank of a ring gets, where that link is the slowest."""
     way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:
         return cluster.intra.gb_per_s / cluster.topology_at(level).gb_per_s(way)

@@ -155,7 +155,7 @@ def test_the_command_line_says_all_that_a_cluster_can_be():
     assert asked("--cluster", "3+2")[0].shape == "3+2"
     cluster, assumed = asked("--cluster", "2x2, inter 1gbit@9us")
     assert cluster.inter == Link(9.0, 0.125)
-    assert assumed == ("Assumed, because it was not said: --intra 100gbit.",)
+    assert assumed == ("Assumed, because not given: --intra 100gbit.",)
     example = str(ROOT / "examples" / "cluster.toml")
     assert asked("--cluster", example) == (load_cluster(example), ())
     assert asked("--cluster", example, "--inter", "1gbit")[0].inter == Link(25.0, 0.125)

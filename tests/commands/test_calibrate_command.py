@@ -274,10 +274,10 @@ def test_explain_takes_a_table_of_another_machine_and_says_so(tmp_path: Path, ca
     text = " ".join(capsys.readouterr().out.split())
     assert "The costs were measured on another machine: a machine. This one is" in text
     assert "all_reduce@2x1 30 us a step, 1gbit a rank" in text
-    assert "Assumed, because it was not said: --cluster 2x1." in text
+    assert "Assumed, because not given: --cluster 2x1." in text
     assert main(["explain", JOB, "--costs", path, "--inter", "10gbit"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "priced by the links that were named" in text
+    assert "priced by the named links" in text
     assert "30 us a step" not in text
     assert main(["explain", JOB, "--costs", path, "--device", "h100"]) == 2
     assert "keep one" in capsys.readouterr().err

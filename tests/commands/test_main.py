@@ -18,7 +18,7 @@ EXAMPLE = str(ROOT / "examples" / "mlp.py")
 def test_explain_prints_the_report(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", f"{EXAMPLE}:job", "--cluster", "8x4", "--inter", "1gbit", "--intra", "300gbit"]) == 0
     text = capsys.readouterr().out
-    for part in ("8 hosts x 4 ranks, 1gbit", "against dense", "Plan\n", "Timeline\n", "flips", "numbers are from"):
+    for part in ("8 hosts x 4 ranks, 1gbit", "against dense", "Plan\n", "Timeline\n", "Break-even", "Sources of"):
         assert part in text
     assert "\x1b" not in text
     assert "Assumed" not in text
@@ -26,7 +26,7 @@ def test_explain_prints_the_report(capsys: pytest.CaptureFixture[str]):
 
 def test_what_the_user_does_not_say_is_named(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", EXAMPLE]) == 0
-    assert "Assumed, because it was not said: --cluster 2x1, --inter 10gbit." in capsys.readouterr().out
+    assert "Assumed, because not given: --cluster 2x1, --inter 10gbit." in capsys.readouterr().out
 
 
 def test_a_link_alone_means_two_hosts(capsys: pytest.CaptureFixture[str]):

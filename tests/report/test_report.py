@@ -187,7 +187,7 @@ def test_links_that_were_measured_are_listed_and_the_cluster_is_not_believed():
 def test_one_rank_has_nothing_to_explain_but_its_compute():
     text = to_text(explanation(cluster("1gbit", 1, 1)))
     assert "Do not compress" in text
-    assert "Where the verdict flips" not in text
+    assert "Break-even bandwidth" not in text
 
 
 def test_buffers_that_are_broadcast_have_a_line_of_their_own():

@@ -100,7 +100,7 @@ def test_a_bandwidth_is_named_at_which_compressed_and_dense_cost_the_same(text: 
     if compressed.is_hierarchical and not where.has_levels:
         return
     (line,) = break_even_lines(plan(compressed), COSTS, where, SHAPES)
-    match = re.fullmatch(rf"{name}.* on a bucket of 4 MB that nothing hides pays below (.*) (between|inside).*\.", line)
+    match = re.fullmatch(rf"{name}.* on an exposed bucket of 4 MB pays below (.*) (between|inside).*\.", line)
     assert match, line
 
     def gain(factor: float) -> float:
@@ -113,14 +113,14 @@ def test_a_bandwidth_is_named_at_which_compressed_and_dense_cost_the_same(text: 
 
 def test_a_dense_plan_is_told_where_int8_would_pay():
     two, eight = (Cluster(n, 1, intra=Link(2, 10), inter=Link(0.0, 1.0)) for n in (2, 12))
-    assert break_even_lines(plan(DENSE), COSTS, two, SHAPES)[0].startswith("int8 on a bucket of 4 MB that nothing")
+    assert break_even_lines(plan(DENSE), COSTS, two, SHAPES)[0].startswith("int8 on an exposed bucket of 4 MB pays")
     assert break_even_lines(plan(DENSE), COSTS, eight, SHAPES) == [
-        "int8 on a bucket of 4 MB that nothing hides pays at no bandwidth between hosts."
+        "int8 on an exposed bucket of 4 MB pays at no bandwidth between hosts."
     ]
     nothing = CompressorCost.of(CompressorPoint(4096, 0.0, 0.0), CompressorPoint(1 << 20, 0.0, 0.0))
     free = replace(COSTS, compressors={"int8@gpu": nothing})
     assert break_even_lines(plan(DENSE), free, two, SHAPES) == [
-        "int8 on a bucket of 4 MB that nothing hides pays at every bandwidth between hosts."
+        "int8 on an exposed bucket of 4 MB pays at every bandwidth between hosts."
     ]
 
 
