@@ -67,16 +67,8 @@ def exchange(original: Callable[..., Any], mutant: Callable[..., Any]) -> None:
 
 def wrap(owner: Any, name: str, mutant: Callable[..., Any]) -> None:
     """Let `mutant` answer for a module's function or a method; the original comes first, behind `self`."""
-    original = getattr(owner, name)
-    setattr(
-        owner,
-        name,
-        functools.wraps(original)(
-            functools.partialmethod(mutant, original)
-            if isinstance(owner, type)
-            else functools.partial(mutant, original)
-        ),
-    )
+    bound = functools.partialmethod if isinstance(owner, type) else functools.partial
+    setattr(owner, name, bound(mutant, getattr(owner, name)))
 
 
 # Passes
