@@ -681,7 +681,7 @@ def outcomes_of(folder: Path) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str]]]:
-    return run_ranks(2, outcomes_of, tmp_path_factory.mktemp("plans"), timeout_s=200)
+    return run_ranks(2, outcomes_of, tmp_path_factory.mktemp("plans"))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -123,12 +123,12 @@ def declared_bytes(plan: Plan, step: fxcomp.CompiledStep, place: str) -> Bytes:
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[tuple[str, str], Numbers]]:
-    return run_ranks(2, train_all, [(text, place) for text in COMPRESSORS for place in PLACES], timeout_s=300)
+    return run_ranks(2, train_all, [(text, place) for text in COMPRESSORS for place in PLACES])
 
 
 @pytest.fixture(scope="module")
 def on_hosts() -> list[dict[tuple[str, str], Numbers]]:
-    return run_ranks(4, train_all, [(text, "hierarchical") for text in WHOLE], timeout_s=300)
+    return run_ranks(4, train_all, [(text, "hierarchical") for text in WHOLE])
 
 
 def check(everyone: list[dict[tuple[str, str], Numbers]], case: tuple[str, str]) -> list[Numbers]:

@@ -230,7 +230,7 @@ def on_ranks() -> Callable[[int], list[dict[Case, Numbers]]]:
 
     def run(ranks: int) -> list[dict[Case, Numbers]]:
         if ranks not in found:
-            found[ranks] = run_ranks(ranks, follow_eager, cases[ranks], timeout_s=300)
+            found[ranks] = run_ranks(ranks, follow_eager, cases[ranks])
         return found[ranks]
 
     return run

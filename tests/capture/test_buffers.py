@@ -193,7 +193,7 @@ def _write_much() -> str:
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, follow_ddp, timeout_s=60)
+    return run_ranks(2, follow_ddp)
 
 
 @pytest.mark.parametrize("case", CASES)

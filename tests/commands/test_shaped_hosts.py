@@ -66,7 +66,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.usefixtures("shaping")
 def test_ranks_on_shaped_hosts_meet_and_everything_is_removed_afterwards(script):
     with ShapedHosts(2, "1gbit") as hosts:
-        outputs = run_ranks([script(MEET)], hosts=hosts, ranks_per_host=1, timeout_s=60)
+        outputs = run_ranks([script(MEET)], hosts=hosts, ranks_per_host=1, timeout_s=300)
         sent = hosts.wire_bytes()
         assert namespaces() == {*hosts.namespaces, hosts.namespaces[0].replace("host0", "switch")}
     assert outputs == ["0 3\n", "0 3\n"]
@@ -86,28 +86,28 @@ def test_hosts_have_processors_of_their_own(monkeypatch: pytest.MonkeyPatch, usa
 @pytest.mark.usefixtures("shaping")
 def test_a_rank_runs_on_its_hosts_processors(script):
     with ShapedHosts(2) as hosts:
-        outputs = run_ranks([script("import os; print(sorted(os.sched_getaffinity(0)))")], hosts=hosts, timeout_s=60)
+        outputs = run_ranks([script("import os; print(sorted(os.sched_getaffinity(0)))")], hosts=hosts, timeout_s=300)
         assert outputs == [f"{hosts.processors(host)}\n" for host in range(2)]
 
 
 def test_ranks_without_hosts_meet_on_loopback(script):
-    assert run_ranks([script(MEET)], ranks_per_host=2, timeout_s=60) == ["0 3\n", "1 3\n"]
+    assert run_ranks([script(MEET)], ranks_per_host=2, timeout_s=300) == ["0 3\n", "1 3\n"]
 
 
 @pytest.mark.usefixtures("shaping")
 def test_a_rank_that_raises_ends_the_others_and_the_hosts(script):
     with pytest.raises(RankFailed, match=r"rank 1 failed(.|\n)*rank one gives up"), ShapedHosts(2) as hosts:
-        run_ranks([script(RAISE_ON_RANK_1)], hosts=hosts, timeout_s=60)
+        run_ranks([script(RAISE_ON_RANK_1)], hosts=hosts, timeout_s=300)
     assert namespaces() == set()
 
 
 def test_a_rank_that_does_not_finish_is_ended(script):
     pids: list[int] = []
-    with pytest.raises(RankFailed, match=r"rank 0 did not finish within 1 s"):
+    with pytest.raises(RankFailed, match=r"rank 0 did not finish within 5 s"):
         run_ranks(
             [script("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")],
             ranks_per_host=2,
-            timeout_s=1,
+            timeout_s=5,
             on_line=lambda _rank, line: pids.append(int(line)),
         )
     assert len(pids) == 2
@@ -128,7 +128,7 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(script):
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
@@ -183,7 +183,7 @@ def test_a_link_carries_no_more_than_the_rate_asked_for_and_the_rate_can_change(
                 print(32 / (time.perf_counter() - start))  # Mbit/s
     """)
     with ShapedHosts(2, "100mbit") as hosts:
-        fast, slow = (float(line) for line in run_ranks([send], hosts=hosts, timeout_s=30)[1].split())
+        fast, slow = (float(line) for line in run_ranks([send], hosts=hosts, timeout_s=300)[1].split())
     assert fast < 500
     assert slow < 125
 

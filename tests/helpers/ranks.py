@@ -41,15 +41,15 @@ class Outcome:
     trace: str = ""
 
 
-def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0) -> list[Any]:
     """Return what `work(*arguments)` returned on each rank; fail with the rank's traceback if it raised anywhere."""
-    outcomes = try_ranks(ranks, work, *arguments, timeout_s=timeout_s, grace_s=2.0)
+    outcomes = try_ranks(ranks, work, *arguments, timeout_s=timeout_s, grace_s=5.0)
     failed = [f"rank {rank}:\n{o.text}\n{o.trace}" for rank, o in enumerate(outcomes) if o.error]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
 
 
-def run_alone(work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> Any:
+def run_alone(work: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0) -> Any:
     """Return what `work(*arguments)` returned in a process of its own, which no group joins and may start ranks."""
     _start_server()
     mine, theirs = _PROCESSES.Pipe(duplex=False)
@@ -69,8 +69,8 @@ def try_ranks(
     ranks: int,
     work: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 60.0,
-    group_timeout_s: float = 30.0,
+    timeout_s: float = 300.0,
+    group_timeout_s: float = 120.0,
     grace_s: float | None = None,
 ) -> list[Outcome]:
     """Report how `work(*arguments)` went on each rank. After a failure the others get `grace_s` seconds, if given."""

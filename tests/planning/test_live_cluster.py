@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from drifting import table
 from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks, try_ranks
 
@@ -113,7 +114,7 @@ def steps_on(names: Sequence[str], plan: str | None) -> tuple[str, float]:
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, verify_every=1)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, costs=table(2.0), verify_every=1)
     step(batch)
     total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
     return step.explain(), total

@@ -65,8 +65,7 @@ WIRE = {(CostKind.COLLECTIVE, ""): 10.0}
 AUTO = {"replan": "auto"}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("seen", [True, False], ids=["told of ends", "ends at waits"])
+@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, True)], ids=["ends at waits", "told of ends"])
 def test_a_link_that_becomes_slower_is_named_and_all_ranks_plan_anew(ranks: int, seen: bool):
     found = same(run_ranks(ranks, train, table(2.0), WIRE, 5 * JUDGED, AUTO, seen))
     assert (found["before"], found["is dense"], found["compressed"]) == (True, False, True)
@@ -150,7 +149,7 @@ def test_compute_that_becomes_slower_is_named_and_put_right():
 
 @pytest.mark.parametrize("jitter", [0.0, 0.05])
 def test_with_nothing_wrong_nothing_is_said(jitter: float):
-    found = same(run_ranks(2, train, table(0.2), {}, 12 * JUDGED, AUTO, True, jitter))
+    found = same(run_ranks(2, train, table(0.2), {}, 6 * JUDGED, AUTO, True, jitter))
     assert found["notes"] == []
     assert len(found["rows"]) > 5
 
