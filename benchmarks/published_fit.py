@@ -25,7 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from fxcomp.cost.fit import Sample, fit, interpolate, left_out_errors
+from fxcomp.cost.fit import fit, left_out_errors
+from fxcomp.cost.piecewise import Sample, interpolate
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "espresso_cpu_compressor_microbench.json"
 BAR = 0.10  # the median error that is asked for

@@ -16,7 +16,8 @@ from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.roofline import Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone

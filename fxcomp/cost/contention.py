@@ -1,8 +1,8 @@
-"""How compute and communication slow each other down, from one step that was run with a network and without.
+"""Say how compute and communication slow each other, and correct it by a step that ran with a network and without.
 
-The transport's processor time and its speed beside compute are measured with work that stays in the caches. A real step
-does not, so its own regions and its own length correct both numbers, for each kind of collective by a step of its own:
-by as little as explains what was measured.
+The transport's processor time and its speed while compute runs are measured with work that stays in the caches. A real
+step does not, so its own regions and its own length correct both numbers, for each kind of collective by a step of its
+own: by as little as explains what was measured.
 """
 
 from __future__ import annotations
@@ -17,14 +17,34 @@ from fxcomp.plan.streams import WIRES, Stream
 
 
 @dataclass(frozen=True, slots=True)
+class TransportCost:
+    """The processor time of a collective's own software, and how overlapping compute slows the collective."""
+
+    us: float
+    us_per_mb: float
+    """Per 10⁶ bytes that a rank sends; receiving as many is included."""
+    speed: float = 1.0
+    """While compute leaves no processor free, what takes t µs alone takes t / speed + more_us."""
+    more_us: float = 0.0
+
+    def overlap_speed(self, alone_us: float) -> float:
+        """Return the relative speed, while compute runs, of a collective that takes so long alone."""
+        return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
+
+
+NO_TIME_US = 1e-9
+"""A shorter time counts as none: nothing is divided by it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Contention:
-    """What the transport's load and its speed beside compute are multiplied by."""
+    """Factors on the transport's load and on its speed while compute runs."""
 
     load: float = 1.0
     speed: float = 1.0
 
     def on(self, tasks: Sequence[Task], names: Collection[str] | None = None) -> list[Task]:
-        """The same tasks, with what this changes: those of these names, or all on links."""
+        """Apply the factors to the tasks of these names, or to all on links."""
         return [
             replace(task, load=task.load * self.load, overlap_speed=min(1.0, task.overlap_speed * self.speed))
             if task.stream in WIRES and (names is None or task.name in names)
@@ -37,13 +57,13 @@ UNCHANGED = Contention()
 
 LOADS = tuple(2 ** (k / 4) for k in range(-8, 13))
 SPEEDS = tuple(2 ** (-k / 6) for k in range(-3, 13))
-"""What is tried, a quarter to eight times the load, and a quarter to 1.4 times the speed."""
+"""The grid: a quarter to eight times the load, and a quarter to 1.4 times the speed."""
 
 NOISE = 0.02
-"""Relative to the step: what is not explained more closely than this (assumed: steps repeat to 2 to 4 %)."""
+"""The relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
 USUAL_LOAD, USUAL_SPEED = 0.5, 0.3
-"""How far the factors are from 1, in logarithms (assumed): a step that depends on neither leaves them at 1."""
+"""The prior's width around 1, in logarithms (assumed): a step that depends on neither factor leaves it at 1."""
 
 
 def fit_contention(
@@ -53,11 +73,11 @@ def fit_contention(
     slowed_us: float,
     names: Collection[str] | None = None,
 ) -> Contention:
-    """The factors, for tasks of these names, with which all take `step_us`, of which compute is slowed by `slowed_us`.
+    """Fit the factors of the named tasks with which the step takes `step_us` and slows compute by `slowed_us`.
 
-    Of all that explain both about as well, those nearest to 1: a maximum a posteriori estimate over a grid. Tried from
-    1 outwards, so that most need no simulation: how far they are from 1 is already more than the best one's misfit, or
-    that with the step's length, which is known without the spans.
+    A maximum a posteriori estimate over a grid: of factors that explain both about as well, those nearest to 1. The
+    grid is tried from 1 outwards and left where the prior alone is worse than the best one found, and the spans are
+    simulated only where the step's length fits, so that most need no simulation.
     """
     if processors.has_spare:
         return UNCHANGED
@@ -77,5 +97,5 @@ def fit_contention(
 
 
 def _far(contention: Contention) -> float:
-    """How unusual factors are."""
+    """Return the negative log prior of factors, up to a constant."""
     return (math.log(contention.load) / USUAL_LOAD) ** 2 + (math.log(contention.speed) / USUAL_SPEED) ** 2

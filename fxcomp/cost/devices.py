@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.roofline import Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import Device
 

@@ -12,9 +12,10 @@ import torch
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
+from fxcomp.cost.compressor_keys import compressor_key
 from fxcomp.cost.fit import fit
-from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, compressor_key, format_bytes
-from fxcomp.cost.table import Roofline
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, format_bytes
+from fxcomp.cost.roofline import Roofline
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 from fxcomp.cluster.limits import MOST_RANKS
 from fxcomp.cluster.link import format_gbit
 from fxcomp.cost import collectives as formulas
-from fxcomp.cost.fit import Fit, Sample, fit, interpolate, left_out_errors
+from fxcomp.cost.fit import fit, left_out_errors
+from fxcomp.cost.piecewise import Fit, Sample, interpolate
 from fxcomp.cost.reading import TEXT, listed, number, record, whole, wrong
 from fxcomp.plan.collective_kind import CollectiveKind
 
@@ -226,17 +225,3 @@ def better_fit(samples: Sequence[Sample]) -> Fit | None:
     by_fit = statistics.fmean(left_out_errors(samples, fitted)[1:-1])
     by_points = statistics.fmean(left_out_errors(samples, lambda rest: lambda size: interpolate(rest, size))[1:-1])
     return fit(samples, most_pieces=2) if by_fit < by_points else None
-
-
-def compressor_key(compressor: str, device: str, threads: int | None) -> str:
-    """`int8(block=128)@cpu*2`: the compressor, the device, and how many threads it may use (on a GPU none)."""
-    return f"{compressor}@{device}{'' if threads is None else f'*{threads}'}"
-
-
-@cache
-def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
-    """The compressor's text, the device and the threads. Raises ValueError."""
-    match = re.fullmatch(r"(.+)@(\w+)(?:\*(\d+))?", key)
-    if match is None:
-        raise ValueError(f"{key!r} is not a compressor on a device, like int8@cpu*2")
-    return match[1], match[2], int(match[3]) if match[3] else None

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import re
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,69 +17,17 @@ from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cluster.topology import TOPOLOGY_TEXT
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
-from fxcomp.cost.contention import UNCHANGED, Contention
-from fxcomp.cost.measured import CompressorCost, MeasuredCollective, compressor_key, parse_compressor_key
+from fxcomp.cost.compressor_keys import exact_key, nearest_key, parse_compressor_key
+from fxcomp.cost.contention import NO_TIME_US, UNCHANGED, Contention, TransportCost
+from fxcomp.cost.measured import CompressorCost, MeasuredCollective
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
+from fxcomp.cost.roofline import ASSUMED, Measured, Roofline
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
-ASSUMED = "assumed"
 VERSION = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A time, how much it varied (relative), and where it is from."""
-
-    us: float
-    spread: float = 0.0
-    source: str = ASSUMED
-
-
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """What the device does at best, for operations that were never run."""
-
-    gflops: float
-    """Of float32 products, in GFLOP/s."""
-    gb_per_s: float
-    launch_us: float = 5.0  # assumed: torch's dispatch of one op
-    source: str = ASSUMED
-    others: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GFLOP/s of products in other types of numbers: `{"bf16": 312_000.0}`. What is missing here is as float32."""
-
-    def us(self, flops: float, size: float, math_type: str = "f32") -> float:
-        """The time of an operation of so many floating-point operations that touches so many bytes.
-
-        The largest of three: starting it, its arithmetic, and moving its bytes (Williams and others, "Roofline", 2009).
-        """
-        gflops = self.others.get(math_type, self.gflops)
-        return max(self.launch_us, flops / (gflops * 1e3), size / (self.gb_per_s * 1e3))
-
-    def __str__(self) -> str:
-        others = "".join(f", {name} {_flops(gflops)}" for name, gflops in self.others.items())
-        return f"{_flops(self.gflops)}{others} and {self.gb_per_s:.4g} GB/s"
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """What a collective's own software takes of the processors that compute runs on, and how it fares beside it."""
-
-    us: float
-    us_per_mb: float
-    """For each 10⁶ bytes that a rank sends; receiving as many is in it."""
-    speed: float = 1.0
-    """Beside compute, where that leaves no processor free: what takes t µs alone takes t / speed + more_us."""
-    more_us: float = 0.0
-
-    def overlap_speed(self, alone_us: float) -> float:
-        """The speed beside compute of a collective that takes so long alone."""
-        return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
-
-
-NO_TIME_US = 1e-9
-"""What takes less takes no time: nothing can be divided by it."""
+ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +45,7 @@ class CostTable:
     date: str = ""
     source: str = ASSUMED
     compute: Mapping[str, Measured] = field(default_factory=dict[str, Measured])
-    roofline: Roofline = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
+    roofline: Roofline = ONE_CORE
     collectives: Mapping[tuple[CollectiveKind, str], MeasuredCollective] = field(
         default_factory=dict[tuple[CollectiveKind, str], MeasuredCollective]
     )
@@ -110,7 +53,7 @@ class CostTable:
     threads: int | None = None  # that a compressor may use; None: as many as it was measured with
     pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
     launch_us: float = 20.0  # assumed: what a thread spends on starting a collective
-    transport: Mapping[CollectiveKind, Transport] = field(default_factory=dict[CollectiveKind, Transport])
+    transport: Mapping[CollectiveKind, TransportCost] = field(default_factory=dict[CollectiveKind, TransportCost])
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
     contention: Mapping[CollectiveKind, Contention] = field(default_factory=dict[CollectiveKind, Contention])
@@ -155,7 +98,7 @@ class CostTable:
     def _contention(self, kind: CollectiveKind) -> Contention:
         return self.contention.get(kind) or self.contention.get(CollectiveKind.ALL_REDUCE, UNCHANGED)
 
-    def _transport(self, kind: CollectiveKind) -> Transport | None:
+    def _transport(self, kind: CollectiveKind) -> TransportCost | None:
         return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
 
     @property
@@ -224,7 +167,7 @@ class CostTable:
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
         """Whether this very compressor was timed there."""
-        return self._exact_key(_text(compressor), device.value) is not None
+        return exact_key(self.compressors, compressor, device.value, self.threads) is not None
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
         """`measured` if this very compressor was timed, or what its cost was taken from."""
@@ -318,50 +261,6 @@ class CostTable:
         except BadOption as error:
             raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
-    @classmethod
-    def load(cls, path: str | Path) -> CostTable | None:
-        """Read a saved table; None if there is none. One that cannot be read is set aside, with a warning."""
-        path = Path(path)
-        try:
-            return cls.from_json(json.loads(path.read_text()))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError, BadOption) as error:
-            kept = _set_aside(path)
-            warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
-            return None
-
-    @classmethod
-    def cached(cls, hardware: str, versions: str, complete: Callable[[CostTable | None], CostTable]) -> CostTable:
-        """The table of this machine from the user's cache, made or completed, and put back if that changed it."""
-        path = cache_path(hardware, versions)
-        known = cls.load(path)
-        table = complete(known)
-        if table is not known:
-            try:
-                table.save(path)
-            except OSError as error:
-                warnings.warn(f"cannot keep the cost table in {path}: {error}", stacklevel=2)
-        return table
-
-    def __str__(self) -> str:
-        lines = [
-            f"costs of {self.hardware} ({self.source}{', ' + self.date if self.date else ''})",
-            f"  compute      {len(self.compute)} operations measured, else {self.roofline} ({self.roofline.source})",
-            f"  pack         {self.pack_gb_per_s:.4g} GB/s",
-        ]
-        if self.copy_gb_per_s is not None:
-            lines.append(f"  copy         {self.copy_gb_per_s:.4g} GB/s between host and device")
-        for (kind, reach), measured in self.collectives.items():
-            lines.append(f"  {kind.value}@{reach}  {measured.describe(kind)}")
-        for key, known in self.compressors.items():
-            largest = known.points[-1].elements
-            encode, decode = (1e3 * us / largest for us in (known.encode_us(largest), known.decode_us(largest)))
-            lines.append(f"  {key}  {encode:.3g} ns an element to encode, {decode:.3g} to decode a rank's payload")
-        lines += [f"  {what:<12} {says}" for what, says in self.sharing()]
-        lines.append(f"  error        {100 * self.error:.0f} % of a predicted step")
-        return "\n".join(lines)
-
     def sharing(self) -> list[tuple[str, str]]:
         """How compute and communication slow each other, in words: what is told, and what of it."""
         told = [
@@ -396,74 +295,14 @@ class CostTable:
                 return known, found
         return None
 
+    def _key(self, compressor: Compressor, device: Device) -> str | None:
+        """This compressor here, else elsewhere if device and host are one, else one of its name with other numbers."""
+        places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
+        return nearest_key(self.compressors, compressor, places, self.threads)
+
     def _compressor(self, compressor: Compressor, device: Device) -> CompressorCost | None:
         key = self._key(compressor, device)
         return self.compressors[key] if key else None
-
-    def _key(self, compressor: Compressor, device: Device) -> str | None:
-        """This compressor here, else elsewhere if device and host are one, else one of its name with other numbers."""
-        text = _text(compressor)
-        devices = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
-        for place in devices:
-            key = self._exact_key(text, place)
-            if key is not None:
-                return key
-        for place in devices:
-            near = [key for key in self.compressors if _is_like(key, compressor.name, place)]
-            if near:
-                return min(near, key=self._other_threads)
-        return None
-
-    def _exact_key(self, text: str, place: str) -> str | None:
-        """This very compressor on this device, with the threads that it may use, or a number that nobody said."""
-        for threads in (self.threads, None):
-            key = compressor_key(text, place, threads)
-            if key in self.compressors:
-                return key
-        if self.threads is not None:
-            return None
-        start = f"{text}@{place}*"
-        return next((key for key in self.compressors if key.startswith(start)), None)
-
-    def _other_threads(self, key: str) -> int:
-        threads = parse_compressor_key(key)[2]
-        return 0 if threads is None or self.threads is None else abs(threads - self.threads)
-
-
-def cache_path(hardware: str, versions: str) -> Path:
-    """Where the user's cache keeps the table of this hardware and software."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    key = hashlib.sha256(f"{hardware}\n{versions}\ntable {VERSION}".encode()).hexdigest()[:16]
-    return Path(home) / "fxcomp" / f"costs-{key}.json"
-
-
-@cache
-def _text(compressor: Compressor) -> str:
-    """A search asks for the same few compressors thousands of times."""
-    return str(compressor)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a file that cannot be read, never over an older one."""
-    kept = path.with_name(path.name + ".corrupt")
-    for attempt in count(2):
-        if not kept.exists():
-            break
-        kept = path.with_name(f"{path.name}.corrupt.{attempt}")
-    try:
-        path.rename(kept)
-    except OSError:  # another rank was faster, or the folder is read-only
-        return path
-    return kept
-
-
-def _flops(gflops: float) -> str:
-    return f"{gflops / 1e3:.4g} TFLOP/s" if gflops >= 1e3 else f"{gflops:.4g} GFLOP/s"
-
-
-def _is_like(key: str, name: str, place: str) -> bool:
-    text, device, _ = parse_compressor_key(key)
-    return text.partition("(")[0] == name and device == place
 
 
 # Reading
@@ -502,7 +341,7 @@ _TABLE = record(
     pack_gb_per_s=positive(),
     launch_us=number(),
     transport=keyed(
-        record(Transport, us=number(), us_per_mb=number(), speed=positive(1.0), more_us=number()),
+        record(TransportCost, us=number(), us_per_mb=number(), speed=positive(1.0), more_us=number()),
         key=_kind,
     ),
     copy_gb_per_s=null_or(positive()),

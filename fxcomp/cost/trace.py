@@ -35,7 +35,8 @@ from fxcomp.cluster.limits import MOST_RANKS
 from fxcomp.cluster.link import Link
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import MeasuredCollective, format_bytes
-from fxcomp.cost.table import CostTable, Measured
+from fxcomp.cost.roofline import Measured
+from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import wire_bytes
+from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.table import Transport as TransportCost
 from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
 from fxcomp.runtime.transport import Groups, Transport, Work
 

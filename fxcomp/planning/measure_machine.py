@@ -16,6 +16,7 @@ from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.measure import measure_compressors, measure_copy, measure_memory
 from fxcomp.cost.measured import CompressorCost
 from fxcomp.cost.table import CostTable
+from fxcomp.cost.table_cache import cached_table
 from fxcomp.plan.strategy import Device
 
 
@@ -31,7 +32,7 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
             return table
         return replace(table, compressors={**table.compressors, **compressor_costs(missing, device)})
 
-    return CostTable.cached(hardware(device), versions(), complete)
+    return cached_table(hardware(device), versions(), complete)
 
 
 def costs_of_memory(device: torch.device) -> CostTable:

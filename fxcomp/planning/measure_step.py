@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
-from fxcomp.cost.table import Measured
+from fxcomp.cost.roofline import Measured
 from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free, work_key
 from fxcomp.plan.collective_kind import CollectiveKind

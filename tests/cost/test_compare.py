@@ -6,10 +6,11 @@ import pytest
 
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.compare import diff, differences, merge
-from fxcomp.cost.contention import Contention
-from fxcomp.cost.fit import Fit, Piece
+from fxcomp.cost.contention import Contention, TransportCost
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
+from fxcomp.cost.piecewise import Fit, Piece
+from fxcomp.cost.roofline import Measured, Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 
@@ -58,7 +59,7 @@ def test_differences_come_largest_first_and_say_where():
 
 SHARED = replace(
     OLD,
-    transport={KIND: Transport(10.0, 900.0, 0.8, 40.0)},
+    transport={KIND: TransportCost(10.0, 900.0, 0.8, 40.0)},
     processors=Processors(2.0, 1.0),
     contention={CollectiveKind.ALL_REDUCE: Contention(1.5, 0.7)},
     roofline=Roofline(50.0, 10.0, others={"bf16": 100.0, "f64": 1.0}),
@@ -68,7 +69,7 @@ SHARED = replace(
 OTHER = replace(
     SHARED,
     date="2026-11-20",
-    transport={KIND: Transport(20.0, 1800.0, 0.4, 80.0), CollectiveKind.ALL_GATHER: Transport(1.0, 1.0)},
+    transport={KIND: TransportCost(20.0, 1800.0, 0.4, 80.0), CollectiveKind.ALL_GATHER: TransportCost(1.0, 1.0)},
     processors=Processors(4.0, 2.0),
     contention={CollectiveKind.ALL_REDUCE: Contention(3.0, 0.35)},
     roofline=Roofline(50.0, 10.0, others={"bf16": 200.0}),

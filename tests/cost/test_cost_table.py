@@ -9,9 +9,12 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.fit import Fit, Piece
+from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import FASTEST_GB_PER_S, CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Measured, Roofline, Transport, cache_path
+from fxcomp.cost.piecewise import Fit, Piece
+from fxcomp.cost.roofline import Measured, Roofline
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.table_cache import cache_path, cached_table, load_table
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
@@ -25,7 +28,7 @@ TABLE = CostTable(
     source="test",
     compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "test")},
     roofline=Roofline(100.0, 20.0),
-    transport={CollectiveKind.ALL_GATHER: Transport(10.0, 900.0, 0.8, 4000.0)},
+    transport={CollectiveKind.ALL_GATHER: TransportCost(10.0, 900.0, 0.8, 4000.0)},
     processors=Processors(1.5, 1.0),
     collectives={
         (CollectiveKind.ALL_REDUCE, reach): MeasuredCollective.line(
@@ -42,10 +45,10 @@ def test_a_table_goes_to_json_and_back():
     assert CostTable.from_json(CostTable().to_json()) == CostTable()
 
 
-def test_a_table_prints():
-    text = str(TABLE)
-    assert "a machine" in text
-    assert "all_reduce@2x2  20 us a step, 4gbit a rank; off by 5.0 % (measured, 9 samples)" in text
+def test_a_measured_collective_prints():
+    measured = TABLE.collectives[CollectiveKind.ALL_REDUCE, "2x2"]
+    text = measured.describe(CollectiveKind.ALL_REDUCE)
+    assert text == "20 us a step, 4gbit a rank; off by 5.0 % (measured, 9 samples)"
 
 
 def test_what_was_measured_live_wins_over_the_clusters_link():
@@ -109,7 +112,7 @@ def test_the_pool_is_the_device_where_there_is_no_other_and_shares_its_processor
 def test_a_collectives_load_is_its_processor_time_over_its_time():
     kind, level = CollectiveKind.ALL_REDUCE, Level.WORLD
     assert CostTable().load_of(kind, level, 10**6, CLUSTER) == 0.0
-    table = replace(TABLE, transport={kind: Transport(us=30.0, us_per_mb=1000.0)})
+    table = replace(TABLE, transport={kind: TransportCost(us=30.0, us_per_mb=1000.0)})
     assert table.load_of(kind, level, 10**6, CLUSTER) == pytest.approx((30 + 1500) / (6 * 20 + 1.5e6 / 500))
     # What was not measured is as an all_reduce of as many bytes sent.
     scatter = table.load_of(CollectiveKind.REDUCE_SCATTER, level, 10**6, CLUSTER)
@@ -119,8 +122,8 @@ def test_a_collectives_load_is_its_processor_time_over_its_time():
 
 def test_a_table_survives_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert CostTable.cached("a machine", "1", lambda _: TABLE) == TABLE
-    assert CostTable.cached("a machine", "1", lambda known: known or pytest.fail("measured twice")) == TABLE
+    assert cached_table("a machine", "1", lambda _: TABLE) == TABLE
+    assert cached_table("a machine", "1", lambda known: known or pytest.fail("measured twice")) == TABLE
     assert [path.name for path in (tmp_path / "fxcomp").iterdir()] == [cache_path("a machine", "1").name]
     assert cache_path("a machine", "1") != cache_path("a machine", "2")
 
@@ -133,9 +136,9 @@ def test_a_cached_table_is_completed_and_kept(tmp_path: Path, monkeypatch: pytes
         assert known is not None
         return replace(known, compressors={**known.compressors, "sign@gpu": point})
 
-    CostTable.cached("a machine", "1", lambda _: TABLE)
-    assert CostTable.cached("a machine", "1", with_sign).compressors["sign@gpu"] == point
-    assert CostTable.load(cache_path("a machine", "1")) == with_sign(TABLE)
+    cached_table("a machine", "1", lambda _: TABLE)
+    assert cached_table("a machine", "1", with_sign).compressors["sign@gpu"] == point
+    assert load_table(cache_path("a machine", "1")) == with_sign(TABLE)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 7}', b"\xff\xfe"])
@@ -149,16 +152,16 @@ def test_a_corrupt_cache_is_kept_and_measured_again(
     for suffix in (".corrupt", ".corrupt.2"):
         path.write_bytes(raw)
         with pytest.warns(UserWarning, match=r"cannot read the cost table .*kept as .*\.corrupt"):
-            assert CostTable.cached("a machine", "1", lambda _: TABLE) == TABLE
+            assert cached_table("a machine", "1", lambda _: TABLE) == TABLE
         assert path.with_name(path.name + suffix).read_bytes() == raw
-        assert CostTable.load(path) == TABLE
+        assert load_table(path) == TABLE
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "fxcomp").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="cost table"):
-        assert CostTable.cached("a machine", "1", lambda _: TABLE) == TABLE
+        assert cached_table("a machine", "1", lambda _: TABLE) == TABLE
 
 
 def test_data_that_is_no_table_is_refused():

@@ -8,17 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fxcomp.cost.fit import (
-    Fit,
-    Piece,
-    Sample,
-    _non_negative,  # pyright: ignore[reportPrivateUsage]
-    fit,
-    interpolate,
-    left_out_errors,
-    medians,
-    student,
-)
+from fxcomp.cost.fit import _non_negative, fit, left_out_errors, medians, student
+from fxcomp.cost.piecewise import Fit, Piece, Sample, interpolate
 from fxcomp.errors import BadOption
 
 SIZES = [2.0**k for k in range(10, 27)]

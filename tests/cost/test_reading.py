@@ -15,11 +15,13 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.contention import Contention
-from fxcomp.cost.fit import Fit, Piece, fit
+from fxcomp.cost.contention import Contention, TransportCost
+from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.reading import FLAG, TEXT, number, positive, record, whole
-from fxcomp.cost.table import CostTable, Measured, Roofline, Transport
+from fxcomp.cost.roofline import Measured, Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
@@ -37,7 +39,7 @@ FULL = CostTable(
     source="measured",
     compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "measured")},
     roofline=Roofline(100.0, 20.0, others={"bf16": 200.0}),
-    transport={_K.ALL_GATHER: Transport(10.0, 900.0, 0.8, 4000.0)},
+    transport={_K.ALL_GATHER: TransportCost(10.0, 900.0, 0.8, 4000.0)},
     collectives={
         (_K.ALL_REDUCE, "4x1"): MeasuredCollective(4, BENT),
         (_K.ALL_REDUCE, "2x2"): MeasuredCollective.line(_K.ALL_REDUCE, 4, 20.0, 0.5),
@@ -83,7 +85,6 @@ def prices(table: CostTable) -> Iterator[float]:
 
 def assert_prices_sense(table: CostTable) -> None:
     assert all(0.0 <= price < math.inf for price in prices(table))
-    assert str(table)
 
 
 # Round trips
@@ -115,7 +116,7 @@ TABLES = st.builds(
     launch_us=TIMES,
     transport=st.dictionaries(
         st.sampled_from(list(CollectiveKind)),
-        st.builds(Transport, TIMES, TIMES, st.floats(0.05, 1.0), TIMES),
+        st.builds(TransportCost, TIMES, TIMES, st.floats(0.05, 1.0), TIMES),
         max_size=2,
     ),
     copy_gb_per_s=st.none() | RATES,

@@ -6,7 +6,8 @@ import statistics
 import pytest
 
 from fxcomp.cost.robust import Jitter, draw_steps, jitter_of
-from fxcomp.cost.table import CostTable, Measured
+from fxcomp.cost.roofline import Measured
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.plan.streams import Stream
 

@@ -9,7 +9,8 @@ from graphs import TWO
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.roofline import Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.graph.info import NodeInfo, Role, info, set_info
 from fxcomp.graph.work import Basis, basis, flops, is_free, math_type, touched_bytes, unknowns
 from fxcomp.passes.annotate_costs import annotate_costs

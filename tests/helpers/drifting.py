@@ -11,7 +11,8 @@ from virtual_time import scheduled
 import fxcomp
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.roofline import Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 
 JOB = JOBS["mlp"]

@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.cost.table import CostTable, Roofline
+from fxcomp.cost.roofline import Roofline
+from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import call
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Sharing, Source, set_info, update_info
 from fxcomp.plan.plan import Bucket, Plan

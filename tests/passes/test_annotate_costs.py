@@ -6,7 +6,7 @@ from before_after import before_after
 from graphs import COSTS, TWO, linear_step, node_named, one_bucket
 from stages import compressed
 
-from fxcomp.cost.table import Measured
+from fxcomp.cost.roofline import Measured
 from fxcomp.graph.info import info
 from fxcomp.graph.work import work_key
 from fxcomp.passes.annotate_costs import annotate_costs

@@ -19,8 +19,8 @@ from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
-from fxcomp.cost.contention import Contention
-from fxcomp.cost.table import CostTable, Transport
+from fxcomp.cost.contention import Contention, TransportCost
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
@@ -46,8 +46,8 @@ SHARED = replace(
     launch_us=1.0,
     processors=Processors(1.0, 1.0),
     transport={
-        CollectiveKind.ALL_REDUCE: Transport(us=5.0, us_per_mb=800.0),
-        CollectiveKind.ALL_GATHER: Transport(us=5.0, us_per_mb=800.0, speed=0.9),
+        CollectiveKind.ALL_REDUCE: TransportCost(us=5.0, us_per_mb=800.0),
+        CollectiveKind.ALL_GATHER: TransportCost(us=5.0, us_per_mb=800.0, speed=0.9),
     },
 )
 

@@ -14,7 +14,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import Transport
+from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.plan.collective_kind import CollectiveKind
@@ -92,7 +92,7 @@ ON_ONE_PROCESSOR = replace(
     COSTS,
     copy_gb_per_s=None,
     processors=Processors(1.0, 1.0),
-    transport={CollectiveKind.ALL_REDUCE: Transport(us=20.0, us_per_mb=900.0, speed=0.8, more_us=400.0)},
+    transport={CollectiveKind.ALL_REDUCE: TransportCost(us=20.0, us_per_mb=900.0, speed=0.8, more_us=400.0)},
 )
 
 

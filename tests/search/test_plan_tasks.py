@@ -10,7 +10,8 @@ from workloads import COSTS, cluster, layers, matrices
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import CostTable, Transport
+from fxcomp.cost.contention import TransportCost
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.modes import Mode, strategies
@@ -179,7 +180,7 @@ def test_a_step_is_at_least_its_compute_and_at_most_all_its_work(seed: int):
 SHARED = replace(
     COSTS,
     processors=Processors(1.0, 1.0),
-    transport={CollectiveKind.ALL_REDUCE: Transport(us=5.0, us_per_mb=700.0, speed=0.7, more_us=300.0)},
+    transport={CollectiveKind.ALL_REDUCE: TransportCost(us=5.0, us_per_mb=700.0, speed=0.7, more_us=300.0)},
 )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.cost.fit import Fit
 from fxcomp.cost.measured import MeasuredCollective
+from fxcomp.cost.piecewise import Fit
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.lines import CostKind
 from fxcomp.plan.collective_kind import CollectiveKind

@@ -1,0 +1,160 @@
+"""Times by size as lines, each from some size on: the data that fits make and tables keep.
+
+Between two measured sizes a time lies on a line. Below the smallest the first line goes on down to size 0. Beyond the
+largest the last line goes on, or the chord over all that was measured, whichever is steeper: a table never promises
+that more is cheaper than what it has seen.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from fxcomp.cost.reading import FLAG, MOST, listed, null_or, number, record, whole, wrong
+
+Sample = tuple[float, float]
+"""A size and its time, in µs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A line over sizes: `at_zero_us + us_per_unit * size` from `start` on. Errors are half of the 95 % interval."""
+
+    start: float
+    at_zero_us: float
+    us_per_unit: float
+    at_zero_error: float = math.inf
+    us_per_unit_error: float = math.inf
+    is_switch: bool = False
+    """The line starts higher than the one before it ends."""
+
+    def at(self, size: float) -> float:
+        return self.at_zero_us + self.us_per_unit * size
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; an interval that is not known is None."""
+        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Times by size, and how well they fit the samples. `noise` is how far samples of one size lie apart."""
+
+    pieces: tuple[Piece, ...]
+    smallest: float
+    largest: float
+    samples: int
+    residual: float = 0.0
+    """The median relative error over the sizes it was fitted to."""
+    worst: float = 0.0
+    """The largest relative error over the sizes it was fitted to."""
+    noise: float = 0.0
+    """How far one sample of a size lies from the size's median, relative, in the median."""
+
+    def at(self, size: float) -> float:
+        """Return the time for a size, in µs. It never falls."""
+        pieces = self.pieces
+        piece = pieces[max(0, bisect_right(pieces, size, key=_start) - 1)]
+        if size <= self.largest:
+            return piece.at(size)
+        end = piece.at(self.largest)
+        first = pieces[0].at(self.smallest)
+        chord = (end - first) / (self.largest - self.smallest) if self.largest > self.smallest else 0.0
+        return end + (size - self.largest) * max(piece.us_per_unit, chord)
+
+    @property
+    def switches(self) -> tuple[float, ...]:
+        """The sizes at which another algorithm seems to take over."""
+        return tuple(piece.start for piece in self.pieces if piece.is_switch)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "pieces": [piece.to_json() for piece in self.pieces]}
+
+    @classmethod
+    def from_json(cls, data: Any, place: str = "the fit") -> Fit:
+        """Build a fit from `to_json`'s data, which stands at `place`. Raises BadOption, also for times that fall."""
+        fit = _FIT(data, place)
+        _check_rises(fit, place)
+        return fit
+
+    @classmethod
+    def line(cls, at_zero_us: float, us_per_unit: float, residual: float = 0.0) -> Fit:
+        """Make a line that holds everywhere."""
+        return cls((Piece(0.0, at_zero_us, us_per_unit),), 0.0, 0.0, 0, residual, residual)
+
+
+def _start(piece: Piece) -> float:
+    return piece.start
+
+
+_INTERVAL = null_or(number(), null=math.inf)
+_PIECE = record(
+    Piece,
+    start=number(),
+    at_zero_us=number(-MOST),
+    us_per_unit=number(),
+    at_zero_error=_INTERVAL,
+    us_per_unit_error=_INTERVAL,
+    is_switch=FLAG,
+)
+_FIT = record(
+    Fit,
+    pieces=listed(_PIECE),
+    smallest=number(),
+    largest=number(),
+    samples=whole(0),
+    residual=number(),
+    worst=number(),
+    noise=number(),
+)
+
+_ROUNDING = 1e-6
+"""Relative: by so much a piece may start lower than the one before it ends (a float's rounding is far smaller); where a
+time is a small difference of large numbers, by its square of those."""
+
+
+def _check_rises(fit: Fit, place: str) -> None:
+    """Raise BadOption where a time would fall with size, or be below 0."""
+    first, last = fit.pieces[0], fit.pieces[-1]
+    if first.at_zero_us < 0:
+        raise wrong(f"{place}.pieces[0].at_zero_us", "0 or more", first.at_zero_us)
+    for k, (one, after) in enumerate(pairwise(fit.pieces), start=1):
+        if after.start <= one.start:
+            raise wrong(f"{place}.pieces[{k}].start", f"above the piece before it, {one.start:g}", after.start)
+        rounding = _ROUNDING * max(one.at(after.start), _ROUNDING * abs(after.at_zero_us))
+        if after.at(after.start) < one.at(after.start) - rounding:
+            expected = f"{one.at(after.start):g} us or more at its start, where the one before it ends"
+            raise wrong(f"{place}.pieces[{k}]", expected, after.at(after.start))
+    if not last.start <= fit.largest or not fit.smallest <= fit.largest:
+        raise wrong(
+            f"{place}.largest", f"{max(last.start, fit.smallest):g} or more, as smallest and pieces", fit.largest
+        )
+    if not math.isfinite(fit.at(MOST)):
+        raise wrong(place, "times that are finite", fit.at(MOST))
+
+
+def interpolate(points: Sequence[Sample], size: float) -> float:
+    """Follow lines from point to point instead of a fit: believe every one. Points lie by size.
+
+    Constant below the first point; beyond the last along the chord over all; in proportion to size if there is but one.
+    Never falling: a point below an earlier one counts as high as that.
+    """
+    rising = list(accumulate((us for _, us in points), max))
+    first, last = points[0][0], points[-1][0]
+    right = bisect_right(points, size, key=_size)
+    if right == 0:
+        return rising[0]
+    if len(points) == 1:
+        return rising[0] * size / first
+    if right == len(points):
+        return rising[-1] + (size - last) * (rising[-1] - rising[0]) / (last - first)
+    low, high = points[right - 1][0], points[right][0]
+    return rising[right - 1] + (size - low) * (rising[right] - rising[right - 1]) / (high - low)
+
+
+def _size(point: Sample) -> float:
+    return point[0]

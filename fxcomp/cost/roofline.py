@@ -1,0 +1,46 @@
+"""Time operations of compute: as measured, or by a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ASSUMED = "assumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A time, how much it varied (relative), and where it is from."""
+
+    us: float
+    spread: float = 0.0
+    source: str = ASSUMED
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The device's peaks, which time operations that were never run."""
+
+    gflops: float
+    """Of float32 products, in GFLOP/s."""
+    gb_per_s: float
+    launch_us: float = 5.0  # assumed: torch's dispatch of one op
+    source: str = ASSUMED
+    others: Mapping[str, float] = field(default_factory=dict[str, float])
+    """GFLOP/s of products in other types of numbers: `{"bf16": 312_000.0}`. What is missing here is as float32."""
+
+    def us(self, flops: float, size: float, math_type: str = "f32") -> float:
+        """Time an operation of so many floating-point operations that touches so many bytes.
+
+        The largest of three: starting it, its arithmetic, and moving its bytes (Williams and others, "Roofline", 2009).
+        """
+        gflops = self.others.get(math_type, self.gflops)
+        return max(self.launch_us, flops / (gflops * 1e3), size / (self.gb_per_s * 1e3))
+
+    def __str__(self) -> str:
+        others = "".join(f", {name} {_flops(gflops)}" for name, gflops in self.others.items())
+        return f"{_flops(self.gflops)}{others} and {self.gb_per_s:.4g} GB/s"
+
+
+def _flops(gflops: float) -> str:
+    return f"{gflops / 1e3:.4g} TFLOP/s" if gflops >= 1e3 else f"{gflops:.4g} GFLOP/s"

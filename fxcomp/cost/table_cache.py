@@ -1,0 +1,61 @@
+"""Keep cost tables in the user's cache, one for each hardware and software."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from fxcomp.cost.table import VERSION, CostTable
+from fxcomp.errors import BadOption
+
+
+def load_table(path: str | Path) -> CostTable | None:
+    """Read a saved table; None if there is none. Set one aside that cannot be read, with a warning."""
+    path = Path(path)
+    try:
+        return CostTable.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError, BadOption) as error:
+        kept = _set_aside(path)
+        warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
+        return None
+
+
+def cached_table(hardware: str, versions: str, complete: Callable[[CostTable | None], CostTable]) -> CostTable:
+    """Return this machine's table from the user's cache, made or completed, and put back if that changed it."""
+    path = cache_path(hardware, versions)
+    known = load_table(path)
+    table = complete(known)
+    if table is not known:
+        try:
+            table.save(path)
+        except OSError as error:
+            warnings.warn(f"cannot keep the cost table in {path}: {error}", stacklevel=2)
+    return table
+
+
+def cache_path(hardware: str, versions: str) -> Path:
+    """Return where the user's cache keeps the table of this hardware and software."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    key = hashlib.sha256(f"{hardware}\n{versions}\ntable {VERSION}".encode()).hexdigest()[:16]
+    return Path(home) / "fxcomp" / f"costs-{key}.json"
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a file that cannot be read, never over an older one."""
+    kept = path.with_name(path.name + ".corrupt")
+    for attempt in count(2):
+        if not kept.exists():
+            break
+        kept = path.with_name(f"{path.name}.corrupt.{attempt}")
+    try:
+        path.rename(kept)
+    except OSError:  # another rank was faster, or the folder is read-only
+        return path
+    return kept
