@@ -8,95 +8,96 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.chunkmax import ChunkMax
-from fxcomp.compressors.triton.blocks import COLUMNS, INFINITY, Tiles, compensated, cut, is_aligned, places, tile_of
-from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.calls import Decoding, Encoding
+from fxcomp.compressors.triton.language import constant, constexpr, jit, tl
+from fxcomp.compressors.triton.tiles import (
+    INFINITY,
+    blocks_of,
+    compensated,
+    cut,
+    magnitude_of,
+    places,
+    segment_of,
+    tile_of,
+)
 
 SECTION_COLUMNS = constant(2)
 
 
 @cache
 def _sections(segments: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
-    """For each segment: the first byte of its values and of its places."""
+    """For each segment: the first byte of its values and of its places, which are of one byte or two."""
     rows: list[tuple[int, int]] = []
     end = 0
     for size in segments:
         values = -(-size // chunk)
         rows.append((end, end + 4 * values))
-        end += 4 * values + -(-values * _bytes_of_place(chunk) // 4) * 4
+        end += 4 * values + -(-values * (1 if chunk <= 256 else 2) // 4) * 4
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _bytes_of_place(chunk: int) -> int:
-    return 1 if chunk <= 256 else 2
+def encode(call: Encoding[ChunkMax]) -> None:
+    sections = _sections(call.segments, call.compressor.chunk, call.bucket.device)
+    tiles = cut(call.segments, call.compressor.chunk, call.bucket.device)
+    tiles.launch(_encode, call.bucket, call.residual, call.payload, sections)
+
+
+def decode(call: Decoding[ChunkMax]) -> None:
+    sections = _sections(call.segments, call.compressor.chunk, call.out.device)
+    tiles = cut(call.segments, call.compressor.chunk, call.out.device)
+    arguments = (call.payloads, call.out, sections, call.payload_elements)
+    tiles.launch(_decode, *arguments, RANKS=call.ranks)
 
 
 @jit
-def _section_of(table: Value, sections: Value, BLOCK: constexpr, ROWS: constexpr):
-    """Where this tile's values and places lie in a payload, and which chunks of the segment they are of."""
-    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    section = sections + tl.load(entry + 4) * SECTION_COLUMNS
-    chunk = (tl.load(entry + 5) // BLOCK).to(tl.int32) + tl.arange(0, ROWS)
-    return tl.load(section), tl.load(section + 1), chunk
+def _section_of(table, sections, block, SHAPE: constexpr):
+    """Look up where this tile's values and places lie in a payload, and the numbers of its chunks in the segment."""
+    BLOCK: constexpr = SHAPE[0]
+    segment, first = segment_of(table)
+    section = sections + segment * SECTION_COLUMNS
+    return tl.load(section), tl.load(section + 1), (first // BLOCK).to(tl.int32) + block
 
 
 @jit
-def _encode(
-    bucket: Value,
-    residual: Value,
-    payload: Value,
-    sections: Value,
-    table: Value,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    ALIGNMENT: constexpr,
-):
-    start, size, _, _ = tile_of(table, ALIGNMENT)
-    place, is_there = places(size, BLOCK, WIDTH, ROWS)
+def _encode(table, bucket, residual, payload, sections, SHAPE: constexpr):
+    BLOCK: constexpr = SHAPE[0]
+    WIDTH: constexpr = SHAPE[1]
+    start, size, _, _ = tile_of(table, SHAPE)
+    place, is_there = places(size, SHAPE)
     value, old = compensated(bucket, residual, start + place, is_there)
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = magnitude_of(value)
     largest = tl.argmax(tl.where(is_there, magnitude, -1), axis=1, tie_break_left=True)
     is_sent = tl.arange(0, WIDTH)[None, :] == largest[:, None]
-    sent = tl.sum(tl.where(is_sent, bits, 0), axis=1)
+    sent = tl.sum(tl.where(is_sent, value.to(tl.int32, bitcast=True), 0), axis=1)
 
-    values_at, places_at, chunk = _section_of(table, sections, BLOCK, ROWS)
-    is_chunk = tl.arange(0, ROWS) * BLOCK < size
+    block, is_chunk = blocks_of(size, SHAPE)
+    values_at, places_at, chunk = _section_of(table, sections, block, SHAPE)
     tl.store((payload + values_at).to(tl.pointer_type(tl.int32)) + chunk, sent, is_chunk)
-    # Behind the last chunk the places' section is filled up with zeros.
-    is_last = (places_at - values_at) // 4 == tl.max(tl.where(is_chunk, chunk, -1), axis=0) + 1
-    filling = tl.arange(0, 4)
     if BLOCK <= 256:
         tl.store(payload + places_at + chunk, largest.to(tl.uint8), is_chunk)
         used = (places_at - values_at) // 4
     else:
         tl.store((payload + places_at).to(tl.pointer_type(tl.uint16)) + chunk, largest.to(tl.uint16), is_chunk)
         used = (places_at - values_at) // 2
-    is_filling = is_last & (filling < (4 - used % 4) % 4)
-    tl.store(payload + places_at + used + filling, tl.zeros([4], tl.uint8), is_filling)
+    # The segment's last tile fills up with zeros.
+    is_last = (places_at - values_at) // 4 == tl.max(tl.where(is_chunk, chunk, -1), axis=0) + 1
+    after = tl.arange(0, 4)
+    is_filling = is_last & (after < (4 - used % 4) % 4)
+    tl.store(payload + places_at + used + after, tl.zeros([4], tl.uint8), is_filling)
     if residual is not None:
         left_out = tl.where(is_sent, 0.0, value)
         tl.store(residual + start + place, tl.where(magnitude < INFINITY, left_out, old), is_there)
 
 
 @jit
-def _decode(
-    payloads: Value,
-    out: Value,
-    sections: Value,
-    table: Value,
-    payload_bytes: Value,
-    factor: Value,
-    RANKS: constexpr,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    ALIGNMENT: constexpr,
-):
-    start, size, _, _ = tile_of(table, ALIGNMENT)
-    place, is_there = places(size, BLOCK, WIDTH, ROWS)
-    values_at, places_at, chunk = _section_of(table, sections, BLOCK, ROWS)
-    is_chunk = tl.arange(0, ROWS) * BLOCK < size
+def _decode(table, payloads, out, sections, payload_bytes, RANKS: constexpr, SHAPE: constexpr):
+    BLOCK: constexpr = SHAPE[0]
+    WIDTH: constexpr = SHAPE[1]
+    ROWS: constexpr = SHAPE[2]
+    start, size, _, _ = tile_of(table, SHAPE)
+    place, is_there = places(size, SHAPE)
+    block, is_chunk = blocks_of(size, SHAPE)
+    values_at, places_at, chunk = _section_of(table, sections, block, SHAPE)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for _ in range(RANKS):
         value = tl.load((payloads + values_at).to(tl.pointer_type(tl.float32)) + chunk, is_chunk, other=0.0)
@@ -107,42 +108,4 @@ def _decode(
         is_sent = tl.arange(0, WIDTH)[None, :] == sent.to(tl.int32)[:, None]
         total += tl.where(is_sent, value[:, None], 0.0)
         payloads += payload_bytes
-    tl.store(out + start + place, total * factor, is_there)
-
-
-def _cut(segments: tuple[int, ...], chunk: int, device: torch.device) -> tuple[Tiles, Tensor]:
-    return cut(segments, chunk, 1, device), _sections(segments, chunk, device)
-
-
-def encode(
-    compressor: ChunkMax,
-    bucket: Tensor,
-    residual: Tensor | None,
-    payload: Tensor,
-    segments: tuple[int, ...],
-    state: Tensor | None,
-    agreed: Tensor | None,
-) -> bool:
-    if not is_aligned(payload):
-        return False
-    tiles, sections = _cut(segments, compressor.chunk, bucket.device)
-    arguments = (bucket, residual, payload, sections, tiles.table)
-    launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
-    return True
-
-
-def decode(
-    compressor: ChunkMax,
-    payloads: Tensor,
-    ranks: int,
-    segments: tuple[int, ...],
-    out: Tensor,
-    agreed: Tensor | None,
-    state: Tensor | None,
-) -> bool:
-    if not is_aligned(payloads):
-        return False
-    tiles, sections = _cut(segments, compressor.chunk, out.device)
-    arguments = (payloads, out, sections, tiles.table, len(payloads) // ranks, 1.0 / ranks)
-    launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
-    return True
+    tl.store(out + start + place, total * (1.0 / RANKS), is_there)

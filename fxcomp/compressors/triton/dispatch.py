@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from fxcomp.compressors.triton.calls import Decoding, Encoding, Proposal
 
 if TYPE_CHECKING:
     from fxcomp.compressors.base import Compressor
@@ -41,12 +42,12 @@ def encode(
     state: Tensor | None,
     agreed: Tensor | None,
 ) -> bool:
-    """Whether there is a kernel, and it filled `payload` and replaced `residual` and `state`."""
+    """Fill `payload` and replace `residual` and `state`; False where no kernel can."""
     kernel = _function(type(compressor), "encode")
-    if kernel is None:
+    if kernel is None or not _is_aligned(payload):
         return False
-    with _device_of(bucket):
-        return kernel(compressor, bucket, residual, payload, tuple(segments), state, agreed)
+    call = Encoding(compressor, bucket, residual, payload, tuple(segments), state, agreed)
+    return _run(kernel, call, bucket)
 
 
 def decode(
@@ -58,12 +59,11 @@ def decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> bool:
-    """Whether there is a kernel, and it filled `out`."""
+    """Fill `out`; False where no kernel can."""
     kernel = _function(type(compressor), "decode")
-    if kernel is None:
+    if kernel is None or not _is_aligned(payloads):
         return False
-    with _device_of(out):
-        return kernel(compressor, payloads, ranks, tuple(segments), out, agreed, state)
+    return _run(kernel, Decoding(compressor, payloads, ranks, tuple(segments), out, agreed, state), out)
 
 
 def propose(
@@ -74,17 +74,16 @@ def propose(
     state: Tensor | None,
     out: Tensor,
 ) -> bool:
-    """Whether there is a kernel, and it filled `out`."""
+    """Fill `out`; False where no kernel can."""
     kernel = _function(type(compressor), "propose")
     if kernel is None:
         return False
-    with _device_of(bucket):
-        return kernel(compressor, bucket, residual, tuple(segments), state, out)
+    return _run(kernel, Proposal(compressor, bucket, residual, tuple(segments), state, out), bucket)
 
 
 @cache
-def _function(kind: type[Compressor], name: str) -> Callable[..., bool] | None:
-    """From the file beside this one that is named as the compressor's own; a plug-in's has none."""
+def _function(kind: type[Compressor], name: str) -> Callable[[Any], None] | None:
+    """Look into the file beside this one that is named as the compressor's own; a plug-in has none."""
     file = kind.__module__.removeprefix(_COMPRESSORS)
     module = f"{__package__}.{file}"
     if _COMPRESSORS + file != kind.__module__ or find_spec(module) is None:
@@ -92,6 +91,15 @@ def _function(kind: type[Compressor], name: str) -> Callable[..., bool] | None:
     return getattr(import_module(module), name, None)
 
 
-def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    # Triton launches on the current device, whatever device its tensors are on.
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def _run(kernel: Callable[[Any], None], call: object, tensor: Tensor) -> bool:
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):  # Triton launches on the current device, wherever its tensors are
+            kernel(call)
+    else:
+        kernel(call)
+    return True
+
+
+def _is_aligned(payload: Tensor) -> bool:
+    """Bytes hold fp32, which a device reads only from a multiple of four; nobody promises one for a payload."""
+    return payload.dtype is not torch.uint8 or payload.data_ptr() % 4 == 0

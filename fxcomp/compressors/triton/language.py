@@ -10,7 +10,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     tl: Any
-    Value = Any
     constexpr = Any
 
     def jit(kernel: Callable[..., Any]) -> Any: ...
@@ -22,7 +21,6 @@ elif find_spec("triton") is not None:
     import triton.language as tl
 
     jit = triton.jit
-    Value = tl.tensor  # a kernel may be annotated with Triton's own names alone
     constexpr = constant = tl.constexpr
 else:
     tl = None
@@ -30,16 +28,11 @@ else:
     def jit(kernel):
         return kernel
 
-    Value = constexpr = constant = float
+    constexpr = constant = float
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    *arguments: Tensor | float | None,
-    rows: int = 1,
-    warps: int = 4,
-    **constants: float | bool,
+    kernel: Any, programs: int, *arguments: Tensor | float | None, rows: int = 1, warps: int = 4, **constants: object
 ) -> None:
     """Run a kernel on programs * rows, with multiplication and addition kept apart as in the references."""
     if programs > 0:

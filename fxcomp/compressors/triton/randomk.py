@@ -7,7 +7,6 @@ place. Only the second touches memory for each value. Decoding clears the mean a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -15,11 +14,21 @@ from torch import Tensor
 
 from fxcomp.compressors.randomk import RandomK
 from fxcomp.compressors.topk import counts
-from fxcomp.compressors.triton.blocks import COLUMNS, INFINITY, compensated, cut, places, tile_of
-from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.randomness import bits_at, raise_step, stream_at
+from fxcomp.compressors.triton.calls import Decoding, Encoding
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.randomness import bits_at, raise_step, stream_of
+from fxcomp.compressors.triton.tiles import (
+    INFINITY,
+    TILE,
+    compensated,
+    cut,
+    is_finite,
+    magnitude_of,
+    places,
+    segment_of,
+    tile_of,
+)
 
-TILE = 2048  # values of the second launch's programs: 16 a thread of 4 warps  # assumed
 RUN = constant(16)
 RUNS = 64  # of a program: 1024 values, 8 a thread  # assumed
 RUN_COLUMNS = constant(6)
@@ -28,16 +37,13 @@ RUN_COLUMNS = constant(6)
 @cache
 def _runs(segments: tuple[int, ...], ratio: float, device: torch.device) -> Tensor:
     """For each program of 64 runs: segment, n, k, first value, first payload element, first run."""
-    return torch.tensor(list(_rows(segments, ratio)), dtype=torch.int64, device=device).view(-1, 6)
-
-
-def _rows(segments: tuple[int, ...], ratio: float) -> Iterator[tuple[int, ...]]:
+    rows: list[tuple[int, ...]] = []
     start = section = 0
     for segment, (n, k) in enumerate(zip(segments, counts(segments, ratio), strict=True)):
-        for run in range(0, -(-k // 16), RUNS):
-            yield segment, n, k, start, section, run
+        rows += [(segment, n, k, start, section, run) for run in range(0, -(-k // 16), RUNS)]
         start += n
         section += k + (k > 0)
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 6)
 
 
 @cache
@@ -49,14 +55,34 @@ def _sections(segments: tuple[int, ...], ratio: float, device: torch.device) -> 
     return torch.tensor(flags, device=device), torch.tensor(factors, dtype=torch.float32, device=device)
 
 
+def encode(call: Encoding[RandomK]) -> None:
+    segments, ratio, state = call.segments, call.compressor.ratio, call.state
+    runs = _runs(segments, ratio, call.bucket.device)
+    flags, factors = _sections(segments, ratio, call.bucket.device)
+    spare = None if call.residual is None else torch.empty_like(call.payload)
+    arguments = (call.bucket, call.residual, call.payload, spare, state, runs)
+    launch(_send, len(runs), *arguments, factors if call.compressor.scaled else None, RUNS=RUNS)
+    cut(segments, TILE, call.bucket.device).launch(_go_over, call.bucket, call.residual, call.payload, flags)
+    if call.residual is not None:
+        launch(_put_back, len(runs), call.residual, call.payload, spare, state, runs, RUNS=RUNS)
+    raise_step(state)
+
+
+def decode(call: Decoding[RandomK]) -> None:
+    runs = _runs(call.segments, call.compressor.ratio, call.out.device)
+    call.out.zero_()
+    arguments = (call.payloads, call.out, call.state, runs, call.payload_elements)
+    launch(_decode, len(runs), *arguments, RANKS=call.ranks, RUNS=RUNS)
+
+
 @jit
-def _drawn(state: Value, table: Value, STEPS_BACK: constexpr, RUNS: constexpr):
-    """This program's segment, k, its first value and payload element, and its values' numbers and places."""
+def _drawn(state, table, STEPS_BACK: constexpr, RUNS: constexpr):
+    """Draw this program's values; return segment, k, its first value and payload element, numbers and places."""
     entry = table + tl.program_id(0).to(tl.int64) * RUN_COLUMNS
     segment = tl.load(entry)
     n = tl.load(entry + 1)
     k = tl.load(entry + 2)
-    low, high = stream_at(state, segment, STEPS_BACK)
+    low, high = stream_of(state, segment, STEPS_BACK)
     run = tl.load(entry + 5) + tl.arange(0, RUNS)
     first = tl.minimum(run * RUN, k)
     last = tl.minimum(first + RUN, k)
@@ -73,17 +99,8 @@ def _drawn(state: Value, table: Value, STEPS_BACK: constexpr, RUNS: constexpr):
 
 
 @jit
-def _send(
-    bucket: Value,
-    residual: Value,
-    payload: Value,
-    spare: Value,
-    state: Value,
-    table: Value,
-    factors: Value,
-    RUNS: constexpr,
-):
-    """The values, a flag of 0, and aside the residuals of both."""
+def _send(bucket, residual, payload, spare, state, table, factors, RUNS: constexpr):
+    """Write the values and a flag of 0, and set aside the residuals of both."""
     segment, k, start, section, number, place, is_there = _drawn(state, table, 0, RUNS)
     value, old = compensated(bucket, residual, start + place, is_there)
     sent = value
@@ -93,104 +110,47 @@ def _send(
     is_first = tl.load(table + tl.program_id(0).to(tl.int64) * RUN_COLUMNS + 5) == 0
     tl.store(payload + section + k, 0.0, is_first)
     if residual is not None:
-        is_finite = (sent.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
-        tl.store(spare + section + number, tl.where(is_finite, value - sent, old), is_there)
+        tl.store(spare + section + number, tl.where(is_finite(sent), value - sent, old), is_there)
         tl.store(spare + section + k, tl.load(residual + start), is_first)
 
 
 @jit
-def _go_over(
-    bucket: Value,
-    residual: Value,
-    payload: Value,
-    table: Value,
-    flags: Value,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    ALIGNMENT: constexpr,
-):
-    """The residual as if nothing were sent; the segment's flag is NaN where something is not finite."""
-    start, size, _, _ = tile_of(table, ALIGNMENT)
-    place, is_there = places(size, BLOCK, WIDTH, ROWS)
+def _go_over(table, bucket, residual, payload, flags, SHAPE: constexpr):
+    """Write the residual as if nothing were sent; the segment's flag is NaN where something is not finite."""
+    start, size, _, _ = tile_of(table, SHAPE)
+    segment, _ = segment_of(table)
+    place, is_there = places(size, SHAPE)
     value, old = compensated(bucket, residual, start + place, is_there)
-    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = magnitude_of(value)
     if residual is not None:
         tl.store(residual + start + place, tl.where(magnitude < INFINITY, value, old), is_there)
-    segment = tl.load(table + tl.program_id(0).to(tl.int64) * COLUMNS + 4)
-    is_finite = tl.max(tl.max(magnitude, axis=1), axis=0) < INFINITY
-    tl.store(payload + tl.load(flags + segment), float("nan"), is_finite == 0)
+    is_sound = tl.max(tl.max(magnitude, axis=1), axis=0) < INFINITY
+    tl.store(payload + tl.load(flags + segment), float("nan"), is_sound == 0)
 
 
 @jit
-def _put_back(residual: Value, payload: Value, spare: Value, state: Value, table: Value, RUNS: constexpr):
-    """The residuals that were set aside: of what was sent, and of the first value if something is not finite."""
+def _put_back(residual, payload, spare, state, table, RUNS: constexpr):
+    """Put what was set aside into the residual: of what was sent, and of the first value if something is not finite."""
     _, k, start, section, number, place, is_there = _drawn(state, table, 0, RUNS)
-    is_finite = tl.load(payload + section + k) == 0.0
+    is_sound = tl.load(payload + section + k) == 0.0
     left_out = tl.load(spare + section + number, is_there, other=0.0)
     first = tl.load(spare + section + k)
-    left_out = tl.where(place > 0, left_out, tl.where(is_finite, left_out, first))
+    left_out = tl.where(place > 0, left_out, tl.where(is_sound, left_out, first))
     tl.store(residual + start + place, left_out, is_there)
-    tl.store(residual + start, first, is_finite == 0)
+    tl.store(residual + start, first, is_sound == 0)
 
 
 @jit
-def _decode(
-    payloads: Value,
-    out: Value,
-    state: Value,
-    table: Value,
-    payload_elements: Value,
-    factor: Value,
-    RANKS: constexpr,
-    RUNS: constexpr,
-):
+def _decode(payloads, out, state, table, payload_elements, RANKS: constexpr, RUNS: constexpr):
     _, k, start, section, number, place, is_there = _drawn(state, table, 1, RUNS)
     total = tl.load(payloads + section + number, is_there, other=0.0)
-    flag = tl.load(payloads + section + k).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    flag = magnitude_of(tl.load(payloads + section + k))
     for _ in range(1, RANKS):
         payloads += payload_elements
         total += tl.load(payloads + section + number, is_there, other=0.0)
-        flag = tl.maximum(flag, tl.load(payloads + section + k).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    is_finite = flag < INFINITY
-    mean = total * factor
-    mean = tl.where(place > 0, mean, tl.where(is_finite, mean, float("nan")))
+        flag = tl.maximum(flag, magnitude_of(tl.load(payloads + section + k)))
+    is_sound = flag < INFINITY
+    mean = total * (1.0 / RANKS)
+    mean = tl.where(place > 0, mean, tl.where(is_sound, mean, float("nan")))
     tl.store(out + start + place, mean, is_there)
-    tl.store(out + start, float("nan"), is_finite == 0)
-
-
-def encode(
-    compressor: RandomK,
-    bucket: Tensor,
-    residual: Tensor | None,
-    payload: Tensor,
-    segments: tuple[int, ...],
-    state: Tensor | None,
-    agreed: Tensor | None,
-) -> bool:
-    runs, tiles = _runs(segments, compressor.ratio, bucket.device), cut(segments, TILE, 1, bucket.device)
-    flags, factors = _sections(segments, compressor.ratio, bucket.device)
-    spare = None if residual is None else torch.empty_like(payload)
-    arguments = (bucket, residual, payload, spare, state, runs, factors if compressor.scaled else None)
-    launch(_send, len(runs), *arguments, RUNS=RUNS)
-    launch(_go_over, len(tiles), bucket, residual, payload, tiles.table, flags, **tiles.constants)
-    if residual is not None:
-        launch(_put_back, len(runs), residual, payload, spare, state, runs, RUNS=RUNS)
-    raise_step(state)
-    return True
-
-
-def decode(
-    compressor: RandomK,
-    payloads: Tensor,
-    ranks: int,
-    segments: tuple[int, ...],
-    out: Tensor,
-    agreed: Tensor | None,
-    state: Tensor | None,
-) -> bool:
-    runs = _runs(segments, compressor.ratio, out.device)
-    out.zero_()
-    arguments = (payloads, out, state, runs, len(payloads) // ranks, 1.0 / ranks)
-    launch(_decode, len(runs), *arguments, RANKS=ranks, RUNS=RUNS)
-    return True
+    tl.store(out + start, float("nan"), is_sound == 0)

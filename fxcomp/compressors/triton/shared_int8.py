@@ -2,157 +2,91 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.shared_int8 import SharedInt8
-from fxcomp.compressors.triton.blocks import (
+from fxcomp.compressors.triton.blocks import ROUND, clamped, quotient_of
+from fxcomp.compressors.triton.calls import Decoding, Encoding, Proposal
+from fxcomp.compressors.triton.language import constexpr, jit, tl
+from fxcomp.compressors.triton.randomness import raise_step
+from fxcomp.compressors.triton.tiles import (
     INFINITY,
-    ROUND,
+    blocks_of,
     compensated,
     cut,
     draw,
-    largest_magnitude,
+    is_finite,
+    magnitude_of,
     nothing,
     places,
     tile_of,
 )
-from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.randomness import raise_step
+
+
+def propose(call: Proposal[SharedInt8]) -> None:
+    tiles = cut(call.segments, call.compressor.block, call.bucket.device)
+    tiles.launch(_propose, call.bucket, call.residual, call.out)
+
+
+def encode(call: Encoding[SharedInt8]) -> None:
+    levels, tiles = call.compressor.levels, cut(call.segments, call.compressor.block, call.bucket.device)
+    arguments = (call.bucket, call.residual, call.payload, call.state, call.agreed, float(levels), most_scale(levels))
+    tiles.launch(_encode, *arguments)
+    raise_step(call.state)
+
+
+def decode(call: Decoding[SharedInt8]) -> None:
+    levels, tiles = call.compressor.levels, cut(call.segments, call.compressor.block, call.out.device)
+    arguments = (call.payloads, call.agreed, call.out, len(call.out), float(levels), most_scale(levels))
+    tiles.launch(_decode, *arguments, RANKS=call.ranks)
 
 
 @jit
-def _propose(
-    bucket: Value,
-    residual: Value,
-    proposal: Value,
-    table: Value,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    ALIGNMENT: constexpr,
-):
-    start, size, first_block, _ = tile_of(table, ALIGNMENT)
-    place, is_there = places(size, BLOCK, WIDTH, ROWS)
+def _propose(table, bucket, residual, proposal, SHAPE: constexpr):
+    start, size, first_block, _ = tile_of(table, SHAPE)
+    place, is_there = places(size, SHAPE)
     value, _ = compensated(bucket, residual, start + place, is_there)
-    largest = tl.minimum(largest_magnitude(value), INFINITY).to(tl.float32, bitcast=True)
-    row = tl.arange(0, ROWS)
-    tl.store(proposal + first_block + row, largest, row * BLOCK < size)
+    largest = tl.minimum(tl.max(magnitude_of(value), axis=1), INFINITY).to(tl.float32, bitcast=True)
+    block, is_block = blocks_of(size, SHAPE)
+    tl.store(proposal + first_block + block, largest, is_block)
 
 
 @jit
-def _scales(
-    agreed: Value, first_block: Value, size: Value, levels: Value, most: Value, BLOCK: constexpr, ROWS: constexpr
-):
-    """Of a tile's blocks, and which of them are finite."""
-    row = tl.arange(0, ROWS)
-    largest = tl.load(agreed + first_block + row, row * BLOCK < size, other=0.0)
-    is_finite = (largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
-    scale = tl.minimum(tl.div_rn(largest, levels), most)
-    return tl.where(is_finite, scale, float("nan"))[:, None], is_finite[:, None]
+def _scales(agreed, first_block, size, levels, most_scale, SHAPE: constexpr):
+    """Return the scales of a tile's blocks as a column, and which of them are finite."""
+    block, is_block = blocks_of(size, SHAPE)
+    largest = tl.load(agreed + first_block + block, is_block, other=0.0)
+    is_sent = is_finite(largest)
+    scale = tl.where(is_sent, tl.minimum(tl.div_rn(largest, levels), most_scale), float("nan"))
+    return scale[:, None], is_sent[:, None]
 
 
 @jit
-def _encode(
-    bucket: Value,
-    residual: Value,
-    payload: Value,
-    state: Value,
-    agreed: Value,
-    table: Value,
-    levels: Value,
-    most: Value,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    ALIGNMENT: constexpr,
-):
-    start, size, first_block, _ = tile_of(table, ALIGNMENT)
-    place, is_there = places(size, BLOCK, WIDTH, ROWS)
+def _encode(table, bucket, residual, payload, state, agreed, levels, most_scale, SHAPE: constexpr):
+    start, size, first_block, _ = tile_of(table, SHAPE)
+    place, is_there = places(size, SHAPE)
     value, old = compensated(bucket, residual, start + place, is_there)
-    scale, is_finite = _scales(agreed, first_block, size, levels, most, BLOCK, ROWS)
-    quotient = tl.div_rn(value, tl.where(scale > 0, scale, 1.0))
-    quotient = tl.minimum(tl.maximum(quotient, -levels), levels)
+    scale, is_sent = _scales(agreed, first_block, size, levels, most_scale, SHAPE)
+    quotient = clamped(quotient_of(value, scale), levels)
     code = (quotient + ROUND) - ROUND
     if state is not None:
         above = quotient - code
         drawn = draw(state, table, place)
         code = code + (drawn < above).to(tl.float32) - (drawn < -above).to(tl.float32)
-    code = tl.where(is_finite, code, 0.0)
+    code = tl.where(is_sent, code, 0.0)
     tl.store(payload + start + place, code.to(tl.int32).to(tl.int8), is_there)
     if residual is not None:
-        tl.store(residual + start + place, tl.where(is_finite, value - code * scale, old), is_there)
+        tl.store(residual + start + place, tl.where(is_sent, value - code * scale, old), is_there)
 
 
 @jit
-def _decode(
-    payloads: Value,
-    agreed: Value,
-    out: Value,
-    table: Value,
-    elements: Value,
-    levels: Value,
-    most: Value,
-    factor: Value,
-    RANKS: constexpr,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    ALIGNMENT: constexpr,
-):
-    start, size, first_block, _ = tile_of(table, ALIGNMENT)
-    place, is_there = places(size, BLOCK, WIDTH, ROWS)
-    scale, _ = _scales(agreed, first_block, size, levels, most, BLOCK, ROWS)
+def _decode(table, payloads, agreed, out, elements, levels, most_scale, RANKS: constexpr, SHAPE: constexpr):
+    WIDTH: constexpr = SHAPE[1]
+    ROWS: constexpr = SHAPE[2]
+    start, size, first_block, _ = tile_of(table, SHAPE)
+    place, is_there = places(size, SHAPE)
+    scale, _ = _scales(agreed, first_block, size, levels, most_scale, SHAPE)
     total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         total += tl.load(payloads + start + place, is_there, other=0).to(tl.float32) * scale
         payloads += elements
-    tl.store(out + start + place, total * factor, is_there)
-
-
-def propose(
-    compressor: SharedInt8,
-    bucket: Tensor,
-    residual: Tensor | None,
-    segments: tuple[int, ...],
-    state: Tensor | None,
-    out: Tensor,
-) -> bool:
-    tiles = cut(segments, compressor.block, 1, bucket.device)
-    launch(_propose, len(tiles), bucket, residual, out, tiles.table, warps=tiles.warps, **tiles.constants)
-    return True
-
-
-def _numbers(compressor: SharedInt8) -> tuple[float, float]:
-    return float(compressor.levels), most_scale(compressor.levels)
-
-
-def encode(
-    compressor: SharedInt8,
-    bucket: Tensor,
-    residual: Tensor | None,
-    payload: Tensor,
-    segments: tuple[int, ...],
-    state: Tensor | None,
-    agreed: Tensor | None,
-) -> bool:
-    tiles = cut(segments, compressor.block, 1, bucket.device)
-    arguments = (bucket, residual, payload, state, agreed, tiles.table, *_numbers(compressor))
-    launch(_encode, len(tiles), *arguments, warps=tiles.warps, **tiles.constants)
-    raise_step(state)
-    return True
-
-
-def decode(
-    compressor: SharedInt8,
-    payloads: Tensor,
-    ranks: int,
-    segments: tuple[int, ...],
-    out: Tensor,
-    agreed: Tensor | None,
-    state: Tensor | None,
-) -> bool:
-    tiles = cut(segments, compressor.block, 1, out.device)
-    arguments = (payloads, agreed, out, tiles.table, len(out), *_numbers(compressor), 1.0 / ranks)
-    launch(_decode, len(tiles), *arguments, RANKS=ranks, warps=tiles.warps, **tiles.constants)
-    return True
+    tl.store(out + start + place, total * (1.0 / RANKS), is_there)

@@ -5,12 +5,12 @@ The formats differ in the bits of their mantissa and in the bias of their expone
 
 from __future__ import annotations
 
-from fxcomp.compressors.triton.language import Value, constexpr, jit, tl
+from fxcomp.compressors.triton.language import constexpr, jit, tl
 
 
 @jit
-def rounded(magnitude: Value, MANTISSA: constexpr, BIAS: constexpr):
-    """The code of a magnitude's bits below the format's end, to nearest, ties to even.
+def rounded(magnitude, MANTISSA: constexpr, BIAS: constexpr):
+    """Return the code of a magnitude's bits below the format's end, to nearest, ties to even.
 
     Below the smallest normal number codes are evenly spaced: adding a power of two whose last bit is worth one code
     rounds to them.
@@ -25,8 +25,8 @@ def rounded(magnitude: Value, MANTISSA: constexpr, BIAS: constexpr):
 
 
 @jit
-def widened(code: Value, MANTISSA: constexpr, BIAS: constexpr):
-    """The magnitude that a code below the format's end stands for, fp32."""
+def widened(code, MANTISSA: constexpr, BIAS: constexpr):
+    """Return the magnitude that a code below the format's end stands for, fp32."""
     UNIT: constexpr = (128 - BIAS - MANTISSA) << 23
     normal = ((code << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     unit = tl.full(code.shape, UNIT, tl.int32).to(tl.float32, bitcast=True)

@@ -6,16 +6,27 @@ tells its place. Then each tile of the bucket looks up its part of each list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxcomp.compressors.places import bytes_of, form_of
-from fxcomp.compressors.triton.blocks import is_aligned
-from fxcomp.compressors.triton.language import Value, constant, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.select import SEGMENT_COLUMNS, TILE, Layout, tile_of
+from fxcomp.compressors.triton.calls import Decoding
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.layout import (
+    BITS_AT,
+    FORM,
+    LIST_AT,
+    PLACES_AT,
+    SECTION_COLUMNS,
+    SLOTS,
+    VALUES_AT,
+    Layout,
+    layout_of_survivors,
+)
+from fxcomp.compressors.triton.tiles import segment_of, tile_of
 
 _BIT_BYTES = 512  # of a program that reads places: 4096 bits, 32 a thread  # assumed
 _CHUNK = 256  # values that a program places at once  # assumed
@@ -24,56 +35,63 @@ _PIVOTS = 128  # of a search in a list
 BIT_COLUMNS = constant(3)
 
 
+def decode_survivors(call: Decoding[Any]) -> None:
+    """Decode the payload of survivors.py."""
+    decode_sparse(call, layout_of_survivors(call.segments, call.compressor.ratio, call.out.device))
+
+
+def decode_sparse(call: Decoding[Any], layout: Layout) -> None:
+    """Fill `out` with the mean of the values of all ranks, each at its place."""
+    ranks, all_slots, payload_bytes = call.ranks, sum(layout.slots), call.payload_elements
+    table, first_rows = _bit_strings(call.segments, layout.slots, call.out.device)
+    counts = torch.empty(ranks, len(table), dtype=torch.int32, device=call.out.device)
+    lists = torch.empty(ranks * all_slots, dtype=torch.int32, device=call.out.device)
+    strings = (call.payloads, layout.sections, table, counts, payload_bytes)
+    launch(_count_ones, len(table), *strings, rows=ranks, BYTES=_BIT_BYTES)
+    ends = counts.cumsum(dim=1)
+    launch(_read_places, len(table), *strings, first_rows, ends, lists, all_slots, rows=ranks, BYTES=_BIT_BYTES)
+    arguments = (call.payloads.view(torch.float32), lists, call.out, layout.sections, payload_bytes // 4, all_slots)
+    constants = {"HAS_COUNTS": layout.has_counts, "RANKS": ranks, "CHUNK": _CHUNK, "PIVOTS": _PIVOTS}
+    layout.tiles.launch(_decode, *arguments, **constants)
+
+
 @cache
 def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """For each program that reads places: segment, first byte and bytes in the bit string; and each segment's first."""
-    rows = list(_rows(segments, slots))
-    first_rows = [sum(row[0] < segment for row in rows) for segment in range(len(segments))]
+    rows: list[tuple[int, int, int]] = []
+    first_rows: list[int] = []
+    for segment, (n, room) in enumerate(zip(segments, slots, strict=True)):
+        first_rows.append(len(rows))
+        in_string = bytes_of(n, room) - room * form_of(n, room) // 8
+        rows += [(segment, at, min(in_string - at, _BIT_BYTES)) for at in range(0, in_string, _BIT_BYTES)]
     table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
     return table, torch.tensor(first_rows, device=device)
 
 
-def _rows(segments: tuple[int, ...], slots: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    for segment, (n, room) in enumerate(zip(segments, slots, strict=True)):
-        in_string = bytes_of(n, room) - room * form_of(n, room) // 8
-        for first in range(0, in_string, _BIT_BYTES):
-            yield segment, first, min(in_string - first, _BIT_BYTES)
-
-
 @jit
-def _ones(payload: Value, sections: Value, table: Value, BYTES: constexpr):
-    """A program's part of a bit string as ones and zeros, its segment's row, and its first bit's number."""
+def _ones(payload, sections, table, BYTES: constexpr):
+    """Read a program's part of a bit string: ones and zeros, its segment and section, and its first bit's number."""
     entry = table + tl.program_id(0).to(tl.int64) * BIT_COLUMNS
     segment = tl.load(entry)
-    section = sections + segment * SEGMENT_COLUMNS
+    section = sections + segment * SECTION_COLUMNS
     first = tl.load(entry + 1)
     at = tl.arange(0, BYTES)
     is_there = at < tl.load(entry + 2)
-    byte = tl.load(payload + tl.load(section + 9) + first + at, is_there, other=0).to(tl.int32)
+    byte = tl.load(payload + tl.load(section + BITS_AT) + first + at, is_there, other=0).to(tl.int32)
     ones = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [BYTES * 8])
     return ones, segment, section, 8 * first
 
 
 @jit
-def _count_ones(payloads: Value, sections: Value, table: Value, counts: Value, payload_bytes: Value, BYTES: constexpr):
-    programs = tl.num_programs(0)
+def _count_ones(payloads, sections, table, counts, payload_bytes, BYTES: constexpr):
     rank = tl.program_id(1).to(tl.int64)
     ones, _, _, _ = _ones(payloads + rank * payload_bytes, sections, table, BYTES)
-    tl.store(counts + rank * programs + tl.program_id(0), tl.sum(ones, axis=0))
+    tl.store(counts + rank * tl.num_programs(0) + tl.program_id(0), tl.sum(ones, axis=0))
 
 
 @jit
 def _read_places(
-    payloads: Value,
-    sections: Value,
-    table: Value,
-    first_rows: Value,
-    counts: Value,
-    ends: Value,
-    lists: Value,
-    payload_bytes: Value,
-    list_elements: Value,
-    BYTES: constexpr,
+    payloads, sections, table, counts, payload_bytes, first_rows, ends, lists, list_elements, BYTES: constexpr
 ):
     rank = tl.program_id(1).to(tl.int64)
     payload = payloads + rank * payload_bytes
@@ -83,21 +101,20 @@ def _read_places(
     base = row + tl.load(first_rows + segment)
     before = tl.load(ends + this) - tl.load(counts + this) - (tl.load(ends + base) - tl.load(counts + base))
     number = before + tl.cumsum(ones, axis=0) - 1
-    slots = tl.load(section + 2)
-    form = tl.load(section + 8)
+    form = tl.load(section + FORM)
     bit = first_bit + tl.arange(0, BYTES * 8)
-    is_one = (ones > 0) & (number < slots)
-    low_at = payload + tl.load(section + 6) + number * (form // 8)
+    is_one = (ones > 0) & (number < tl.load(section + SLOTS))
+    low_at = payload + tl.load(section + PLACES_AT) + number * (form // 8)
     low = tl.load(low_at, is_one & (form > 0), other=0).to(tl.int64)
     low += tl.load(low_at + 1, is_one & (form > 8), other=0).to(tl.int64) << 8
     place = tl.where(form > 0, ((bit - number) << form) + low, bit)
-    at = lists + rank * list_elements + tl.load(section + 7)
+    at = lists + rank * list_elements + tl.load(section + LIST_AT)
     tl.store(at + number, place.to(tl.int32), is_one)
 
 
 @jit
-def _first_from(places: Value, length: Value, bound: Value, PIVOTS: constexpr):
-    """How many of ascending places lie below a bound; each round leaves one of 128 parts."""
+def _first_from(places, length, bound, PIVOTS: constexpr):
+    """Count the ascending places below a bound; each round leaves one of 128 parts."""
     below = length * 0
     left = length
     while left > 0:
@@ -113,26 +130,27 @@ def _first_from(places: Value, length: Value, bound: Value, PIVOTS: constexpr):
 
 @jit
 def _decode(
-    payloads: Value,
-    lists: Value,
-    out: Value,
-    table: Value,
-    sections: Value,
-    payload_words: Value,
-    list_words: Value,
-    factor: Value,
+    table,
+    payloads,
+    lists,
+    out,
+    sections,
+    payload_words,
+    list_elements,
     HAS_COUNTS: constexpr,
     RANKS: constexpr,
-    TILE: constexpr,
     CHUNK: constexpr,
     PIVOTS: constexpr,
+    SHAPE: constexpr,
 ):
     """Clear a tile, add what each rank sent of it, and multiply; a program's own values stay in the cache."""
-    start, size, segment, in_segment = tile_of(table)
-    section = sections + segment * SEGMENT_COLUMNS
-    slots = tl.load(section + 2).to(tl.int32)
-    values = payloads + tl.load(section + 5) // 4
-    places = lists + tl.load(section + 7)
+    TILE: constexpr = SHAPE[1]
+    start, size, _, _ = tile_of(table, SHAPE)
+    segment, in_segment = segment_of(table)
+    section = sections + segment * SECTION_COLUMNS
+    slots = tl.load(section + SLOTS).to(tl.int32)
+    values = payloads + tl.load(section + VALUES_AT) // 4
+    places = lists + tl.load(section + LIST_AT)
     first = in_segment.to(tl.int32)
     number = tl.arange(0, TILE)
     tl.store(out + start + number, tl.zeros([TILE], tl.float32), number < size)
@@ -152,28 +170,8 @@ def _decode(
             tl.store(out + start + place, total, is_ours)
             begin += CHUNK
         values += payload_words
-        places += list_words
+        places += list_elements
     if RANKS > 1:
         tl.debug_barrier()
         total = tl.load(out + start + number, number < size, other=0.0)
-        tl.store(out + start + number, total * factor, number < size)
-
-
-def decode(
-    payloads: Tensor, ranks: int, segments: tuple[int, ...], slots: tuple[int, ...], layout: Layout, out: Tensor
-) -> bool:
-    """The mean of the values of all ranks, each at its place."""
-    if not is_aligned(payloads):
-        return False
-    table, first_rows = _bit_strings(segments, slots, out.device)
-    all_slots, payload_bytes = sum(slots), len(payloads) // ranks
-    found = torch.empty(ranks, len(table), dtype=torch.int32, device=out.device)
-    arguments = (payloads, layout.sections, table, found, payload_bytes)
-    launch(_count_ones, len(table), *arguments, rows=ranks, BYTES=_BIT_BYTES)
-    lists = torch.empty(ranks * all_slots, dtype=torch.int32, device=out.device)
-    arguments = (payloads, layout.sections, table, first_rows, found, found.cumsum(dim=1), lists)
-    launch(_read_places, len(table), *arguments, payload_bytes, all_slots, rows=ranks, BYTES=_BIT_BYTES)
-    arguments = (payloads.view(torch.float32), lists, out, layout.tiles, layout.sections, payload_bytes // 4, all_slots)
-    constants = {"HAS_COUNTS": layout.has_counts, "RANKS": ranks, "TILE": TILE, "CHUNK": _CHUNK, "PIVOTS": _PIVOTS}
-    launch(_decode, len(layout.tiles), *arguments, 1.0 / ranks, **constants)
-    return True
+        tl.store(out + start + number, total * (1.0 / RANKS), number < size)

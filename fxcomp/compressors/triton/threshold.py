@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fxcomp.compressors.threshold import Threshold
-from fxcomp.compressors.triton import survivors
-from fxcomp.compressors.triton.blocks import is_aligned
-from fxcomp.compressors.triton.select import send
+from fxcomp.compressors.triton.calls import Encoding
+from fxcomp.compressors.triton.layout import layout_of_survivors
+from fxcomp.compressors.triton.send import send
+from fxcomp.compressors.triton.sparse import decode_survivors as decode
+
+__all__ = ["decode", "encode"]
 
 
-def encode(
-    compressor: Threshold,
-    bucket: Tensor,
-    residual: Tensor | None,
-    payload: Tensor,
-    segments: tuple[int, ...],
-    state: Tensor | None,
-    agreed: Tensor | None,
-) -> bool:
-    if not is_aligned(payload):
-        return False
-    cuts = bucket.new_full((2, len(segments)), compressor.bits, dtype=torch.int32)
-    send(bucket, residual, payload, survivors.layout(segments, compressor.ratio, bucket.device), cuts)
-    return True
-
-
-def decode(
-    compressor: Threshold,
-    payloads: Tensor,
-    ranks: int,
-    segments: tuple[int, ...],
-    out: Tensor,
-    agreed: Tensor | None,
-    state: Tensor | None,
-) -> bool:
-    return survivors.decode(payloads, ranks, segments, compressor.ratio, out)
+def encode(call: Encoding[Threshold]) -> None:
+    cuts = call.bucket.new_full((2, len(call.segments)), call.compressor.bits, dtype=torch.int32)
+    send(call, layout_of_survivors(call.segments, call.compressor.ratio, call.bucket.device), cuts)

@@ -1,6 +1,6 @@
 """The k values of largest magnitude: the bits of `fxcomp/compressors/topk.py`.
 
-A histogram of the upper 11 bits of all magnitudes gives a cut that k values reach, and few more; `select.py` does the
+A histogram of the upper 11 bits of all magnitudes gives a cut that k values reach, and few more; `send.py` does the
 rest with these. So the bucket is read twice whole, and what reaches the cut some times more.
 """
 
@@ -12,45 +12,42 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.topk import TopK, counts
-from fxcomp.compressors.triton import sparse
-from fxcomp.compressors.triton.blocks import COLUMNS, compensated, cut, is_aligned
-from fxcomp.compressors.triton.language import Value, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.select import (
-    BINS,
-    TILE,
-    Layout,
-    layout_of,
-    magnitude_of,
-    pick,
-    send,
-)
+from fxcomp.compressors.triton.calls import Decoding, Encoding
+from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
+from fxcomp.compressors.triton.layout import layout_of_largest
+from fxcomp.compressors.triton.select import BINS, DIGITS, pick
+from fxcomp.compressors.triton.send import send
+from fxcomp.compressors.triton.sparse import decode_sparse
+from fxcomp.compressors.triton.tiles import COLUMNS, TILE, compensated, cut, magnitude_of
 
 _STRETCH = 1 << 16  # values of a program of the histogram, which then adds 2048 bins to the segment's  # assumed
-_SHIFT = 20  # below the upper 11 bits
-
-
-def _layout(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    ks = counts(segments, ratio)
-    return layout_of(segments, ks, ks, device, has_counts=False)
 
 
 @cache
 def _first_decisions(segments: tuple[int, ...], ratio: float, device: torch.device) -> Tensor:
-    rows = [(int(k > 0), 0, k, 0) for k in counts(segments, ratio)]
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4)
+    rows = [(int(k > 0), 0, k) for k in counts(segments, ratio)]
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 3)
+
+
+def encode(call: Encoding[TopK]) -> None:
+    segments, ratio, device = call.segments, call.compressor.ratio, call.bucket.device
+    stretches = cut(segments, _STRETCH, device).table
+    decisions = _first_decisions(segments, ratio, device).clone()
+    histograms = torch.zeros(len(segments), BINS, dtype=torch.int32, device=device)
+    constants = {"SHIFT": DIGITS[0][0], "BINS": BINS}
+    launch(_histogram, len(stretches), stretches, call.bucket, call.residual, histograms, **constants, TILE=TILE)
+    launch(pick, len(segments), decisions, histograms, **constants)
+    cuts = decisions[:, 1].expand(2, -1).contiguous()
+    send(call, layout_of_largest(segments, ratio, device), cuts)
+
+
+def decode(call: Decoding[TopK]) -> None:
+    decode_sparse(call, layout_of_largest(call.segments, call.compressor.ratio, call.out.device))
 
 
 @jit
-def _histogram(
-    bucket: Value,
-    residual: Value,
-    table: Value,
-    histograms: Value,
-    SHIFT: constexpr,
-    BINS: constexpr,
-    TILE: constexpr,
-):
-    """Of the upper bits of a stretch's magnitudes."""
+def _histogram(table, bucket, residual, histograms, SHIFT: constexpr, BINS: constexpr, TILE: constexpr):
+    """Count the upper bits of a stretch's magnitudes."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     start = tl.load(entry)
     size = tl.load(entry + 1).to(tl.int32)
@@ -63,39 +60,3 @@ def _histogram(
         found += tl.histogram(magnitude_of(value) >> SHIFT, BINS, mask=is_there)
         first += TILE
     tl.atomic_add(histograms + tl.load(entry + 4) * BINS + tl.arange(0, BINS), found, mask=found > 0)
-
-
-def encode(
-    compressor: TopK,
-    bucket: Tensor,
-    residual: Tensor | None,
-    payload: Tensor,
-    segments: tuple[int, ...],
-    state: Tensor | None,
-    agreed: Tensor | None,
-) -> bool:
-    if not is_aligned(payload):
-        return False
-    device, ratio = bucket.device, compressor.ratio
-    stretches = cut(segments, _STRETCH, 1, device).table
-    decisions = _first_decisions(segments, ratio, device).clone()
-    histograms = torch.zeros(len(segments), BINS, dtype=torch.int32, device=device)
-    arguments = (bucket, residual, stretches, histograms)
-    launch(_histogram, len(stretches), *arguments, SHIFT=_SHIFT, BINS=BINS, TILE=TILE)
-    launch(pick, len(segments), decisions, histograms, SHIFT=_SHIFT, BINS=BINS)
-    cuts = decisions[:, 1].expand(2, -1).contiguous()
-    send(bucket, residual, payload, _layout(segments, ratio, device), cuts)
-    return True
-
-
-def decode(
-    compressor: TopK,
-    payloads: Tensor,
-    ranks: int,
-    segments: tuple[int, ...],
-    out: Tensor,
-    agreed: Tensor | None,
-    state: Tensor | None,
-) -> bool:
-    layout = _layout(segments, compressor.ratio, out.device)
-    return sparse.decode(payloads, ranks, segments, counts(segments, compressor.ratio), layout, out)

@@ -1,0 +1,222 @@
+"""Send the largest values of each segment, for topk, threshold, dgc and sidco; nothing waits for the device.
+
+    cuts       a magnitude a segment, as bits, that what may be sent reaches
+    gather     one pass over the bucket: the residual of what stays below, and a list of the rest, tile by tile
+    decide     where more values reach the cut than may be sent, the last magnitude to send is found (`select.py`), from
+               histograms of the lists alone
+    count      what each tile sends; their sums tell where in the payload a tile begins
+    scatter    values and places into the payload, and the residual of what was listed
+
+Only `gather` touches memory for each value; the lists are as long as what reaches the cut. All decisions stay on the
+device: every launch happens whatever the data, and returns at once where there is nothing to do.
+
+A segment's decision is a magnitude and a number: sent is what is larger, and of what is equal the first so many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors.triton.calls import Encoding
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.layout import (
+    BITS_AT,
+    FIRST_TILE,
+    FORM,
+    LAST_TILE,
+    PLACES_AT,
+    SECTION_COLUMNS,
+    SLOTS,
+    VALUES_AT,
+    K,
+    Layout,
+)
+from fxcomp.compressors.triton.select import BINS, DECISION_COLUMNS, DIGITS, add_to_histogram, pick
+from fxcomp.compressors.triton.tiles import INFINITY, TILE, compensated, magnitude_of, segment_of, tile_of
+
+TALLY_COLUMNS = constant(3)
+
+
+def send(call: Encoding[Any], layout: Layout, cuts: Tensor) -> Tensor:
+    """Fill the payload with what reaches the cuts, two rows of one a segment; return what was counted.
+
+    The second cut, not above the first, holds where fewer than k / 2 values reach the first.
+    """
+    device, tiles, count, segments = call.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
+    listed = torch.empty(count * TILE, dtype=torch.int16, device=device)
+    lengths = torch.empty(count, dtype=torch.int32, device=device)
+    tally = torch.zeros(segments, 3, dtype=torch.int32, device=device)
+    decisions = torch.empty(segments, 3, dtype=torch.int32, device=device)
+    call.payload.zero_()
+    tiles.launch(_gather, call.bucket, call.residual, cuts, segments, listed, lengths, tally)
+    launch(_open, segments, layout.sections, cuts, segments, tally, decisions)
+    lists = (call.bucket, call.residual, listed, lengths, decisions)
+    for shift, above in DIGITS:
+        histograms = torch.zeros(segments, BINS, dtype=torch.int32, device=device)
+        tiles.launch(_histogram, *lists, histograms, SHIFT=shift, ABOVE=above, BINS=BINS)
+        launch(pick, segments, decisions, histograms, SHIFT=shift, BINS=BINS)
+    counts = torch.empty(2, count, dtype=torch.int32, device=device)
+    tiles.launch(_count, *lists, counts, count)
+    places = (call.payload, layout.sections, counts, counts.cumsum(dim=1), count)
+    tiles.launch(_scatter, *lists, *places, HAS_COUNTS=layout.has_counts)
+    return tally
+
+
+@jit
+def _gather(table, bucket, residual, cuts, segments, listed, lengths, tally, SHAPE: constexpr):
+    """List what reaches the lower cut; count a segment's values at both cuts, and what is not finite."""
+    TILE: constexpr = SHAPE[1]
+    start, size, _, _ = tile_of(table, SHAPE)
+    segment, _ = segment_of(table)
+    place = tl.arange(0, TILE)
+    is_there = place < size
+    value, old = compensated(bucket, residual, start + place, is_there)
+    magnitude = magnitude_of(value)
+    is_listed = is_there & (magnitude >= tl.load(cuts + segments + segment))
+    number = tl.cumsum(is_listed.to(tl.int32), axis=0)
+    at = listed + tl.program_id(0).to(tl.int64) * TILE
+    tl.store(at + number - 1, place.to(tl.int16), is_listed)
+    length = tl.sum(is_listed.to(tl.int32), axis=0)
+    tl.store(lengths + tl.program_id(0), length)
+    is_reached = is_there & (magnitude >= tl.load(cuts + segment))
+    counter = tally + segment * TALLY_COLUMNS
+    tl.atomic_add(counter, tl.sum(is_reached.to(tl.int32), axis=0))
+    tl.atomic_add(counter + 1, length)
+    tl.atomic_add(counter + 2, tl.sum((magnitude >= INFINITY).to(tl.int32), axis=0))
+    if residual is not None:
+        left_out = tl.where(magnitude < INFINITY, value, old)
+        tl.store(residual + start + place, left_out, is_there & (is_listed == 0))
+
+
+@jit
+def _open(sections, cuts, segments, tally, decisions):
+    """Take the higher cut, or the lower one where too few reach it; open a decision where too many do."""
+    segment = tl.program_id(0)
+    section = sections + segment * SECTION_COLUMNS
+    slots = tl.load(section + SLOTS).to(tl.int32)
+    reached = tl.load(tally + segment * TALLY_COLUMNS)
+    is_few = 2 * reached < tl.load(section + K)
+    reached = tl.where(is_few, tl.load(tally + segment * TALLY_COLUMNS + 1), reached)
+    lowest = tl.where(is_few, tl.load(cuts + segments + segment), tl.load(cuts + segment))
+    is_open = reached > slots
+    decision = decisions + segment * DECISION_COLUMNS
+    tl.store(decision, is_open.to(tl.int32))
+    tl.store(decision + 1, tl.where(is_open, 0, lowest - 1))  # sent is what is larger
+    tl.store(decision + 2, tl.where(is_open, slots, 0))
+
+
+@jit
+def _read_list(bucket, residual, listed, length, start, TILE: constexpr):
+    """Return a tile's list: places in the tile, values, magnitudes, and which there are."""
+    number = tl.arange(0, TILE)
+    is_there = number < length
+    place = tl.load(listed + tl.program_id(0).to(tl.int64) * TILE + number, is_there, other=0).to(tl.int32)
+    value, _ = compensated(bucket, residual, start + place, is_there)
+    return place, value, magnitude_of(value), is_there
+
+
+@jit
+def _histogram(
+    table,
+    bucket,
+    residual,
+    listed,
+    lengths,
+    decisions,
+    histograms,
+    SHIFT: constexpr,
+    ABOVE: constexpr,
+    BINS: constexpr,
+    SHAPE: constexpr,
+):
+    start, _, _, _ = tile_of(table, SHAPE)
+    segment, _ = segment_of(table)
+    decision = decisions + segment * DECISION_COLUMNS
+    length = tl.load(lengths + tl.program_id(0)) * (tl.load(decision) != 0).to(tl.int32)
+    _, _, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
+    histogram = histograms + segment * BINS
+    add_to_histogram(histogram, magnitude, is_there, tl.load(decision + 1), SHIFT, ABOVE, BINS)
+
+
+@jit
+def _count(table, bucket, residual, listed, lengths, decisions, counts, tiles, SHAPE: constexpr):
+    """Count what of a tile is larger than the decision's magnitude, and what is equal."""
+    start, _, _, _ = tile_of(table, SHAPE)
+    segment, _ = segment_of(table)
+    length = tl.load(lengths + tl.program_id(0))
+    _, _, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
+    last = tl.load(decisions + segment * DECISION_COLUMNS + 1)
+    is_larger = is_there & (magnitude > last)
+    is_equal = is_there & (magnitude == last)
+    tl.store(counts + tl.program_id(0), tl.sum(is_larger.to(tl.int32), axis=0))
+    tl.store(counts + tiles + tl.program_id(0), tl.sum(is_equal.to(tl.int32), axis=0))
+
+
+@jit
+def _scatter(
+    table,
+    bucket,
+    residual,
+    listed,
+    lengths,
+    decisions,
+    payload,
+    sections,
+    counts,
+    ends,
+    tiles,
+    HAS_COUNTS: constexpr,
+    SHAPE: constexpr,
+):
+    start, _, _, _ = tile_of(table, SHAPE)
+    segment, in_segment = segment_of(table)
+    section = sections + segment * SECTION_COLUMNS
+    decision = decisions + segment * DECISION_COLUMNS
+    last = tl.load(decision + 1)
+    equals = tl.load(decision + 2).to(tl.int64)  # so many of what equals `last` are sent
+    tile = tl.program_id(0)
+    first_tile = tl.load(section + FIRST_TILE)
+    larger_base = _before(counts, ends, first_tile)
+    equal_base = _before(counts + tiles, ends + tiles, first_tile)
+    equal_before = _before(counts + tiles, ends + tiles, tile) - equal_base
+
+    length = tl.load(lengths + tile)
+    place, value, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
+    is_equal = is_there & (magnitude == last)
+    rank = equal_before + tl.cumsum(is_equal.to(tl.int32), axis=0)  # from 1 on
+    is_sent = is_there & ((magnitude > last) | (is_equal & (rank <= equals)))
+    sent_before = _before(counts, ends, tile) - larger_base + tl.minimum(equal_before, equals)
+    number = sent_before + tl.cumsum(is_sent.to(tl.int32), axis=0) - 1
+
+    words = payload.to(tl.pointer_type(tl.int32))
+    values = words + tl.load(section + VALUES_AT) // 4
+    tl.store(values + number, value.to(tl.int32, bitcast=True), is_sent)
+    in_segment += place
+    form = tl.load(section + FORM)
+    low = (in_segment & ((1 << form) - 1)).to(tl.int32)
+    _or_bits(words, 8 * tl.load(section + PLACES_AT) + number * form, low, is_sent & (form > 0))
+    bit = tl.where(form > 0, (in_segment >> form) + number, in_segment)
+    _or_bits(words, 8 * tl.load(section + BITS_AT) + bit, tl.full([SHAPE[1]], 1, tl.int32), is_sent)
+    if HAS_COUNTS:
+        last_tile = tl.load(section + LAST_TILE)
+        larger = tl.load(ends + last_tile) - larger_base
+        equal = tl.load(ends + tiles + last_tile) - equal_base
+        tl.store(values - 1, (larger + tl.minimum(equal, equals)).to(tl.int32), tile == first_tile)
+    if residual is not None:
+        left_out = tl.where(is_sent, 0.0, value)
+        tl.store(residual + start + place, left_out, is_there & (magnitude < INFINITY))
+
+
+@jit
+def _before(counts, ends, tile):
+    """Return the sum of all counts before a tile's."""
+    return tl.load(ends + tile) - tl.load(counts + tile)
+
+
+@jit
+def _or_bits(words, bit, bits, is_there):
+    """Set bits of a payload that was cleared; others may set theirs in the same word."""
+    tl.atomic_or(words + (bit >> 5), bits << (bit & 31).to(tl.int32), mask=is_there)

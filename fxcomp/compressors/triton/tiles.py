@@ -1,0 +1,143 @@
+"""Cut a bucket into tiles, one for each program of a launch, and read their values.
+
+    segments (5, 3), block 4, two blocks a tile:    a b c d e | x y z   -->   tile 0:  a b c d    tile 1:  x y z 0
+                                                                                       e 0 0 0             0 0 0 0
+
+A tile is `rows` blocks of one segment, in rows of `width`, the power of two from `block` on. A table on the device
+tells each program where its tile lies: 48 bytes a tile, made once for each division of a bucket and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.randomness import stream_of, uniform
+
+TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
+COLUMNS = constant(6)
+INFINITY = constant(0x7F800000)  # as bits: magnitudes below are finite
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A division of a bucket."""
+
+    table: Tensor
+    """For each tile: first value, values, first block, first byte of codes, segment, first value in the segment."""
+    shape: tuple[int, int, int, int]
+    """Block, width, rows, and a power of two that divides first values and sizes; kernels are compiled for it."""
+    warps: int
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def launch(self, kernel: Any, *arguments: Tensor | float | None, rows: int = 1, **constants: object) -> None:
+        """Run a program for each tile, times `rows`; the table comes first, SHAPE last."""
+        launch(kernel, len(self), self.table, *arguments, rows=rows, warps=self.warps, **constants, SHAPE=self.shape)
+
+
+@cache
+def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
+    """Cut a bucket so that no tile reaches over a segment's end."""
+    width = 1 << (block - 1).bit_length()
+    rows = max(TILE // width, 1)
+    table = torch.tensor(list(_tiles(segments, block, rows, values_per_byte)), dtype=torch.int64, device=device)
+    shape = block, width, rows, gcd(16, block, *segments)
+    return Tiles(table.view(-1, 6), shape, warps=min(max(rows * width // 512, 4), 32))
+
+
+def _tiles(segments: tuple[int, ...], block: int, rows: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
+    start = first_block = first_byte = 0
+    for segment, size in enumerate(segments):
+        for place in range(0, size, rows * block):
+            values = min(size - place, rows * block)
+            at = start + place, values, first_block + place // block, first_byte + place // values_per_byte
+            yield *at, segment, place
+        start += size
+        first_block += -(-size // block)
+        first_byte += -(-size // values_per_byte)
+
+
+@jit
+def tile_of(table, SHAPE: constexpr):
+    """Look up this program's first value, number of values, first block and first byte of codes."""
+    ALIGNMENT: constexpr = SHAPE[3]
+    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    start = tl.multiple_of(tl.load(entry), ALIGNMENT)
+    size = tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT)
+    return start, size, tl.load(entry + 2), tl.load(entry + 3)
+
+
+@jit
+def segment_of(table):
+    """Look up this program's segment, and its first value's place in there."""
+    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    return tl.load(entry + 4), tl.load(entry + 5)
+
+
+@jit
+def places(size, SHAPE: constexpr):
+    """Return each value's place in the tile, and which places hold a value."""
+    BLOCK: constexpr = SHAPE[0]
+    WIDTH: constexpr = SHAPE[1]
+    ROWS: constexpr = SHAPE[2]
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    place = row * BLOCK + column
+    is_there = place < size
+    if BLOCK < WIDTH:
+        is_there = is_there & (column < BLOCK)
+    return place, is_there
+
+
+@jit
+def blocks_of(size, SHAPE: constexpr):
+    """Return the numbers of a tile's blocks, from 0 on, and which of them hold a value."""
+    BLOCK: constexpr = SHAPE[0]
+    ROWS: constexpr = SHAPE[2]
+    block = tl.arange(0, ROWS)
+    return block, block * BLOCK < size
+
+
+@jit
+def compensated(bucket, residual, at, is_there):
+    """Read v, the values to compress, and the old residual, which is v where there is none."""
+    value = tl.load(bucket + at, is_there, other=0.0)
+    old = value
+    if residual is not None:
+        old = tl.load(residual + at, is_there, other=0.0)
+        value = value + old
+    return value, old
+
+
+@jit
+def magnitude_of(value):
+    """Return |v| as bits, which have the order of magnitudes; what is not finite is largest."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def is_finite(value):
+    return magnitude_of(value) < INFINITY
+
+
+@jit
+def draw(state, table, place):
+    """Draw a number in [0, 1) for each place of this program's tile, from its segment's stream."""
+    segment, first = segment_of(table)
+    low, high = stream_of(state, segment)
+    return uniform(low, high, first + place)
+
+
+@jit
+def nothing(SHAPE: constexpr):
+    """Return negative zeros: plus x they are x, whatever x. `tl.full` makes zeros of them."""
+    return tl.full(SHAPE, -2147483648, tl.int32).to(tl.float32, bitcast=True)
