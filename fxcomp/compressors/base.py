@@ -93,16 +93,13 @@ class Compressor(Declared):
         return self._run_kernel("propose", given.segments, given.bucket, given.residual, given.state, out) is not None
 
     def encode_on_cuda(self, given: EncoderInput, payload: Tensor) -> bool:
-        bucket, residual, segments, state, agreed = given
-        return any(gpu.encode(self, bucket, residual, payload, segments, state, agreed) for gpu in _on_cuda)
+        return any(gpu.encode(self, given, payload) for gpu in _on_cuda)
 
     def decode_on_cuda(self, received: DecoderInput, out: Tensor) -> bool:
-        payloads, ranks, segments, agreed, state = received
-        return any(gpu.decode(self, payloads, ranks, segments, out, agreed, state) for gpu in _on_cuda)
+        return any(gpu.decode(self, received, out) for gpu in _on_cuda)
 
     def propose_on_cuda(self, given: EncoderInput, out: Tensor) -> bool:
-        bucket, residual, segments, state, _ = given
-        return any(gpu.propose(self, bucket, residual, segments, state, out) for gpu in _on_cuda)
+        return any(gpu.propose(self, given, out) for gpu in _on_cuda)
 
     @classmethod
     def kernel_name(cls, what: str) -> str:
@@ -176,37 +173,11 @@ class DeviceKernels(Protocol):
 
     def can_run_on(self, tensor: Tensor) -> bool: ...
 
-    def encode(
-        self,
-        compressor: Compressor,
-        bucket: Tensor,
-        residual: Tensor | None,
-        payload: Tensor,
-        segments: Sequence[int],
-        state: Tensor | None,
-        agreed: Tensor | None,
-    ) -> bool: ...
+    def encode(self, compressor: Compressor, given: EncoderInput, payload: Tensor) -> bool: ...
 
-    def decode(
-        self,
-        compressor: Compressor,
-        payloads: Tensor,
-        ranks: int,
-        segments: Sequence[int],
-        out: Tensor,
-        agreed: Tensor | None,
-        state: Tensor | None,
-    ) -> bool: ...
+    def decode(self, compressor: Compressor, received: DecoderInput, out: Tensor) -> bool: ...
 
-    def propose(
-        self,
-        compressor: Compressor,
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        state: Tensor | None,
-        out: Tensor,
-    ) -> bool: ...
+    def propose(self, compressor: Compressor, given: EncoderInput, out: Tensor) -> bool: ...
 
 
 _on_cuda: list[DeviceKernels] = []

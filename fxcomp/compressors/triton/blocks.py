@@ -18,10 +18,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxcomp.compressors.block_codes import BlockCompressor, most_scale
 from fxcomp.compressors.blocks import count_blocks
-from fxcomp.compressors.triton.calls import Decoding, Encoding
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.triton.folds import sum_of_columns
 from fxcomp.compressors.triton.language import constant, constexpr, jit, tl
 from fxcomp.compressors.triton.randomness import raise_step
@@ -44,20 +45,22 @@ LANES = constant(64)  # the same number as in block_codes.py
 
 def block_kernels(
     scale: Any, code: Any, value: Any
-) -> tuple[Callable[[Encoding[BlockCompressor]], None], Callable[[Decoding[BlockCompressor]], None]]:
+) -> tuple[
+    Callable[[BlockCompressor, EncoderInput, Tensor], None], Callable[[BlockCompressor, DecoderInput, Tensor], None]
+]:
     """Make `encode` and `decode` of a codec."""
 
-    def encode(call: Encoding[BlockCompressor]) -> None:
-        tiles, codes_at, codes_end, constants = _divide(call.compressor, call.segments, call.bucket.device)
-        arguments = (call.bucket, call.residual, call.payload, call.state, codes_at, codes_end)
-        largest = most_scale(call.compressor.largest_value)
+    def encode(compressor: BlockCompressor, given: EncoderInput, payload: Tensor) -> None:
+        tiles, codes_at, codes_end, constants = _divide(compressor, given.segments, given.bucket.device)
+        arguments = (given.bucket, given.residual, payload, given.state, codes_at, codes_end)
+        largest = most_scale(compressor.largest_value)
         tiles.launch(_encode, *arguments, largest, **constants, SCALE=scale, CODE=code)
-        raise_step(call.state)
+        raise_step(given.state)
 
-    def decode(call: Decoding[BlockCompressor]) -> None:
-        tiles, codes_at, _, constants = _divide(call.compressor, call.segments, call.out.device)
-        arguments = (call.payloads, call.out, codes_at, call.payload_elements)
-        tiles.launch(_decode, *arguments, **constants, VALUE=value, RANKS=call.ranks)
+    def decode(compressor: BlockCompressor, received: DecoderInput, out: Tensor) -> None:
+        tiles, codes_at, _, constants = _divide(compressor, received.segments, out.device)
+        arguments = (received.payloads, out, codes_at, len(received.payloads) // received.ranks)
+        tiles.launch(_decode, *arguments, **constants, VALUE=value, RANKS=received.ranks)
 
     return encode, decode
 

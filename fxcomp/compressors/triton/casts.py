@@ -12,27 +12,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxcomp.compressors.casts import CastCompressor
-from fxcomp.compressors.triton.calls import Decoding, Encoding
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
 from fxcomp.compressors.triton.tiles import TILE, compensated, is_finite
 
 
 def cast_kernels(
     code: Any, value: Any
-) -> tuple[Callable[[Encoding[CastCompressor]], None], Callable[[Decoding[CastCompressor]], None]]:
+) -> tuple[
+    Callable[[CastCompressor, EncoderInput, Tensor], None], Callable[[CastCompressor, DecoderInput, Tensor], None]
+]:
     """Make `encode` and `decode` of a codec."""
 
-    def encode(call: Encoding[CastCompressor]) -> None:
-        elements = len(call.bucket)
-        arguments = (call.bucket, call.residual, call.payload.view(torch.int16), elements)
+    def encode(compressor: CastCompressor, given: EncoderInput, payload: Tensor) -> None:
+        elements = len(given.bucket)
+        arguments = (given.bucket, given.residual, payload.view(torch.int16), elements)
         launch(_encode, -(-elements // TILE), *arguments, CODE=code, VALUE=value, TILE=TILE)
 
-    def decode(call: Decoding[CastCompressor]) -> None:
-        elements = len(call.out)
-        arguments = (call.payloads.view(torch.int16), call.out, elements)
-        launch(_decode, -(-elements // TILE), *arguments, VALUE=value, RANKS=call.ranks, TILE=TILE)
+    def decode(compressor: CastCompressor, received: DecoderInput, out: Tensor) -> None:
+        elements = len(out)
+        arguments = (received.payloads.view(torch.int16), out, elements)
+        launch(_decode, -(-elements // TILE), *arguments, VALUE=value, RANKS=received.ranks, TILE=TILE)
 
     return encode, decode
 

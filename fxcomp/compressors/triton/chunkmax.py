@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.chunkmax import ChunkMax
-from fxcomp.compressors.triton.calls import Decoding, Encoding
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.triton.language import constant, constexpr, jit, tl
 from fxcomp.compressors.triton.tiles import (
     INFINITY,
@@ -36,17 +36,17 @@ def _sections(segments: tuple[int, ...], chunk: int, device: torch.device) -> Te
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def encode(call: Encoding[ChunkMax]) -> None:
-    sections = _sections(call.segments, call.compressor.chunk, call.bucket.device)
-    tiles = cut(call.segments, call.compressor.chunk, call.bucket.device)
-    tiles.launch(_encode, call.bucket, call.residual, call.payload, sections)
+def encode(compressor: ChunkMax, given: EncoderInput, payload: Tensor) -> None:
+    sections = _sections(given.segments, compressor.chunk, given.bucket.device)
+    tiles = cut(given.segments, compressor.chunk, given.bucket.device)
+    tiles.launch(_encode, given.bucket, given.residual, payload, sections)
 
 
-def decode(call: Decoding[ChunkMax]) -> None:
-    sections = _sections(call.segments, call.compressor.chunk, call.out.device)
-    tiles = cut(call.segments, call.compressor.chunk, call.out.device)
-    arguments = (call.payloads, call.out, sections, call.payload_elements)
-    tiles.launch(_decode, *arguments, RANKS=call.ranks)
+def decode(compressor: ChunkMax, received: DecoderInput, out: Tensor) -> None:
+    sections = _sections(received.segments, compressor.chunk, out.device)
+    tiles = cut(received.segments, compressor.chunk, out.device)
+    arguments = (received.payloads, out, sections, len(received.payloads) // received.ranks)
+    tiles.launch(_decode, *arguments, RANKS=received.ranks)
 
 
 @jit

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.dgc import DGC, strides
+from fxcomp.compressors.inputs import EncoderInput
 from fxcomp.compressors.topk import counts
-from fxcomp.compressors.triton.calls import Encoding
 from fxcomp.compressors.triton.language import constant, constexpr, jit, tl
 from fxcomp.compressors.triton.layout import layout_of_survivors
 from fxcomp.compressors.triton.randomness import bits_at, raise_step, stream_of
@@ -37,16 +37,16 @@ def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> t
     return cut(sizes, TILE, device), torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
 
 
-def encode(call: Encoding[DGC]) -> None:
-    segments, ratio, device = call.segments, call.compressor.ratio, call.bucket.device
+def encode(compressor: DGC, given: EncoderInput, payload: Tensor) -> None:
+    segments, ratio, device = given.segments, compressor.ratio, given.bucket.device
     tiles, rows = _samples(segments, ratio, device)
     sample = torch.empty(len(tiles) * TILE, dtype=torch.int32, device=device)
     decisions = torch.zeros(2 * len(segments), 3, dtype=torch.int32, device=device)
-    tiles.launch(_take_sample, call.bucket, call.residual, call.state, rows, len(segments), sample, decisions)
+    tiles.launch(_take_sample, given.bucket, given.residual, given.state, rows, len(segments), sample, decisions)
     settle(sample, decisions, tiles, len(segments))
     cuts = decisions[:, 1].clamp_min(1)  # what the share k / n of the sample reaches, and twice that
-    send(call, layout_of_survivors(segments, ratio, device), cuts)
-    raise_step(call.state)
+    send(given, payload, layout_of_survivors(segments, ratio, device), cuts)
+    raise_step(given.state)
 
 
 @jit

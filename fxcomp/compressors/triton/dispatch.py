@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.triton.calls import Decoding, Encoding, Proposal
-
-if TYPE_CHECKING:
-    from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 _COMPRESSORS = "fxcomp.compressors."
 
@@ -33,56 +31,23 @@ def has_kernels(kind: type[Compressor]) -> bool:
     return _function(kind, "encode") is not None
 
 
-def encode(
-    compressor: Compressor,
-    bucket: Tensor,
-    residual: Tensor | None,
-    payload: Tensor,
-    segments: Sequence[int],
-    state: Tensor | None,
-    agreed: Tensor | None,
-) -> bool:
-    """Fill `payload` and replace `residual` and `state`; False where no kernel can."""
-    kernel = _function(type(compressor), "encode")
-    if kernel is None or not _is_aligned(payload):
-        return False
-    call = Encoding(compressor, bucket, residual, payload, tuple(segments), state, agreed)
-    return _run(kernel, call, bucket)
+def encode(compressor: Compressor, given: EncoderInput, payload: Tensor) -> bool:
+    """Fill `payload`, replace residual and state; return False where no kernel can."""
+    return _is_aligned(payload) and _run("encode", compressor, given, payload)
 
 
-def decode(
-    compressor: Compressor,
-    payloads: Tensor,
-    ranks: int,
-    segments: Sequence[int],
-    out: Tensor,
-    agreed: Tensor | None,
-    state: Tensor | None,
-) -> bool:
-    """Fill `out`; False where no kernel can."""
-    kernel = _function(type(compressor), "decode")
-    if kernel is None or not _is_aligned(payloads):
-        return False
-    return _run(kernel, Decoding(compressor, payloads, ranks, tuple(segments), out, agreed, state), out)
+def decode(compressor: Compressor, received: DecoderInput, out: Tensor) -> bool:
+    """Fill `out` with the mean; return False where no kernel can."""
+    return _is_aligned(received.payloads) and _run("decode", compressor, received, out)
 
 
-def propose(
-    compressor: Compressor,
-    bucket: Tensor,
-    residual: Tensor | None,
-    segments: Sequence[int],
-    state: Tensor | None,
-    out: Tensor,
-) -> bool:
-    """Fill `out`; False where no kernel can."""
-    kernel = _function(type(compressor), "propose")
-    if kernel is None:
-        return False
-    return _run(kernel, Proposal(compressor, bucket, residual, tuple(segments), state, out), bucket)
+def propose(compressor: Compressor, given: EncoderInput, out: Tensor) -> bool:
+    """Fill `out` with what ranks reduce before they compress; return False where no kernel can."""
+    return _run("propose", compressor, given, out)
 
 
 @cache
-def _function(kind: type[Compressor], name: str) -> Callable[[Any], None] | None:
+def _function(kind: type[Compressor], name: str) -> Callable[..., None] | None:
     """Look into the file beside this one that is named as the compressor's own; a plug-in has none."""
     file = kind.__module__.removeprefix(_COMPRESSORS)
     module = f"{__package__}.{file}"
@@ -91,12 +56,13 @@ def _function(kind: type[Compressor], name: str) -> Callable[[Any], None] | None
     return getattr(import_module(module), name, None)
 
 
-def _run(kernel: Callable[[Any], None], call: object, tensor: Tensor) -> bool:
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):  # Triton launches on the current device, wherever its tensors are
-            kernel(call)
-    else:
-        kernel(call)
+def _run(name: str, compressor: Compressor, given: EncoderInput | DecoderInput, out: Tensor) -> bool:
+    kernel = _function(type(compressor), name)
+    if kernel is None:
+        return False
+    # Triton launches on the current device, wherever its tensors are.
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        kernel(compressor, given, out)
     return True
 
 

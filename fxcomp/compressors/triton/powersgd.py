@@ -14,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.powersgd import PowerSGD
-from fxcomp.compressors.triton.calls import Decoding, Encoding, Proposal
 from fxcomp.compressors.triton.folds import sum_of_columns
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
 from fxcomp.compressors.triton.orthonormal import (
@@ -102,38 +102,38 @@ def _rows_at_once(rank_width: int) -> int:
     return max(1, 128 // rank_width)
 
 
-def propose(call: Proposal[PowerSGD]) -> None:
-    assert call.state is not None, "powersgd proposes from the factors of the step before"
-    plan = _plan(call.compressor, call.segments, call.bucket.device)
-    start = orthonormal(call.state, plan.matrices, plan.longest_row, is_start=True)
-    arguments = (call.bucket, call.residual, start, call.out, plan.matrices, plan.row_parts)
-    constants = {"RANK": call.compressor.rank, "RANK_WIDTH": plan.rank_width, "ROWS": _rows_at_once(plan.rank_width)}
+def propose(compressor: PowerSGD, given: EncoderInput, out: Tensor) -> None:
+    assert given.state is not None, "powersgd proposes from the factors of the step before"
+    plan = _plan(compressor, given.segments, given.bucket.device)
+    start = orthonormal(given.state, plan.matrices, plan.longest_row, is_start=True)
+    arguments = (given.bucket, given.residual, start, out, plan.matrices, plan.row_parts)
+    constants = {"RANK": compressor.rank, "RANK_WIDTH": plan.rank_width, "ROWS": _rows_at_once(plan.rank_width)}
     launch(_project, len(plan.row_parts), *arguments, **constants)
 
 
-def encode(call: Encoding[PowerSGD]) -> None:
-    assert call.agreed is not None, "powersgd compresses with what the ranks agreed on"
-    plan, rank, values = _plan(call.compressor, call.segments, call.bucket.device), call.compressor.rank, call.bucket
-    basis = orthonormal(call.agreed, plan.matrices, plan.longest_column, is_start=False)
+def encode(compressor: PowerSGD, given: EncoderInput, payload: Tensor) -> None:
+    assert given.agreed is not None, "powersgd compresses with what the ranks agreed on"
+    plan, rank, values = _plan(compressor, given.segments, given.bucket.device), compressor.rank, given.bucket
+    basis = orthonormal(given.agreed, plan.matrices, plan.longest_column, is_start=False)
     chunks = torch.empty(plan.chunk_elements, device=values.device)
     constants = {"RANK": rank, "RANK_WIDTH": plan.rank_width, "WIDTH": _BACK_COLUMNS}
-    arguments = (values, call.residual, basis, chunks, plan.matrices, plan.chunk_parts)
+    arguments = (values, given.residual, basis, chunks, plan.matrices, plan.chunk_parts)
     launch(_project_back, len(plan.chunk_parts), *arguments, **constants)
-    launch(_add_chunks, len(plan.column_parts), chunks, call.payload, plan.matrices, plan.column_parts, **constants)
-    if call.residual is not None:
-        arguments = (values, call.residual, call.payload, basis, plan.matrices, plan.tiles)
+    launch(_add_chunks, len(plan.column_parts), chunks, payload, plan.matrices, plan.column_parts, **constants)
+    if given.residual is not None:
+        arguments = (values, given.residual, payload, basis, plan.matrices, plan.tiles)
         launch(_leave_out, len(plan.tiles), *arguments, RANK=rank, ROWS=_ROW_BLOCK, WIDTH=_COLUMN_BLOCK)
-    launch(_send_dense, len(plan.dense), values, call.residual, call.payload, plan.dense, WIDTH=_DENSE)
+    launch(_send_dense, len(plan.dense), values, given.residual, payload, plan.dense, WIDTH=_DENSE)
 
 
-def decode(call: Decoding[PowerSGD]) -> None:
-    assert call.agreed is not None, "powersgd decompresses with what the ranks agreed on"
-    plan, ranks = _plan(call.compressor, call.segments, call.out.device), call.ranks
-    basis = orthonormal(call.agreed, plan.matrices, plan.longest_column, is_start=False)
-    arguments = (call.payloads, basis, call.out, plan.matrices, plan.tiles, call.payload_elements)
-    constants = {"RANKS": ranks, "RANK": call.compressor.rank, "ROWS": _ROW_BLOCK, "WIDTH": _COLUMN_BLOCK}
+def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
+    assert received.agreed is not None, "powersgd decompresses with what the ranks agreed on"
+    plan, ranks = _plan(compressor, received.segments, out.device), received.ranks
+    basis = orthonormal(received.agreed, plan.matrices, plan.longest_column, is_start=False)
+    arguments = (received.payloads, basis, out, plan.matrices, plan.tiles, len(received.payloads) // received.ranks)
+    constants = {"RANKS": ranks, "RANK": compressor.rank, "ROWS": _ROW_BLOCK, "WIDTH": _COLUMN_BLOCK}
     launch(_decode, len(plan.tiles), *arguments, **constants)
-    arguments = (call.payloads, call.out, plan.dense, call.payload_elements)
+    arguments = (received.payloads, out, plan.dense, len(received.payloads) // received.ranks)
     launch(_decode_dense, len(plan.dense), *arguments, RANKS=ranks, WIDTH=_DENSE)
 
 

@@ -12,9 +12,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.randomk import RandomK
 from fxcomp.compressors.topk import counts
-from fxcomp.compressors.triton.calls import Decoding, Encoding
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
 from fxcomp.compressors.triton.randomness import bits_at, raise_step, stream_of
 from fxcomp.compressors.triton.tiles import (
@@ -55,24 +55,24 @@ def _sections(segments: tuple[int, ...], ratio: float, device: torch.device) -> 
     return torch.tensor(flags, device=device), torch.tensor(factors, dtype=torch.float32, device=device)
 
 
-def encode(call: Encoding[RandomK]) -> None:
-    segments, ratio, state = call.segments, call.compressor.ratio, call.state
-    runs = _runs(segments, ratio, call.bucket.device)
-    flags, factors = _sections(segments, ratio, call.bucket.device)
-    spare = None if call.residual is None else torch.empty_like(call.payload)
-    arguments = (call.bucket, call.residual, call.payload, spare, state, runs)
-    launch(_send, len(runs), *arguments, factors if call.compressor.scaled else None, RUNS=RUNS)
-    cut(segments, TILE, call.bucket.device).launch(_go_over, call.bucket, call.residual, call.payload, flags)
-    if call.residual is not None:
-        launch(_put_back, len(runs), call.residual, call.payload, spare, state, runs, RUNS=RUNS)
+def encode(compressor: RandomK, given: EncoderInput, payload: Tensor) -> None:
+    segments, ratio, state = given.segments, compressor.ratio, given.state
+    runs = _runs(segments, ratio, given.bucket.device)
+    flags, factors = _sections(segments, ratio, given.bucket.device)
+    spare = None if given.residual is None else torch.empty_like(payload)
+    arguments = (given.bucket, given.residual, payload, spare, state, runs)
+    launch(_send, len(runs), *arguments, factors if compressor.scaled else None, RUNS=RUNS)
+    cut(segments, TILE, given.bucket.device).launch(_go_over, given.bucket, given.residual, payload, flags)
+    if given.residual is not None:
+        launch(_put_back, len(runs), given.residual, payload, spare, state, runs, RUNS=RUNS)
     raise_step(state)
 
 
-def decode(call: Decoding[RandomK]) -> None:
-    runs = _runs(call.segments, call.compressor.ratio, call.out.device)
-    call.out.zero_()
-    arguments = (call.payloads, call.out, call.state, runs, call.payload_elements)
-    launch(_decode, len(runs), *arguments, RANKS=call.ranks, RUNS=RUNS)
+def decode(compressor: RandomK, received: DecoderInput, out: Tensor) -> None:
+    runs = _runs(received.segments, compressor.ratio, out.device)
+    out.zero_()
+    arguments = (received.payloads, out, received.state, runs, len(received.payloads) // received.ranks)
+    launch(_decode, len(runs), *arguments, RANKS=received.ranks, RUNS=RUNS)
 
 
 @jit

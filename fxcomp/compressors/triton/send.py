@@ -15,12 +15,10 @@ A segment's decision is a magnitude and a number: sent is what is larger, and of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.triton.calls import Encoding
+from fxcomp.compressors.inputs import EncoderInput
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
 from fxcomp.compressors.triton.layout import (
     BITS_AT,
@@ -40,27 +38,27 @@ from fxcomp.compressors.triton.tiles import INFINITY, TILE, compensated, magnitu
 TALLY_COLUMNS = constant(3)
 
 
-def send(call: Encoding[Any], layout: Layout, cuts: Tensor) -> Tensor:
+def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> Tensor:
     """Fill the payload with what reaches the cuts, two rows of one a segment; return what was counted.
 
     The second cut, not above the first, holds where fewer than k / 2 values reach the first.
     """
-    device, tiles, count, segments = call.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
+    device, tiles, count, segments = given.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
     listed = torch.empty(count * TILE, dtype=torch.int16, device=device)
     lengths = torch.empty(count, dtype=torch.int32, device=device)
     tally = torch.zeros(segments, 3, dtype=torch.int32, device=device)
     decisions = torch.empty(segments, 3, dtype=torch.int32, device=device)
-    call.payload.zero_()
-    tiles.launch(_gather, call.bucket, call.residual, cuts, segments, listed, lengths, tally)
+    payload.zero_()
+    tiles.launch(_gather, given.bucket, given.residual, cuts, segments, listed, lengths, tally)
     launch(_open, segments, layout.sections, cuts, segments, tally, decisions)
-    lists = (call.bucket, call.residual, listed, lengths, decisions)
+    lists = (given.bucket, given.residual, listed, lengths, decisions)
     for shift, above in DIGITS:
         histograms = torch.zeros(segments, BINS, dtype=torch.int32, device=device)
         tiles.launch(_histogram, *lists, histograms, SHIFT=shift, ABOVE=above, BINS=BINS)
         launch(pick, segments, decisions, histograms, SHIFT=shift, BINS=BINS)
     counts = torch.empty(2, count, dtype=torch.int32, device=device)
     tiles.launch(_count, *lists, counts, count)
-    places = (call.payload, layout.sections, counts, counts.cumsum(dim=1), count)
+    places = (payload, layout.sections, counts, counts.cumsum(dim=1), count)
     tiles.launch(_scatter, *lists, *places, HAS_COUNTS=layout.has_counts)
     return tally
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fxcomp.compressors.block_codes import most_scale
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.triton.blocks import ROUND, clamped, quotient_of
-from fxcomp.compressors.triton.calls import Decoding, Encoding, Proposal
 from fxcomp.compressors.triton.language import constexpr, jit, tl
 from fxcomp.compressors.triton.randomness import raise_step
 from fxcomp.compressors.triton.tiles import (
@@ -22,22 +24,22 @@ from fxcomp.compressors.triton.tiles import (
 )
 
 
-def propose(call: Proposal[SharedInt8]) -> None:
-    tiles = cut(call.segments, call.compressor.block, call.bucket.device)
-    tiles.launch(_propose, call.bucket, call.residual, call.out)
+def propose(compressor: SharedInt8, given: EncoderInput, out: Tensor) -> None:
+    tiles = cut(given.segments, compressor.block, given.bucket.device)
+    tiles.launch(_propose, given.bucket, given.residual, out)
 
 
-def encode(call: Encoding[SharedInt8]) -> None:
-    levels, tiles = call.compressor.levels, cut(call.segments, call.compressor.block, call.bucket.device)
-    arguments = (call.bucket, call.residual, call.payload, call.state, call.agreed, float(levels), most_scale(levels))
+def encode(compressor: SharedInt8, given: EncoderInput, payload: Tensor) -> None:
+    levels, tiles = compressor.levels, cut(given.segments, compressor.block, given.bucket.device)
+    arguments = (given.bucket, given.residual, payload, given.state, given.agreed, float(levels), most_scale(levels))
     tiles.launch(_encode, *arguments)
-    raise_step(call.state)
+    raise_step(given.state)
 
 
-def decode(call: Decoding[SharedInt8]) -> None:
-    levels, tiles = call.compressor.levels, cut(call.segments, call.compressor.block, call.out.device)
-    arguments = (call.payloads, call.agreed, call.out, len(call.out), float(levels), most_scale(levels))
-    tiles.launch(_decode, *arguments, RANKS=call.ranks)
+def decode(compressor: SharedInt8, received: DecoderInput, out: Tensor) -> None:
+    levels, tiles = compressor.levels, cut(received.segments, compressor.block, out.device)
+    arguments = (received.payloads, received.agreed, out, len(out), float(levels), most_scale(levels))
+    tiles.launch(_decode, *arguments, RANKS=received.ranks)
 
 
 @jit

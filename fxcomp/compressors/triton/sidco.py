@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.dgc import strides as dgc_strides
+from fxcomp.compressors.inputs import EncoderInput
 from fxcomp.compressors.sidco import RUN, Sidco, SidcoE, SidcoGP, most_stages, strides
 from fxcomp.compressors.topk import counts
-from fxcomp.compressors.triton.calls import Encoding
 from fxcomp.compressors.triton.dgc import copy_strided, rank_in_sample
 from fxcomp.compressors.triton.fits import count_reaching, fitted_level
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
@@ -66,28 +66,29 @@ def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> t
     return tiles, first, torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 7), products
 
 
-def encode(call: Encoding[Sidco | SidcoE | SidcoGP]) -> None:
+def encode(compressor: Sidco | SidcoE | SidcoGP, given: EncoderInput, payload: Tensor) -> None:
     device, ratio, count, values = (
-        call.bucket.device,
-        call.compressor.ratio,
-        len(call.segments),
-        (call.bucket, call.residual),
+        given.bucket.device,
+        compressor.ratio,
+        len(given.segments),
+        (given.bucket, given.residual),
     )
-    tiles, first, rows, products = _samples(call.segments, ratio, device)
+    tiles, first, rows, products = _samples(given.segments, ratio, device)
     sample = torch.empty(len(tiles) * TILE, dtype=torch.int32, device=device)
     decisions = torch.zeros(2 * count, 3, dtype=torch.int32, device=device)
     fitted = torch.empty(count, dtype=torch.float64, device=device)
     logs = torch.empty(products, dtype=torch.float64, device=device)
-    replace(tiles, table=tiles.table[:first]).launch(_take, *values, call.state, rows, sample)
-    arguments = (call.state, rows, count, sample, logs, decisions, fitted)
-    launch(_fit, count, *arguments, FIT=call.compressor.fit.value, WIDTH=_COLUMNS)
+    replace(tiles, table=tiles.table[:first]).launch(_take, *values, given.state, rows, sample)
+    arguments = (given.state, rows, count, sample, logs, decisions, fitted)
+    launch(_fit, count, *arguments, FIT=compressor.fit.value, WIDTH=_COLUMNS)
     others = replace(tiles, table=tiles.table[first:])
-    others.launch(_resample, *values, call.state, rows, count, sample, decisions)
+    others.launch(_resample, *values, given.state, rows, count, sample, decisions)
     settle(sample, decisions, tiles, 2 * count)
     known = decisions[:, 1].view(2, count)
     chosen = torch.where(decisions[count:, 0] > 0, known[1], known[0]).clamp_min(1)
-    tally = send(call, layout_of_survivors(call.segments, ratio, device), chosen.expand(2, count).contiguous())
-    launch(_control, count, call.state, rows, fitted, tally, MOST_STAGES=float(most_stages(ratio)))
+    cuts = chosen.expand(2, count).contiguous()
+    tally = send(given, payload, layout_of_survivors(given.segments, ratio, device), cuts)
+    launch(_control, count, given.state, rows, fitted, tally, MOST_STAGES=float(most_stages(ratio)))
 
 
 @jit
@@ -103,7 +104,7 @@ def _calls(state, segment):
 
 @jit
 def _taken(n, stride, calls):
-    """Return how many values the sample of this call has."""
+    """Return how many values this step's sample has."""
     runs = (n // RUN_LENGTH - calls % stride + stride - 1) // stride
     return tl.where(stride > 1, RUN_LENGTH * runs, n)
 
@@ -128,7 +129,7 @@ def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
 
 @jit
 def _resampled_from(n, stride, calls):
-    """Return where dgc's sample of this call begins."""
+    """Return where this step's sample of dgc begins."""
     return tl.minimum(mix(calls.to(tl.uint32)).to(tl.int64) % stride, n - 1)
 
 
@@ -182,7 +183,7 @@ def _resample(table, bucket, residual, state, rows, segments, sample, decisions,
 
 @jit
 def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
-    """Write the state after a call, in fp64; keep it where nothing was fitted or something is not finite."""
+    """Write the state after a step, in fp64; keep it where nothing was fitted or something is not finite."""
     segment = tl.program_id(0)
     _, _, k, _, _ = _row(rows, segment)
     counted = tally + segment * TALLY_COLUMNS

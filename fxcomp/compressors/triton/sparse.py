@@ -7,13 +7,13 @@ tells its place. Then each tile of the bucket looks up its part of each list.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxcomp.compressors.inputs import DecoderInput
 from fxcomp.compressors.places import bytes_of, form_of
-from fxcomp.compressors.triton.calls import Decoding
+from fxcomp.compressors.survivors import SurvivorCompressor
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
 from fxcomp.compressors.triton.layout import (
     BITS_AT,
@@ -35,22 +35,22 @@ _PIVOTS = 128  # of a search in a list
 BIT_COLUMNS = constant(3)
 
 
-def decode_survivors(call: Decoding[Any]) -> None:
+def decode_survivors(compressor: SurvivorCompressor, received: DecoderInput, out: Tensor) -> None:
     """Decode the payload of survivors.py."""
-    decode_sparse(call, layout_of_survivors(call.segments, call.compressor.ratio, call.out.device))
+    decode_sparse(received, out, layout_of_survivors(received.segments, compressor.ratio, out.device))
 
 
-def decode_sparse(call: Decoding[Any], layout: Layout) -> None:
+def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
     """Fill `out` with the mean of the values of all ranks, each at its place."""
-    ranks, all_slots, payload_bytes = call.ranks, sum(layout.slots), call.payload_elements
-    table, first_rows = _bit_strings(call.segments, layout.slots, call.out.device)
-    counts = torch.empty(ranks, len(table), dtype=torch.int32, device=call.out.device)
-    lists = torch.empty(ranks * all_slots, dtype=torch.int32, device=call.out.device)
-    strings = (call.payloads, layout.sections, table, counts, payload_bytes)
+    ranks, all_slots, payload_bytes = received.ranks, sum(layout.slots), len(received.payloads) // received.ranks
+    table, first_rows = _bit_strings(received.segments, layout.slots, out.device)
+    counts = torch.empty(ranks, len(table), dtype=torch.int32, device=out.device)
+    lists = torch.empty(ranks * all_slots, dtype=torch.int32, device=out.device)
+    strings = (received.payloads, layout.sections, table, counts, payload_bytes)
     launch(_count_ones, len(table), *strings, rows=ranks, BYTES=_BIT_BYTES)
     ends = counts.cumsum(dim=1)
     launch(_read_places, len(table), *strings, first_rows, ends, lists, all_slots, rows=ranks, BYTES=_BIT_BYTES)
-    arguments = (call.payloads.view(torch.float32), lists, call.out, layout.sections, payload_bytes // 4, all_slots)
+    arguments = (received.payloads.view(torch.float32), lists, out, layout.sections, payload_bytes // 4, all_slots)
     constants = {"HAS_COUNTS": layout.has_counts, "RANKS": ranks, "CHUNK": _CHUNK, "PIVOTS": _PIVOTS}
     layout.tiles.launch(_decode, *arguments, **constants)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from fxcomp.compressors.inputs import EncoderInput
 from fxcomp.compressors.threshold import Threshold
-from fxcomp.compressors.triton.calls import Encoding
 from fxcomp.compressors.triton.layout import layout_of_survivors
 from fxcomp.compressors.triton.send import send
 from fxcomp.compressors.triton.sparse import decode_survivors as decode
@@ -13,6 +14,6 @@ from fxcomp.compressors.triton.sparse import decode_survivors as decode
 __all__ = ["decode", "encode"]
 
 
-def encode(call: Encoding[Threshold]) -> None:
-    cuts = call.bucket.new_full((2, len(call.segments)), call.compressor.bits, dtype=torch.int32)
-    send(call, layout_of_survivors(call.segments, call.compressor.ratio, call.bucket.device), cuts)
+def encode(compressor: Threshold, given: EncoderInput, payload: Tensor) -> None:
+    cuts = given.bucket.new_full((2, len(given.segments)), compressor.bits, dtype=torch.int32)
+    send(given, payload, layout_of_survivors(given.segments, compressor.ratio, given.bucket.device), cuts)

@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import TopK, counts
-from fxcomp.compressors.triton.calls import Decoding, Encoding
 from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
 from fxcomp.compressors.triton.layout import layout_of_largest
 from fxcomp.compressors.triton.select import BINS, DIGITS, pick
@@ -29,20 +29,20 @@ def _first_decisions(segments: tuple[int, ...], ratio: float, device: torch.devi
     return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 3)
 
 
-def encode(call: Encoding[TopK]) -> None:
-    segments, ratio, device = call.segments, call.compressor.ratio, call.bucket.device
+def encode(compressor: TopK, given: EncoderInput, payload: Tensor) -> None:
+    segments, ratio, device = given.segments, compressor.ratio, given.bucket.device
     stretches = cut(segments, _STRETCH, device).table
     decisions = _first_decisions(segments, ratio, device).clone()
     histograms = torch.zeros(len(segments), BINS, dtype=torch.int32, device=device)
     constants = {"SHIFT": DIGITS[0][0], "BINS": BINS}
-    launch(_histogram, len(stretches), stretches, call.bucket, call.residual, histograms, **constants, TILE=TILE)
+    launch(_histogram, len(stretches), stretches, given.bucket, given.residual, histograms, **constants, TILE=TILE)
     launch(pick, len(segments), decisions, histograms, **constants)
     cuts = decisions[:, 1].expand(2, -1).contiguous()
-    send(call, layout_of_largest(segments, ratio, device), cuts)
+    send(given, payload, layout_of_largest(segments, ratio, device), cuts)
 
 
-def decode(call: Decoding[TopK]) -> None:
-    decode_sparse(call, layout_of_largest(call.segments, call.compressor.ratio, call.out.device))
+def decode(compressor: TopK, received: DecoderInput, out: Tensor) -> None:
+    decode_sparse(received, out, layout_of_largest(received.segments, compressor.ratio, out.device))
 
 
 @jit
