@@ -32,7 +32,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from torch import nn
 
     import fxcomp
-    from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
+    from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 
     join()
     torch.manual_seed(0)

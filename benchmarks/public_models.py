@@ -102,7 +102,7 @@ def train(name: str, rank: int, ranks: int) -> Record:
         result = "refused" if isinstance(error, FxcompError) else "foreign"
         where = _line(error.__cause__ or error)
         return replace(record, result=result, detail=_said(error), where=where)
-    program = step.program
+    program = step.in_force.program
     record = replace(record, nodes=len(program.captured.graph.graph.nodes) if program is not None else 0)
     difference, share = first_difference(expected, everything(model, optimizer, losses))
     result = "identical" if not difference else "rounded" if share <= ROUNDING else "wrong"

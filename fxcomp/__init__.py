@@ -8,8 +8,8 @@ with gc_paused():
     from fxcomp.cluster.link import Link
     from fxcomp.cost.table import CostTable
     from fxcomp.errors import FxcompError
+    from fxcomp.frontends.compile_step import compile_step
     from fxcomp.frontends.job import Job
-    from fxcomp.pipeline import compile_step
     from fxcomp.plan.error_feedback import ErrorFeedback
     from fxcomp.plan.plan import Plan
     from fxcomp.plan.strategy import Strategy

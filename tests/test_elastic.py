@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS
+from judged import judge_by_dense
 from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -95,9 +96,9 @@ def train(world: World, number: int, folder: Path) -> None:
     for i in range(first, first + world.steps):
         step(drawn(i, rank))
     if world.gives_up:
-        step._dense_plan, step._dense_ms = plan_in_turns(model, [Strategy.flat(None)], per_bucket=3), 1e-9
-        step.times.step_ms.extend([1.0] * 30)
-        step._reconsider()
+        dense = plan_in_turns(model, [Strategy.flat(None)], per_bucket=3)
+        judge_by_dense(step, dense, 1e-9)
+        step.in_force.switch(step.in_force.decision.for_dense(), "going back to dense")
         assert step.plan.is_dense
         assert step.state_dict()["residuals"] == {}
     torch.save(step.state_dict(), folder / f"state {number} {rank}")

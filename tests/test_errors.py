@@ -314,7 +314,7 @@ def group_option(**options: Any) -> Callable[[nn.Module, torch.optim.Optimizer],
 def test_a_changed_option_is_followed(change: Any, options: dict[str, Any], programs: int):
     torch.manual_seed(0)
     step = assert_eager(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10)), change, **options)
-    assert len(step.programs) == programs
+    assert len(step.in_force.programs) == programs
 
 
 def test_switching_dropout_off_between_steps_is_followed():
@@ -429,11 +429,11 @@ def test_plain_values_of_every_kind_may_stand_in_a_batch():
     step = compile_alone(model, loss, batch=(*BATCH, VALUES[0]))
     for value in VALUES:
         step((*BATCH, value))
-    before = step.program
+    before = step.in_force.program
     step((*BATCH, torch.float64))
-    assert step.program is before  # seen before
+    assert step.in_force.program is before  # seen before
     step((*BATCH, 3.0))
-    assert step.program is not before
+    assert step.in_force.program is not before
 
 
 def test_equal_values_of_other_classes_are_told_apart():
@@ -458,7 +458,7 @@ def test_a_model_that_counts_its_calls_is_refused():
 
 def test_a_model_that_sets_itself_up_at_its_first_call_is_followed():
     step = assert_eager(SetsUp(), lambda *_: None)
-    assert len(step.programs) == 1
+    assert len(step.in_force.programs) == 1
 
 
 def test_a_pass_that_is_not_there_is_answered_with_those_that_are():

@@ -9,18 +9,15 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["errors", "compat", "gc_paused"],
+    ["compat", "errors", "gc_paused"],
     ["cluster", "compressors"],
     ["plan", "runtime", "testing"],
     ["cost", "graph", "ranks"],
-    ["capture", "codegen", "passes", "search"],
-    ["report", "state"],
-    ["step"],
-    ["planning"],
-    ["pipeline"],
+    ["capture", "codegen", "options", "passes", "search", "site"],
+    ["pipeline", "report", "state"],
+    ["planning", "step"],
     ["frontends"],
-    ["__init__"],
-    ["commands"],
+    ["__init__", "commands"],
     ["__main__"],
 ]
 """Files and folders from the ground up. What stands on one floor does not know its neighbours."""

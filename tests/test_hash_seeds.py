@@ -14,12 +14,12 @@ from graphs import COSTS, TWO_BY_TWO
 from jobs import captured_step
 from random_clusters import random_cluster, random_groups
 
-from fxcomp import pipeline
 from fxcomp.cluster.cluster import Level
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.collectives import FORMULAS, collective_us
 from fxcomp.cost.robust import Jitter, draw_steps
 from fxcomp.cost.timeline import Task
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.streams import Stream
 from fxcomp.search.choose import choose, choose_plan
@@ -56,8 +56,8 @@ def plans() -> list[str]:
 def step() -> str:
     """Print everything that is decided and emitted for a real model."""
     captured = captured_step("transformer", 1.0)
-    choice = choose(pipeline.analyze(captured.graph, COSTS, TWO_BY_TWO), COSTS, TWO_BY_TWO, Mode.AGGRESSIVE)
-    program = pipeline.rewrite(captured, choice.plan, COSTS, TWO_BY_TWO, 1)
+    choice = choose(Compiler(TWO_BY_TWO).analyze(captured.graph, COSTS), COSTS, TWO_BY_TWO, Mode.AGGRESSIVE)
+    program = Compiler(TWO_BY_TWO, 1).emit(captured, choice.plan, COSTS)
     return f"{choice.plan}\n{program.source}\n{program.timeline}"
 
 

@@ -22,7 +22,7 @@ from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone
 from fxcomp.passes.annotate_costs import annotate_costs
-from fxcomp.pipeline import analyze, rewrite
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose_plan
 from fxcomp.search.plan_tasks import plan_tasks
@@ -56,10 +56,10 @@ def listings() -> dict[str, str]:
     training = Training.of(model, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), optimizer)
     captured = capture(training, batch)
 
-    workload = analyze(captured.graph, COSTS, CLUSTER)
+    workload = Compiler(CLUSTER).analyze(captured.graph, COSTS)
     plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)
     assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int8")]
-    program = rewrite(captured, plan, COSTS, CLUSTER, 0)
+    program = Compiler(CLUSTER).emit(captured, plan, COSTS)
     history = program.replay()
     labelled = history["label_gradients"]
     dumps = {name: dump(graph, costs=False) for name, graph in history.items()}

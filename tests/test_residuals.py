@@ -30,7 +30,7 @@ class Ledger:
         self.given: dict[str, Tensor] = {}
         self.sent: dict[str, Tensor] = {}
         self.means: dict[str, Tensor] = {}
-        runtime = step.runtime
+        runtime = step.in_force.runtime
         self._compress, self._decompress = runtime.compress, runtime.decompress
         runtime.compress = self.compress
         runtime.decompress = self.decompress
@@ -78,7 +78,7 @@ def balance(compressor: str, device: Device, hierarchical: bool) -> dict[str, fl
         step(job.batch(i, rank))
     own = across = 0.0
     for number, name in enumerate(ledger.given):
-        left = step.residuals.of_bucket(number).double()
+        left = step.in_force.state.residuals.of_bucket(number).double()
         given, sent, mean = ledger.given[name], ledger.sent[name], ledger.means[name]
         size = given.abs().max().item()
         own = max(own, (sent + left - given).abs().max().item() / size)
@@ -88,7 +88,7 @@ def balance(compressor: str, device: Device, hierarchical: bool) -> dict[str, fl
             dist.all_reduce(total)
             total /= dist.get_world_size()
             across = max(across, (mean + total[1] - total[0]).abs().max().item() / size)
-    left_out = max(step.residuals.of_bucket(n).abs().max().item() for n in range(len(ledger.given)))
+    left_out = max(step.in_force.state.residuals.of_bucket(n).abs().max().item() for n in range(len(ledger.given)))
     return {"own": own, "across": across, "left_out": left_out, "buckets": len(ledger.given)}
 
 
@@ -135,8 +135,8 @@ def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
     step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
     ledger = Ledger(step)
     if sum_instead_of_mean:
-        decompress = step.runtime.decompress
-        step.runtime.decompress = lambda *args: decompress(*args).mul_(2)
+        decompress = step.in_force.runtime.decompress
+        step.in_force.runtime.decompress = lambda *args: decompress(*args).mul_(2)
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     step(job.batch(0, rank))
     moved = before - nn.utils.parameters_to_vector(model.parameters()).detach()

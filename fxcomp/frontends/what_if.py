@@ -8,7 +8,7 @@ names a device: then a preset's roofline prices them, nothing is run, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,34 +31,23 @@ from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
-from fxcomp.graph.edit import clone
 from fxcomp.graph.work import Unknowns, unknowns
-from fxcomp.passes.annotate_costs import annotate_costs
-from fxcomp.pipeline import (
-    PassRunner,
-    analyze,
-    assert_whole,
-    carry_out,
-    check_names_compressor,
-    finish,
-    foreign_note,
-    given_plan,
-    labelled,
-    rewrite,
-)
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.error_feedback import CLASSIC
+from fxcomp.plan.given import check_names_compressor
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.measure_machine import machine_costs
 from fxcomp.planning.measure_step import apportion, measure_step
 from fxcomp.report.explanation import Explanation
-from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import CompressorStates, Residuals
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.read_workload import read_workload
 from fxcomp.search.workload import Workload
-from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.site import Site
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +137,10 @@ def what_if(
     foreign = foreign_note(costs, training.device) if costs is not None else ()
     if preset is not None:
         costs = preset.costs(compressors)
-        workload = analyze(captured.graph, costs, cluster)
+        workload = Compiler(cluster).analyze(captured.graph, costs)
     elif costs is not None and foreign:
         costs = replace(costs, compute_error=max(costs.compute_error, ERROR))  # nothing of this job was run there
-        workload = analyze(captured.graph, costs, cluster)
+        workload = Compiler(cluster).analyze(captured.graph, costs)
     elif costs is not None:
         tell("measuring the step on this machine")
         costs = with_processors(replace(costs, threads=torch.get_num_threads()), training.device)
@@ -218,11 +207,11 @@ def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> P
     """The job's step for a cluster by assumed costs alone: the same on every machine."""
     _, captured = capture_job(job)
     costs = CostTable()
-    workload = analyze(captured.graph, costs, cluster)
+    workload = Compiler(cluster).analyze(captured.graph, costs)
     wanted = plan.make(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED).plan
     if cluster.world_size == 1:
         wanted = Plan(())
-    return rewrite(captured, wanted, costs, cluster, 0)
+    return Compiler(cluster).emit(captured, wanted, costs)
 
 
 def graph_after(program: Program, after: str | None) -> GraphModule:
@@ -247,28 +236,18 @@ def measured_here(
     training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster
 ) -> tuple[CostTable, Workload]:
     """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
-    run = PassRunner(remembers=False)
-    graph = labelled(run, clone(captured.graph), cluster)
-    plan, workload = Plan(()), read_workload(annotate_costs(graph, costs, cluster))
-    if cluster.world_size > 1:
-        plan = uniform("dense", workload, costs, cluster)
-    final = carry_out(run, plan, clone(graph), costs, cluster, 0)
-    assert_whole(final, "one of the passes")
-    program = finish(captured, final, dict)
-    device = training.device
-    nothing = Residuals({}, device), CompressorStates({}, device)
-    step = CompiledStep(training, plan, _no_rebuild, Runtime(NullTransport(), device), *nothing)
-    leaves = pytree.tree_leaves(batch)
-    measured = measure_step(step, program, [NullTransport()], leaves, MOST_REPEATS, MEASURING_US)[0]
-    source = f"measured in the emitted step, {_threads(device)}"
-    compute = apportion(program, measured, source)
+    compiler, device = Compiler(cluster), training.device
+    workload = compiler.analyze(captured.graph, costs)
+    plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
+    program = compiler.emit(captured, plan, costs)
+    inputs = Inputs(training)
+    state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), CLASSIC)
+    arguments = inputs.of(program, pytree.tree_leaves(batch), state)
+    measured = measure_step(program, arguments, [NullTransport()], MOST_REPEATS, MEASURING_US)[0]
+    compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack)
-    return costs, read_workload(annotate_costs(graph, costs, cluster))
-
-
-def _no_rebuild(batch: Any, plan: Plan, varying: Mapping[int, frozenset[int]]) -> Program:
-    raise AssertionError(f"a step that is only measured is captured once: {batch}, {plan}, {varying}")
+    return costs, compiler.analyze(captured.graph, costs)
 
 
 def _threads(device: torch.device) -> str:
@@ -323,4 +302,4 @@ def plan_named(text: str, cluster: Cluster) -> AskedPlan:
         return AskedPlan(tuple(used), lambda _workload, _costs: loaded)
     check_names_compressor(text)
     used = [] if text == "dense" else [parse_compressor(text)]
-    return AskedPlan(tuple(used), lambda workload, costs: given_plan(text, workload, costs, cluster))
+    return AskedPlan(tuple(used), lambda workload, costs: plan_as_given(text, workload, costs, cluster))

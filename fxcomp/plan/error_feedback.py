@@ -265,6 +265,11 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     return any("betas" in group for group in optimizer.param_groups)
 
 
+def bursts_of(optimizer: torch.optim.Optimizer) -> float:
+    """The part of all elements that may come in bursts before an optimizer."""
+    return POLLUTING_SHARE if is_adaptive(optimizer) else 1.0
+
+
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
     """As they are bound: what they need may follow from the number of ranks."""
     for bucket in plan.buckets:

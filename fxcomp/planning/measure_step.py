@@ -25,7 +25,6 @@ from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
 from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
 from fxcomp.runtime.transport import Transport
-from fxcomp.step.compiled_step import CompiledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,21 @@ class StepMeasurement:
 
 
 def measure_step(
-    step: CompiledStep,
     program: Program,
+    arguments: Sequence[Sequence[Any]],
     transports: Sequence[Transport],
-    leaves: Sequence[Any],
     repeats: int,
     budget_us: float = math.inf,
 ) -> list[StepMeasurement]:
-    """Run an emitted step on copies of everything it changes, and time its regions, over each transport in turns.
+    """Run a program on copies of its arguments, and time its regions, over each transport in turns.
 
     Every rank calls it with the same `repeats`; one that is alone may stop when the next one would pass `budget_us`.
     Random numbers, parameters and optimizer state are as before afterwards. In turns, because machines drift: what
     differs between two transports is then theirs; ranks begin each together. The first step over each, which
     allocates, and the last one time every operator by itself; the shorter time counts, because a hiccup makes one long.
     """
-    device = step.training.device
-    scratch = tuple([_copy(value) for value in values] for values in step.feed(program, leaves))
+    device = program.captured.device
+    scratch = tuple([_copy(value) for value in values] for values in arguments)
     runs = [_Run(_LinesTimed(transport, device)) for transport in transports]
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)

@@ -23,6 +23,7 @@ from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.planning.measure_machine import compressor_costs, costs_of_memory, device_here
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.transport import Groups
+from fxcomp.site import Site
 
 LINKS_S = 8.0
 """For all collectives together. With the rest a survey takes less than half a minute."""
@@ -66,17 +67,16 @@ def _surveyed(
     tell: Callable[[str], None],
 ) -> Survey:
     ranks.check_same("comparing options", {"compressors": [str(c) for c in compressors], "threads": list(threads)})
-    device = device_here()
-    cluster = ranks.cluster_of(None)
+    site = Site.of(ranks, None, device_here())
+    cluster, transport, device = site.cluster, site.transport, site.device
     mine = ranks.attempt("measuring the machine", lambda: _machine(compressors, threads, device, tell).to_json())
     table = CostTable.from_json(ranks.from_rank_0("the machine's costs", lambda: mine))
     if ranks.world_size == 1:
         note = "No process group: links were not measured. Start it with torchrun to measure them."
         return Survey(table, cluster, 0, (note,))
-    transport = ranks.transport(cluster)
     assert isinstance(transport, Groups), "several ranks have groups"
     tell("measuring what collectives take of the processors")
-    table = with_ranks(table, ranks, cluster, transport, device)
+    table = with_ranks(table, site)
     timed = TimedCollectives(transport, device)
     missing: dict[CollectiveKind, str] = {}
     for kind in CollectiveKind:

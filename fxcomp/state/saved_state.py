@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fxcomp.errors import BadState
-from fxcomp.runtime.state import CompressorStates, Residuals, Slice, Velocities
+from fxcomp.plan.plan import Plan
+from fxcomp.runtime.state import CompressorStates, Slice
+from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
 
 VERSION = 2
@@ -27,36 +29,21 @@ Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 """The state that this rank saved; several, where ranks have gone; None, where there is nothing."""
 
 
-@dataclass(slots=True)
-class Carried:
-    """What a rank carries from step to step, as it lies in memory."""
-
-    plan: str
-    """The plan's digest."""
-    steps: int
-    rates: Mapping[int, float]
-    """The learning rates that residuals have been scaled to."""
-    residuals: Residuals
-    compressor_states: CompressorStates
-    velocities: Velocities | None
-    waiting: Mapping[str, Tensor]
-    """What the next gradients will bring, flat."""
-
-    def state_dict(self, rank: int, ranks: int) -> dict[str, Any]:
-        """A copy of it all, keyed by parameter name."""
-        velocities = {} if self.velocities is None else {"velocities": _described(self.velocities.slices)}
-        return {
-            "version": VERSION,
-            "plan": self.plan,
-            "rank": rank,
-            "ranks": ranks,
-            "steps": self.steps,
-            "learning_rates": dict(self.rates),
-            "residuals": _described(self.residuals.slices),
-            "owed": {name: value.detach().clone() for name, value in self.waiting.items()},
-            **velocities,
-            **self.compressor_states.state_dict(),
-        }
+def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: int) -> dict[str, Any]:
+    """Copy a rank's state as plain data and tensors, keyed by parameter name."""
+    velocities = {} if state.velocities is None else {"velocities": _described(state.velocities.slices)}
+    return {
+        "version": VERSION,
+        "plan": plan.digest,
+        "rank": rank,
+        "ranks": ranks,
+        "steps": steps,
+        "learning_rates": dict(state.rates),
+        "residuals": _described(state.residuals.slices),
+        "owed": {name: value.detach().clone() for name, value in state.undelivered.items()},
+        **velocities,
+        **state.compressor_states.state_dict(),
+    }
 
 
 def _described(slices: Mapping[str, Slice]) -> dict[str, dict[str, Any]]:
@@ -274,26 +261,26 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 # Loading
 
 
-def restore(agreed: Agreed, carried: Carried, here: Here, exchange: Exchange) -> dict[str, Tensor]:
-    """Load what was agreed on into what a rank carries now; returns what waits for the next gradients.
+def restore(agreed: Agreed, into: GradientState, here: Here, exchange: Exchange) -> None:
+    """Load what was agreed on into the state of the plan that is followed here.
 
     Every rank calls it. Raises BadState where compressors that must remember the same do not.
     """
     states, rank = agreed.states, exchange.peers.rank
     exchange.attempt("telling what is lost", lambda: _tell_what_is_lost(agreed, here, rank))
     residuals = Holding(agreed.ranks, _by_name([s.residuals for s in states]), _by_name([s.owed for s in states]))
-    waiting = hand_over(residuals, carried.residuals.slices, here.trained_sizes, exchange)
+    undelivered = hand_over(residuals, into.residuals.slices, here.trained_sizes, exchange)
     any_velocities = any(exchange.gather("looking for velocities", any(s.velocities for s in states)))
-    if carried.velocities is not None:
+    if into.velocities is not None:
         if not any_velocities:
             _warn("the state was saved without momentum correction: velocities start at zero.")
         velocities = Holding(agreed.ranks, _by_name([s.velocities for s in states]))
-        hand_over(velocities, carried.velocities.slices, here.trained_sizes, exchange, "velocities")
+        hand_over(velocities, into.velocities.slices, here.trained_sizes, exchange, "velocities")
     elif any_velocities:
         _warn("the state holds velocities of momentum correction, which this step does not use.")
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
-    _restore_compressors([saved.whole for saved in own_first], carried.compressor_states, exchange)
-    return waiting
+    _restore_compressors([saved.whole for saved in own_first], into.compressor_states, exchange)
+    into.undelivered, into.rates = undelivered, dict(agreed.rates)
 
 
 def _by_name(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

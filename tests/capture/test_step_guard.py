@@ -337,7 +337,7 @@ def test_a_default_dtype_is_baked_in_and_watched():
         step(BATCH)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert len(step.programs) == 2
+    assert len(step.in_force.programs) == 2
 
 
 def test_whether_cudnn_may_be_used_is_baked_in_and_watched(monkeypatch: pytest.MonkeyPatch):

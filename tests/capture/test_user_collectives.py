@@ -25,7 +25,8 @@ from fxcomp.cluster.link import Link
 from fxcomp.frontends.job import Job
 from fxcomp.frontends.what_if import capture_job
 from fxcomp.graph.edit import is_collective
-from fxcomp.pipeline import PassRunner, analyze, labelled
+from fxcomp.pipeline import Compiler
+from fxcomp.search.choose import uniform
 
 STEPS = 4
 
@@ -366,7 +367,8 @@ def test_a_slower_network_makes_an_exchange_longer_and_gradients_keep_their_own_
         Job(model, gathered_if_there_are_ranks, torch.optim.SGD(model.parameters()), torch.ones(4, 6))
     )
     fast, slow = (Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(25.0, rate)) for rate in (1e-3, 1e-6))
-    steps = [analyze(captured.graph, COSTS, cluster) for cluster in (fast, slow)]
+    steps = [Compiler(cluster).analyze(captured.graph, COSTS) for cluster in (fast, slow)]
     assert steps[1].backward_us > steps[0].backward_us + 3000
-    graph = labelled(PassRunner(), captured.graph, slow)
+    plan = uniform("dense", steps[1], COSTS, slow)
+    graph = Compiler(slow).graphs_after_each_pass(captured.graph, plan, COSTS)["label_gradients"]
     assert len([node for node in graph.graph.nodes if is_collective(node)]) == len(list(model.parameters()))

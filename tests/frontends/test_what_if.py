@@ -18,7 +18,7 @@ from fxcomp.errors import BadOption, BadPlan
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
 from fxcomp.frontends.what_if import capture_job, graph_after, plan_named, rewritten, scaled, what_if
-from fxcomp.pipeline import analyze
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
@@ -100,7 +100,7 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
     where = cluster("3x1", "100mbit")
     _, captured = capture_job(job)
     costs = CostTable(error=0.0)
-    workload = analyze(captured.graph, costs, where)
+    workload = Compiler(where).analyze(captured.graph, costs)
     asked = plan_named(text, where)
     assert [str(compressor) for compressor in asked.compressors] == [text]
     plan = asked.make(workload, costs)

@@ -54,7 +54,11 @@ def targets(does: Any) -> list[str]:
     model = Between(does)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = fxcomp.compile_step(model, square, optimizer, torch.randn(3, 5, 6), plan="dense")
-    return [str(n.target) for n in step.program.captured.graph.graph.nodes] if step.program is not None else []
+    return (
+        [str(n.target) for n in step.in_force.program.captured.graph.graph.nodes]
+        if step.in_force.program is not None
+        else []
+    )
 
 
 def test_a_view_of_what_surely_lies_so_stays_a_view():

@@ -16,12 +16,12 @@ from virtual_ranks import VirtualRank, run_virtual
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
-from fxcomp.pipeline import residual_layout, shard_of, state_layout
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.state import CompressorStates, Residuals
-from fxcomp.state.handover import Holding, hand_over
-from fxcomp.state.saved_state import Carried, Here, read_together, restore
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.layouts import residual_layout, shard_of, state_layout
+from fxcomp.state.saved_state import Here, read_together, restore, state_dict
 from fxcomp.testing import average
 from fxcomp.testing.rounds import Replica
 
@@ -52,15 +52,15 @@ class Job:
         self.cluster, self.plan, self.steps = cluster, plan, steps
         self.carried = [self._fresh(rank) for rank in range(cluster.world_size)]
 
-    def _fresh(self, rank: int) -> Carried:
+    def _fresh(self, rank: int) -> GradientState:
         residuals = Residuals(residual_layout(self.plan, self.cluster, rank), CPU)
         states = CompressorStates(state_layout(self.plan, SHAPES, self.cluster, rank), CPU)
-        return Carried(self.plan.digest, self.steps, {}, residuals, states, None, {})
+        return GradientState(residuals, states)
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The mean that is applied."""
         self.steps += 1
-        together = [{n: mine[n] + kept.waiting.get(n, 0.0) for n in SIZES}
+        together = [{n: mine[n] + kept.undelivered.get(n, 0.0) for n in SIZES}
                     for mine, kept in zip(gradients, self.carried, strict=True)]  # fmt: skip
         applied: dict[str, Tensor] = {}
         for number, bucket in enumerate(self.plan.buckets):
@@ -68,7 +68,7 @@ class Job:
             mean = self._reduced(number, bucket, flat)
             applied |= dict(zip(bucket.names, torch.split(mean, list(bucket.sizes)), strict=True))
         for kept in self.carried:
-            kept.steps, kept.waiting = self.steps, {}
+            kept.undelivered = {}
         return applied or dict(together[0])
 
     def _reduced(self, number: int, bucket: Bucket, flat: list[Tensor]) -> Tensor:
@@ -104,7 +104,7 @@ class Job:
             ranks.append(next(r for r in here if self.cluster.local_rank(r) == place))
         return hosts, ranks
 
-    def _state(self, kept: Carried, number: int) -> Tensor | None:
+    def _state(self, kept: GradientState, number: int) -> Tensor | None:
         compressor = self.plan.buckets[number].strategy.compressor
         return kept.compressor_states.of_bucket(number) if compressor is not None and compressor.has_state else None
 
@@ -113,7 +113,7 @@ class Job:
         ranks = self.cluster.world_size
         total = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
         for rank, kept in enumerate(self.carried):
-            for name, value in kept.waiting.items():
+            for name, value in kept.undelivered.items():
                 total[name] += value.double() / ranks
             for number, layout in residual_layout(self.plan, self.cluster, rank).items():
                 whole = torch.zeros(layout.padded, dtype=torch.float64)
@@ -128,18 +128,21 @@ class Job:
     def saved(self) -> list[dict[str, Any]]:
         """What each rank writes to a file and reads back."""
         ranks = self.cluster.world_size
-        return [through_a_file(kept.state_dict(rank, ranks)) for rank, kept in enumerate(self.carried)]
+        return [
+            through_a_file(state_dict(kept, self.plan, self.steps, rank, ranks))
+            for rank, kept in enumerate(self.carried)
+        ]
 
     def load(self, given: Sequence[Any]) -> None:
-        def work(peer: VirtualRank) -> None:
+        def work(peer: VirtualRank) -> int:
             kept = self.carried[peer.rank]
             here = Here(SIZES, sorted(SIZES), {self.plan.digest}, kept.residuals.slices)
             agreed = read_together(given[peer.rank], here, peer.exchange())
             assert agreed is not None
-            kept.waiting, kept.steps = restore(agreed, kept, here, peer.exchange("restoring")), agreed.steps
+            restore(agreed, kept, here, peer.exchange("restoring"))
+            return agreed.steps
 
-        run_virtual(self.cluster.world_size, work)
-        self.steps = self.carried[0].steps
+        self.steps = run_virtual(self.cluster.world_size, work)[0]
 
     def follow(self, plan: Plan) -> None:
         """Another plan for the same ranks, without a state in between."""
@@ -147,10 +150,7 @@ class Job:
         self.carried = [self._fresh(rank) for rank in range(self.cluster.world_size)]
 
         def work(peer: VirtualRank) -> None:
-            old, new = before[peer.rank], self.carried[peer.rank]
-            holding = Holding.of(peer.world_size, old.residuals.slices, old.waiting)
-            new.waiting = hand_over(holding, new.residuals.slices, SIZES, peer.exchange())
-            new.compressor_states.take_over(old.compressor_states)
+            before[peer.rank].carry_to(self.carried[peer.rank], SIZES, peer.exchange())
 
         run_virtual(self.cluster.world_size, work)
 

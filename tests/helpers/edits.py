@@ -16,16 +16,15 @@ from fxcomp.step.compiled_step import CompiledStep
 
 def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     """Edit a copy of the final graph, emit it anew, and let the step run that from now on."""
-    program = step.program
-    assert program is not None, "compile_step adopts a program"
+    program = step.in_force.program
     gm = clone(step.graph())
     edit(gm)
     gm.graph.lint()
     changed = pipeline.finish(program.captured, gm, program.replay)
-    step.programs.exchange(program, changed)
-    step.program = changed
-    step.runtime = Runtime(
-        step.runtime.transport, step.training.device
+    step.in_force.programs.exchange(program, changed)
+    step.in_force.program = changed
+    step.in_force.runtime = Runtime(
+        step.in_force.runtime.transport, step.training.device
     )  # buffers are kept by name, and may have another size now
 
 

@@ -50,11 +50,11 @@ def assert_followed(model: nn.Module, loss: Any, *changes: Callable[[Any], Any],
 def count_captures(step: CompiledStep) -> list[None]:
     """Grows with every capture of a step from now on."""
     built: list[None] = []
-    make = step.programs._make
+    make = step.in_force.programs._make
 
     def counted(*arguments: Any) -> Any:
         built.append(None)
         return make(*arguments)
 
-    step.programs._make = counted
+    step.in_force.programs._make = counted
     return built

@@ -21,10 +21,13 @@ PACKAGE = str(Path(fxcomp.__file__).parent)
 DISTRIBUTED = str(Path(dist.__file__).parent)
 
 TALKING = (
-    *("pipeline", "step", "ranks", "lockstep", "calibrate", "job_contention", "variants", "backend"),
+    *("frontends/compile_step", "frontends/torch_compile", "frontends/compiled_model", "pipeline", "ranks", "site"),
+    *("planning/decide", "planning/measure_job", "planning/measure_step", "planning/measure_contention"),
+    *("step/compiled_step", "step/steering", "step/monitor", "step/plan_in_force", "step/lockstep", "step/programs"),
+    *("state/gradient_state", "state/inputs", "state/saved_state"),
     *("runtime/agree", "runtime/lending", "runtime/runtime", "runtime/transport", "runtime/state"),
 )
-CALLERS = {f"{PACKAGE}/{name}.py" for name in TALKING}
+CALLERS = {str((Path(PACKAGE) / f"{name}.py").resolve(strict=True)) for name in TALKING}
 
 REPEATS = 2
 """So many calls of a function from one line count."""

@@ -124,7 +124,6 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
 
     def run(step: CompiledStep, program: Program, *arguments: Any) -> Any:
         result = really_run(step, program, *arguments)
-        assert step.costs is not None, "virtual time is for steps with costs"
         clock.wall_s += clock.step_us(program, step.costs.processors) / 1e6
         return result
 
@@ -146,6 +145,6 @@ def slower(factors: Mapping[tuple[CostKind, str], float]) -> Factor:
 
 def scheduled(step: CompiledStep, every: int, window: int) -> None:
     """Time a compiled step more often than the real clock would allow."""
-    assert step._following is not None
-    watch = step._following.watch
+    watch = step.monitor.watch
+    assert watch is not None
     watch.schedule = replace(watch.schedule, every=every, window=window)

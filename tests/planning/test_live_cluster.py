@@ -13,7 +13,7 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks, try_ranks
 
 import fxcomp
-from fxcomp import compat, pipeline
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.commands.demo import launch_ranks, shaped_hosts
@@ -22,6 +22,7 @@ from fxcomp.cost.contention import Contention
 from fxcomp.errors import NoProcessGroup
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Strategy
+from fxcomp.planning import measure_job
 from fxcomp.ranks import Ranks, cluster_of_group
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
@@ -151,7 +152,7 @@ def fitted_contention(_: object = None) -> tuple[int, dict[CollectiveKind, Conte
         asked.append(1)
         return {CollectiveKind.ALL_GATHER: Contention(1.5 + dist.get_rank(), 0.5)}, 0.1 + 0.1 * dist.get_rank()
 
-    pipeline.contention_of = fitted
+    measure_job.contention_of = fitted
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
@@ -166,12 +167,12 @@ def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
 
 def priced_starts(_: object = None) -> float:
     """What a start costs in the plan's table where one on this rank took 700 us, or 900."""
-    measure = pipeline.measure_step
+    measure = measure_job.measure_step
 
     def measured(*arguments: Any) -> list[Any]:
         return [replace(on, launch_us=700.0 + 200 * dist.get_rank()) for on in measure(*arguments)]
 
-    pipeline.measure_step = measured
+    measure_job.measure_step = measured
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())

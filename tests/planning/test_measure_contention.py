@@ -13,7 +13,6 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxcomp import pipeline
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level
@@ -22,9 +21,9 @@ from fxcomp.cluster.processors import Processors
 from fxcomp.cost.contention import Contention, TransportCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import Strategy
+from fxcomp.plan.strategy import CollectiveKind, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (
@@ -61,12 +60,12 @@ def captured() -> Any:
 
 def dense_step(captured: Any, costs: CostTable) -> GraphModule:
     """Two buckets, so that the first one's collective has compute beside it."""
-    gradients = pipeline.analyze(captured.graph, costs, CLUSTER).gradients
+    gradients = Compiler(CLUSTER).analyze(captured.graph, costs).gradients
     halves = gradients[:2], gradients[2:]
     buckets = [
         Bucket(tuple(g.name for g in half), tuple(g.elements for g in half), Strategy.flat(None)) for half in halves
     ]
-    return pipeline.rewrite(captured, Plan(tuple(buckets)), costs, CLUSTER, 0).graph
+    return Compiler(CLUSTER, 0).emit(captured, Plan(tuple(buckets)), costs).graph
 
 
 def measured(tasks: list[Task] | tuple[Task, ...]) -> StepMeasurement:

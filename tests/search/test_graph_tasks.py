@@ -9,17 +9,15 @@ from graphs import COSTS
 from jobs import JOBS, captured_step
 from plans import plan_in_turns
 
-from fxcomp import pipeline
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.link import Link
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.strategy import CollectiveKind, Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 
@@ -82,9 +80,9 @@ def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured]
     job, captured = step
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
-    workload = pipeline.analyze(captured.graph, COSTS, cluster, skip_nonfinite=skip)
+    workload = Compiler(cluster, skip_nonfinite=skip).analyze(captured.graph, COSTS)
     searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
-    emitted = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=skip).timeline.step_time_us
+    emitted = Compiler(cluster, 0, skip_nonfinite=skip).emit(captured, plan, COSTS).timeline.step_time_us
     assert emitted == pytest.approx(searched, rel=0.01)
 
 
@@ -101,10 +99,10 @@ def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Cap
     job, captured = step
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
-    workload = pipeline.analyze(captured.graph, ON_ONE_PROCESSOR, cluster)
+    workload = Compiler(cluster).analyze(captured.graph, ON_ONE_PROCESSOR)
     tasks = plan_tasks(workload, plan, ON_ONE_PROCESSOR, cluster)
     searched = simulate(tasks, ON_ONE_PROCESSOR.processors)
-    emitted = pipeline.rewrite(captured, plan, ON_ONE_PROCESSOR, cluster, 0).timeline
+    emitted = Compiler(cluster, 0).emit(captured, plan, ON_ONE_PROCESSOR).timeline
     assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
     slowed_us = searched.slowed_us(Stream.COMPUTE)
     assert emitted.slowed_us(Stream.COMPUTE) == pytest.approx(slowed_us, rel=0.15, abs=1.0)
@@ -114,6 +112,6 @@ def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Cap
 
 def in_ready_order(plan: Plan, captured: Captured) -> Plan:
     """Buckets in the order in which their last gradients are ready, as the search makes them."""
-    ready = [g.name for g in pipeline.analyze(captured.graph, COSTS, SLOW).gradients]
+    ready = [g.name for g in Compiler(SLOW).analyze(captured.graph, COSTS).gradients]
     last = {bucket: max(ready.index(name) for name in bucket.names) for bucket in plan.buckets}
     return Plan(tuple(sorted(plan.buckets, key=last.__getitem__)))

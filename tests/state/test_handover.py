@@ -13,12 +13,11 @@ from books import CLUSTERS, CPU, SIZES, Books, Job, dealt, some_plan
 from torch import Tensor
 from virtual_ranks import VirtualRank, run_virtual
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.link import Link
-from fxcomp.pipeline import velocity_layout
+from fxcomp.cluster.cluster import Cluster, Link
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.state import BucketLayout, Residuals, Slice, Velocities
 from fxcomp.state.handover import Holding, hand_over
+from fxcomp.state.layouts import velocity_layout
 
 NOTHING_OWED = {name: torch.zeros(size) for name, size in SIZES.items()}
 ROUNDING = 3e-6

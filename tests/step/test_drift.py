@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drifting import EVERY, JOB, JUDGED, POINTS, WINDOW, compiled, same, table
+from judged import plans_made
 from ranks import run_ranks
 from replicas import flat_parameters
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ import fxcomp
 from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.lines import CostKind
-from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
 from fxcomp.step.drift.predicted_costs import predict_costs
+from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 
 
 def train(
@@ -41,9 +42,9 @@ def train(
     with virtual_time(clock):
         step = compiled(costs, **options)
         before, sources = step.plan, [step.source]
-        first = predict_costs(step.program).predicted_us
+        first = predict_costs(step.in_force.program).predicted_us
         for i in range(steps):
-            clock.factor = slower(factors if i >= JUDGED and not step._replans else {})
+            clock.factor = slower(factors if i >= JUDGED and not plans_made(step) else {})
             step(JOB.batch(i, dist.get_rank()))
         text = step.explain()
     return {
@@ -57,7 +58,7 @@ def train(
         "text": text,
         "costs": step.costs,
         "first": {str(cost): us for cost, us in first.items()},
-        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.timed},
+        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.monitor.timed},
     }
 
 
@@ -184,9 +185,9 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
         due = {name: torch.zeros_like(value) for name, value in start.items()}
         plans, owed = [step.plan], False
         for i in range(3 * JUDGED):
-            clock.factor = slower({(CostKind.COLLECTIVE, ""): factor} if i >= 4 and not step._replans else {})
+            clock.factor = slower({(CostKind.COLLECTIVE, ""): factor} if i >= 4 and not plans_made(step) else {})
             gradients = draw(i)
-            owed = owed or bool(step.runtime.undelivered)
+            owed = owed or bool(step.in_force.runtime.undelivered)
             if commits and plans[-1] != step.plan:  # the first step of a plan is left out
                 gradients["0.weight"][0, 0] = math.nan
             else:
@@ -203,8 +204,8 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
     for name in sorted(set.intersection(*exact)):  # what is rounded without feedback is lost, whatever plan follows
         parameter = dict(model.named_parameters())[name]
         left = torch.zeros(parameter.numel())
-        if name in step.residuals.slices:
-            step.residuals.slices[name].add_to(left, 1)
+        if name in step.in_force.state.residuals.slices:
+            step.in_force.state.residuals.slices[name].add_to(left, 1)
         both = torch.stack([due[name].flatten(), left.double()])
         dist.all_reduce(both)
         applied = (start[name] - parameter.detach().double()).flatten()

@@ -16,13 +16,13 @@ from ranks import run_ranks
 from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
-from fxcomp import pipeline
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, CannotReplan
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.lines import TIMED_METHODS, CostKind
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.step.drift.correct_links import link_factors
@@ -109,11 +109,11 @@ def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
 @pytest.mark.parametrize(
     ("what", "when"),
     [
-        ("fxcomp.step.compiled_step.corrected", "correcting the costs"),
-        ("fxcomp.pipeline.workload_of", "reading the costs"),
-        ("fxcomp.pipeline.choose", "comparing it"),
-        ("fxcomp.pipeline.rewrite", "emitting the step"),
-        ("fxcomp.pipeline.residual_layout", "emitting the step"),
+        ("fxcomp.step.monitor.corrected", "correcting the costs"),
+        ("fxcomp.pipeline.Compiler.analyze", "reading the costs"),
+        ("fxcomp.planning.decide.choose", "comparing it"),
+        ("fxcomp.pipeline.Compiler.emit", "emitting the step"),
+        ("fxcomp.state.gradient_state.residual_layout", "emitting the step"),
     ],
 )
 def test_where_one_rank_cannot_plan_anew_all_keep_their_plan_and_none_hangs(what: str, when: str):
@@ -203,7 +203,7 @@ def test_where_every_step_is_verified_none_is_timed():
 def test_every_line_and_every_task_of_the_prediction_is_known(plan: Plan, cluster: Cluster, commits: bool):
     graph = linear_step(buffer=True, clip=True)
     captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
-    program = pipeline.rewrite(captured, plan, COSTS, cluster, 0, skip_nonfinite=commits)
+    program = Compiler(cluster, 0, skip_nonfinite=commits).emit(captured, plan, COSTS)
     predicted = predict_costs(program)
     lines = program.source[program.source.index("def step(") :].splitlines()
     body = "\n".join(line for line in lines if not line.startswith(" " * 8))  # without what is taken back

@@ -117,7 +117,7 @@ def numbers(step: fxcomp.CompiledStep, optimizer: torch.optim.Optimizer) -> tupl
     """Parameters and the optimizer's state; and residuals."""
     exact = [p.detach().clone() for p in step.training.model.parameters()]
     exact += [v.clone() for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return exact, step.residuals.arena.clone()
+    return exact, step.in_force.state.residuals.arena.clone()
 
 
 def skip(cases: list[Case]) -> list[dict[str, Any]]:
@@ -141,10 +141,10 @@ def follow(case: Case) -> dict[str, Any]:
     for i in range(STEPS):
         if i == case.bad_step:
             exact, residual = numbers(step, optimizer)
-            kept = step.compressor_states.state_dict()["compressors"]
+            kept = step.in_force.state.compressor_states.state_dict()["compressors"]
             step(batch(i, case))
             exact_after, residual_after = numbers(step, optimizer)
-            kept_after = step.compressor_states.state_dict()["compressors"]
+            kept_after = step.in_force.state.compressor_states.state_dict()["compressors"]
             unchanged = all(map(torch.equal, exact, exact_after))
             unchanged &= all(torch.equal(kept[name]["state"], kept_after[name]["state"]) for name in kept)
             rolled_back = (residual_after - residual).abs().max().item()

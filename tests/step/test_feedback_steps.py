@@ -52,7 +52,7 @@ def warm_up() -> dict[str, Any]:
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
     sent: list[list[str]] = []
     found: dict[str, Any] = {}
-    builds = len(step.programs)
+    builds = len(step.in_force.programs)
     for i in range(DENSE_STEPS + DENSITY_STEPS + 2):
         batch = JOB.batch(i, rank)
         note = step.counted_notes
@@ -67,11 +67,11 @@ def warm_up() -> dict[str, Any]:
             mine, theirs = parameters(step.training.model), parameters(reference.module)
             found["like ddp"] = (mine - theirs).abs().max().item()
             found["like dense"] = torch.equal(mine, parameters(dense.training.model))
-            found["residual"] = step.residuals.arena.abs().max().item()
+            found["residual"] = step.in_force.state.residuals.arena.abs().max().item()
             found["note"] = note
     found["sent"] = sent
-    found["residual after"] = step.residuals.arena.abs().max().item()
-    found["built later"] = len(step.programs) - builds
+    found["residual after"] = step.in_force.state.residuals.arena.abs().max().item()
+    found["built later"] = len(step.in_force.programs) - builds
     found["last notes"] = step.counted_notes
     found["parameters"] = parameters(step.training.model).tolist()
     return found
@@ -155,7 +155,10 @@ def books(names: list[str], scale_with_lr: bool, everywhere: bool) -> float:
     worst = 0.0
     for bucket in plan.buckets:
         for name in bucket.names:
-            wanted, left = due[name], step.residuals.of_parameter(name).double().view_as(due[name]).clone()
+            wanted, left = (
+                due[name],
+                step.in_force.state.residuals.of_parameter(name).double().view_as(due[name]).clone(),
+            )
             both = torch.stack([wanted, left])
             dist.all_reduce(both)
             compressor = bucket.strategy.compressor
@@ -191,7 +194,7 @@ def untouched() -> bool:
         group["lr"] = plain.training.optimizer.param_groups[0]["lr"] = rate
         step(JOB.batch(i, rank))
         plain(JOB.batch(i, rank))
-        same = same and torch.equal(step.residuals.arena, plain.residuals.arena)
+        same = same and torch.equal(step.in_force.state.residuals.arena, plain.in_force.state.residuals.arena)
     return same
 
 

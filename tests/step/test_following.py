@@ -251,7 +251,7 @@ def test_auxiliary_results_that_follow_from_sizes_are_made_anew(loss: Any):
         assert aux == expected
         plain = [key for key in aux if key != "shape"]  # flattening makes a tuple of it
         assert [type(aux[key]) for key in plain] == [type(expected[key]) for key in plain]
-    assert len(pair.step.programs) == (3 if loss is of_sizes else 6)
+    assert len(pair.step.in_force.programs) == (3 if loss is of_sizes else 6)
 
 
 def test_what_cannot_be_returned_again_is_refused_by_name():

@@ -54,7 +54,7 @@ def one_rank_raises() -> dict[str, list[Any]]:
     step(batch(1))
     saved, model = step.state_dict(), {k: v.clone() for k, v in step.training.model.state_dict().items()}
     said["early"] = [early(step) if is_one() else outcome(lambda: step(batch(2)))]
-    said["early"] += [outcome(lambda: step(batch(3))), outcome(step._lockstep.check), step.steps]
+    said["early"] += [outcome(lambda: step(batch(3))), outcome(lambda: step(batch(4))), step.steps]
 
     def load() -> None:
         step.training.model.load_state_dict(model)
@@ -81,7 +81,7 @@ def one_rank_raises() -> dict[str, list[Any]]:
 
 def early(step: fxcomp.CompiledStep) -> str:
     """Raise where a step is prepared."""
-    with patch.object(step, "feed", fails):
+    with patch.object(step.in_force.inputs, "of", fails):
         return outcome(lambda: step(batch(2)))
 
 
@@ -100,12 +100,12 @@ def on_two() -> list[dict[str, Any]]:
 def test_a_rank_that_raised_and_goes_on_is_refused_until_all_have_loaded_a_state(on_two: Any):
     ends = (f"PeerFailed: step 2 did not end: {CAUSE.format(2)}", "ZeroDivisionError: a mistake of ours")
     for said, end in zip(on_two, ends, strict=True):
-        first, second, replanned, steps, loaded = said["early"]
+        first, second, third, steps, loaded = said["early"]
         assert first.startswith(end)
         assert second.startswith(f"RanksApart: the ranks are no longer at the same step: {CAUSE.format(2)}")
         assert "rank 0 stopped inside step 2; rank 1 stopped before anything had run of step 2" in second
         assert "step.load_state_dict" in second
-        assert replanned.startswith("RanksApart")
+        assert third.startswith("RanksApart")
         assert (steps, loaded) == (2, "done")
         assert said["same"][0] == said["same"][1]
 
@@ -140,14 +140,14 @@ def pool_fails() -> dict[str, list[Any]]:
     step = offloaded()
     step(batch(0))
     saved, said = step.state_dict(), dict[str, list[Any]]()
-    submit = step.runtime._submit
+    submit = step.in_force.runtime._submit
 
     def unread(work: Callable[[], Tensor]) -> Any:
         future = submit(work)
         submit(fails)
         return future
 
-    with patch.object(step.runtime, "_submit", unread) if is_one() else nullcontext():
+    with patch.object(step.in_force.runtime, "_submit", unread) if is_one() else nullcontext():
         said["raised"] = [outcome(lambda: step(batch(1)))]
     said["raised"] += [step.steps, outcome(lambda: step(batch(2)))]
     step.load_state_dict(saved)

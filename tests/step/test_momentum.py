@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS, OPTIMIZERS, cross_entropy
+from judged import judge_by_dense
 from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks, try_ranks
 from replicas import replica_fingerprint
@@ -27,7 +28,8 @@ from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.state import Slice
 from fxcomp.runtime.transport import NullTransport
-from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
+from fxcomp.search.decision import Decision
+from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 from fxcomp.testing import average, replicas_of
 from fxcomp.testing.describe_compressors import examples
 
@@ -160,23 +162,23 @@ def simulate(names: list[str | None], device: Device, options: dict[str, int]) -
     step = compiled([flat(name, device if name else Device.GPU) for name in names], warm_up=options)
 
     def state(number: int) -> Tensor | None:
-        compressor = step.stages[-1].plan.buckets[number].strategy.compressor
+        compressor = step.in_force.stages[-1].plan.buckets[number].strategy.compressor
         kept = compressor is not None and compressor.has_state
-        return step.compressor_states.of_bucket(number).clone() if kept else None
+        return step.in_force.state.compressor_states.of_bucket(number).clone() if kept else None
 
-    other = Simulated(step.stages[-1].plan, state)
+    other = Simulated(step.in_force.stages[-1].plan, state)
     apart = 0.0
     for i in range(16):
         batch = JOB.batch(i, dist.get_rank())
         step(batch)
         other.step(batch, step.plan)
         apart = max(apart, (parameters(step.training.model) - parameters(other.model)).abs().max().item())
-    assert step.velocities is not None
+    assert step.in_force.state.velocities is not None
     return {
         "apart": apart,
         "moved": (parameters(other.model) - parameters(JOB.build())).abs().max().item(),
         "fingerprint": replica_fingerprint(step.training.model),
-        "unsent": (step.velocities.arena != 0).float().mean().item(),
+        "unsent": (step.in_force.state.velocities.arena != 0).float().mean().item(),
         "source": step.source,
     }
 
@@ -212,12 +214,12 @@ def sharded() -> str:
     )
     for i in range(8):
         step(JOB.batch(i, dist.get_rank()))
-    assert step.velocities is not None
+    assert step.in_force.state.velocities is not None
     for number, bucket in enumerate(step.plan.buckets):
-        held = step.velocities.of_bucket(number)
+        held = step.in_force.state.velocities.of_bucket(number)
         assert len(held) == -(-bucket.elements // 2)
         assert held.abs().max() > 0
-        whole = sum(step.velocities.of_parameter(name).abs().sum() for name in bucket.names)
+        whole = sum(step.in_force.state.velocities.of_parameter(name).abs().sum() for name in bucket.names)
         assert whole == pytest.approx(held.abs().sum().item(), rel=1e-5)
     return replica_fingerprint(step.training.model)
 
@@ -260,10 +262,10 @@ def left_out(names: list[str | None], device: Device) -> dict[str, Any]:
     for i in range(6):
         inputs, target = JOB.batch(i, dist.get_rank())
         if i == 3:
-            assert step.velocities is not None
-            before = step.velocities.arena.clone(), parameters(step.training.model)
+            assert step.in_force.state.velocities is not None
+            before = step.in_force.state.velocities.arena.clone(), parameters(step.training.model)
             step((torch.full_like(inputs, math.nan if dist.get_rank() else 1.0), target))
-            after = step.velocities.arena, parameters(step.training.model)
+            after = step.in_force.state.velocities.arena, parameters(step.training.model)
             unchanged = all(map(torch.equal, before, after))
         for each in (step, clean):
             each((inputs, target))
@@ -271,7 +273,9 @@ def left_out(names: list[str | None], device: Device) -> dict[str, Any]:
     return {
         "unchanged": unchanged,
         "skipped": (step.skipped_steps, clean.skipped_steps),
-        "finite": bool(step.velocities.arena.isfinite().all()) if step.velocities else False,
+        "finite": bool(step.in_force.state.velocities.arena.isfinite().all())
+        if step.in_force.state.velocities
+        else False,
         "apart": (parameters(step.training.model) - parameters(clean.training.model)).abs().max().item(),
         "fingerprint": replica_fingerprint(step.training.model),
     }
@@ -311,16 +315,16 @@ def test_a_saved_state_has_the_velocities(per_bucket: int):
 def switched_back(strategies: list[Strategy], others: list[Strategy], cluster: Any) -> dict[str, Any]:
     """A compressed plan becomes dense; the mean velocity over all ranks before and behind it, and what was owed."""
     step, dense = (compiled(plan, 1, cluster=cluster, verify_every=7) for plan in (strategies, others))
-    step._dense_plan, step._dense_ms = dense.plan, 1e-6
+    judge_by_dense(step, dense.plan, 1e-6)
     seen: list[Tensor] = []
-    reconsider = step._reconsider
+    switch = step.in_force.switch
 
-    def watched() -> None:
+    def watched(decision: Decision, topic: str) -> None:
         seen.extend((mean_of(step, "velocities"), mean_of(step, "residuals")))
-        reconsider()
+        switch(decision, topic)
         seen.append(mean_of(step, "velocities"))
 
-    step._reconsider = watched
+    step.in_force.switch = watched
     for i in range(SWITCH_STEPS + WARM_STEPS):
         step(JOB.batch(i, dist.get_rank()))
     start = parameters(step.training.model)

@@ -70,7 +70,7 @@ def test_many_lengths_share_a_capture_and_what_is_remembered_of_them_is_bounded(
     for length in (*range(5, 35), *range(5, 35)):
         step(JOBS["mlp"].batch(0, length=length))
     assert len(built) == 2, "one more length, then one for all"
-    assert len(step.programs) == 3
+    assert len(step.in_force.programs) == 3
 
 
 def test_no_more_captures_are_kept_than_a_few_and_the_oldest_goes():
@@ -78,7 +78,7 @@ def test_no_more_captures_are_kept_than_a_few_and_the_oldest_goes():
     built = count_captures(step)
     with pytest.warns(UserWarning, match="changed"):
         run_with(step, *(t for pair in range(CAPTURES + 3) for t in (pair, 0)))
-    assert len(step.programs) == CAPTURES
+    assert len(step.in_force.programs) == CAPTURES
     assert len(built) == CAPTURES + 2, "what is used at every other step stays"
-    assert len(step.programs._of_key) <= KEYS
-    assert len(step.programs._families) <= FAMILIES
+    assert len(step.in_force.programs._of_key) <= KEYS
+    assert len(step.in_force.programs._families) <= FAMILIES

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from drifting import JUDGED, compiled, same, table
 from jobs import JOBS
+from judged import judge_by_dense, plans_made
 from ranks import run_ranks
 from torch import nn
 from virtual_time import VirtualTime, slower, virtual_time
@@ -19,7 +20,7 @@ from fxcomp.codegen.program import Program
 from fxcomp.graph.lines import CostKind
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.step import step_times
-from fxcomp.step.compiled_step import SWITCH_STEPS, WARM_STEPS
+from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 
 
 def train(dense_ms: float) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def train(dense_ms: float) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     batch = (torch.randn(8, 64, generator=generator),)
     step = compiled("int8")
-    step._dense_plan, step._dense_ms = compiled("dense").plan, dense_ms
+    judge_by_dense(step, compiled("dense").plan, dense_ms)
     for _ in range(SWITCH_STEPS + WARM_STEPS + 5):
         step(batch)
     parameters = torch.cat([p.detach().flatten() for p in step.training.model.parameters()])
@@ -120,23 +121,24 @@ def returned(steps: int, unexplained: float, slows: str, options: dict[str, Any]
 
     def surprise(program: Program) -> float:
         is_compressed = "rt.compress" in program.source
-        return unexplained if is_compressed and (slows == "always" or not step._returns) else 1.0
+        return unexplained if is_compressed and (slows == "always" or not step.monitor.times_given_up) else 1.0
 
     clock.surprise = surprise
     with virtual_time(clock):
         step = compiled(table(0.2), **options)
-        step._dense_ms = step._dense_ms or 2.0
+        if step.in_force.decision.dense_us is None:
+            judge_by_dense(step, step.in_force.decision.dense, 2.0)
         plans: list[bool] = []
         for i in range(steps):
-            is_slow = slows == "always" or (slows == "once" and step._replans == 0)
-            clock.factor = slower({LINK: 10.0} if is_slow and step._returns else {})
+            is_slow = slows == "always" or (slows == "once" and not plans_made(step))
+            clock.factor = slower({LINK: 10.0} if is_slow and step.monitor.times_given_up else {})
             step(JOB.batch(i, dist.get_rank()))
             plans.append(step.plan.is_dense)
     return {
         "notes": step.notes,
         "plan": step.plan.digest,
         "parameters": nn.utils.parameters_to_vector(step.training.model.parameters()).tolist(),
-        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.timed},
+        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.monitor.timed},
         "plans": plans,
     }
 
@@ -196,7 +198,7 @@ def resumed(steps_before: int, dense_ms: float) -> dict[str, Any]:
         return model(batch[0]).square().mean()
 
     step = fxcomp.compile_step(model, loss, optimizer, batch, plan="int8", verify_every=7)
-    step._dense_plan, step._dense_ms = fxcomp.compile_step(model, loss, optimizer, batch, plan="dense").plan, dense_ms
+    judge_by_dense(step, fxcomp.compile_step(model, loss, optimizer, batch, plan="dense").plan, dense_ms)
     step.load_state_dict({**step.state_dict(), "steps": steps_before})
     for _ in range(SWITCH_STEPS + WARM_STEPS + 1):
         step(batch)

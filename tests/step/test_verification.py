@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 import fxcomp
 from fxcomp import compat
+from fxcomp.capture.step_guard import StepGuard
 from fxcomp.errors import BadOption, VerificationFailed
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import PACK
@@ -77,7 +78,7 @@ def test_steps_are_sampled_unless_told_otherwise():
 @contextmanager
 def unseen_change(step: CompiledStep, holder: list[float], value: float) -> Generator[None]:
     """Change a value that tracing took for a constant, behind the guards' back."""
-    before, key = holder[0], step._guard.key()
+    before, key = holder[0], StepGuard(step.training).key()
     holder[0] = value
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fxcomp.capture.step_guard.StepGuard.key", lambda _: key)

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fxcomp
 from fxcomp.commands.demo.gpt import gpt_job, training_text, validation_loss
 from fxcomp.commands.demo.launch_ranks import join
 from fxcomp.commands.demo.result import Contestant
 from fxcomp.commands.demo.run import MARK
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
+from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job
+from fxcomp.step.compiled_step import CompiledStep
 
 MODE = "balanced"
 WARM_UP_STEPS = 2  # counted as training, not as time
@@ -87,10 +88,8 @@ def main(steps: int) -> None:
     dist.destroy_process_group()
 
 
-def _compile(job: Job) -> fxcomp.CompiledStep:
-    return fxcomp.compile_step(
-        job.model, job.loss_fn, job.optimizer, job.batch, mode=MODE, max_grad_norm=job.max_grad_norm
-    )
+def _compile(job: Job) -> CompiledStep:
+    return compile_step(job.model, job.loss_fn, job.optimizer, job.batch, mode=MODE, max_grad_norm=job.max_grad_norm)
 
 
 def _eager_step(job: Job, model: nn.Module) -> Step:

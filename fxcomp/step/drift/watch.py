@@ -7,12 +7,10 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
-from fxcomp.errors import BadOption
 from fxcomp.graph.lines import TIMED_METHODS
 from fxcomp.plan.verified_steps import NEVER, NO_STEPS, VerifiedSteps
 from fxcomp.runtime.clock import Clock
@@ -32,25 +30,6 @@ TIMING_SHARE = 1e-3
 
 MOST_SELDOM = 10
 """At least one in so many steps is timed, so that at most 400 are judged together (assumed)."""
-
-
-class Replan(Enum):
-    """What happens when a cost turns out wrong."""
-
-    OFF = "off"  # nothing is timed
-    OFFER = "offer"  # the report says so; `step.replan()` plans anew
-    AUTO = "auto"  # all ranks plan anew at the same step
-
-    @classmethod
-    def parse(cls, text: str) -> Replan:
-        """Raises BadOption for what is none of them."""
-        try:
-            return cls(text)
-        except ValueError:
-            raise BadOption(
-                f"replan must be {', '.join(repr(each.value) for each in cls)}; it is {text!r}.\n"
-                "  'offer' says when a cost is wrong, 'auto' plans anew by itself, 'off' times nothing."
-            ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""Read the backward graph that torch.compile made: label the gradients, and leave the user's own collectives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.errors import UnsupportedFeature
+from fxcomp.graph.edit import call, clone, is_collective
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
+from fxcomp.graph.ops import ALL_REDUCE, WAIT
+from fxcomp.graph.uncertain_views import reshape_uncertain_views
+
+aten = torch.ops.aten
+
+
+def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
+    """Say which nodes make the gradients, and hand each out as a copy, because the buffers of a bucket are used again.
+
+        %mm  f32[4,2]  aten.mm(%a, %x)
+        output(%mm, None)
+     -->
+        %mm     gradient  f32[4,2]  aten.mm(%a, %x)      fc.weight
+        %clone  update    f32[4,2]  aten.clone(%mm)      fc.weight
+        output(None, (%clone, None))
+
+    `names` are the trainable parameters by the place of their input. The copy has the optimizer's role: it follows the
+    wait.
+    """
+    gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        set_info(node, NodeInfo(Role.INPUT, source=Source(InputKind.BATCH, index=index)))
+    output = gm.graph.output_node()
+    returned: Any = output.args[0]
+    values: list[Any] = list(returned)
+    for place, source in compat.gradient_places(graph).items():
+        if values[place] is None:
+            continue
+        if source is None:
+            raise UnsupportedFeature(
+                "two inputs of the graph share memory and one is written to, so gradients cannot be told apart.\n"
+                "  Do not pass a view of a parameter to the compiled function."
+            )
+        if source in names:
+            values[place] = _handed_out(gm, values[place], names[source])
+    output.args = ((None, tuple(values)),)
+    _keep_exchanges(gm)
+    _check_operators(gm)
+    return gm
+
+
+def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
+    """Label the gradient behind an output; returns the copy that takes the output's place."""
+    output, reduction = gm.graph.output_node(), _reduction_behind(value)
+    local = value if reduction is None else reduction.all_input_nodes[0]
+    others = [user for user in local.users if user not in (output, reduction)]
+    returned: Any = output.args[0]
+    shared = list(returned).count(local) > 1 or bool(others)
+    label = NodeInfo(Role.GRADIENT, name)
+    if local.op == "call_function" and not shared and not has_info(local):
+        set_info(local, label)
+    else:
+        with gm.graph.inserting_after(local if local.op != "placeholder" else _last_input(gm)):
+            alias = call(gm.graph, aten.alias.default, (local,), label)
+        if reduction is not None:
+            reduction.replace_input_with(local, alias)
+        value, local = alias if value is local else value, alias
+    local.meta["val"] = _fixed(local.meta["val"])
+    with gm.graph.inserting_before(output):
+        return call(gm.graph, aten.clone.default, (value,), NodeInfo(Role.UPDATE, name))
+
+
+def _fixed(gradient: Tensor) -> Tensor:
+    """The same fake value with numbers for sizes: a gradient has its parameter's, though tracing may write symbols."""
+    return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
+
+
+def _reduction_behind(value: Node) -> Node | None:
+    """The reduction that the user wrote, whose result an output is; None where there is none."""
+    wait = value
+    if value.target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(value.args[1], int | float):
+        wait = value.args[0]
+    reduction = wait.args[0] if isinstance(wait, Node) and wait.target is WAIT else None
+    if not isinstance(reduction, Node) or not is_collective(reduction):
+        return None
+    scaled = wait is not value
+    if scaled and not (reduction.target is ALL_REDUCE and reduction.args[1] == "sum"):
+        return None
+    return reduction
+
+
+def _last_input(gm: GraphModule) -> Node:
+    return list(gm.graph.find_nodes(op="placeholder"))[-1]
+
+
+def _keep_exchanges(gm: GraphModule) -> None:
+    """A collective that reduces a gradient must reach all ranks; any other is the backward pass of the user's own."""
+    ours: set[Node] = set()
+    for node in gm.graph.nodes:
+        if not compat.communicates(node.target):
+            continue
+        carried = node.all_input_nodes[0]
+        if is_collective(node) and has_info(carried) and info(carried).role is Role.GRADIENT:
+            ours.add(node)
+            if compat.process_group(str(node.args[-1])).size() != dist.get_world_size():
+                raise UnsupportedFeature(
+                    f"the gradient of {info(carried).parameter!r} is reduced over a part of the ranks.\n"
+                    "  Leave the reduction out: fxcomp averages over all ranks."
+                )
+        elif carried not in ours:  # which it waits for
+            set_info(node, NodeInfo(Role.EXCHANGE))
+
+
+def _check_operators(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        module = getattr(node.target, "__module__", "")
+        plain = compat.is_operator(node.target) or module in ("_operator", "math", "torch")
+        if node.op == "call_function" and not plain:
+            raise UnsupportedFeature(
+                f"the backward pass uses {node.target}, which is not a plain operator.\n"
+                "  Activation checkpointing around random operators, and operators that take functions, are not"
+                " supported."
+            )

@@ -1,0 +1,122 @@
+"""compile_step: from the user's model, loss and optimizer to a compiled step.
+
+capture ─► compare ranks ─► decide ─► put the plan in force ─► CompiledStep
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from fxcomp.capture.shared_buffers import check_parameters_are_read
+from fxcomp.capture.step_capture import StepCapture
+from fxcomp.capture.training import LossFn, Training
+from fxcomp.capture.whole_step import capture_first, facts_to_agree_on
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.graph.captured import Captured
+from fxcomp.options import StepOptions
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, bursts_of, check_plan
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.verified_steps import SAMPLED
+from fxcomp.planning.decide import Planner, costs_as_given
+from fxcomp.ranks import Ranks
+from fxcomp.site import Site
+from fxcomp.state.inputs import Example, Inputs
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.plan_in_force import PlanInForce
+
+
+@torch.inference_mode(False)  # what is made inside it, residuals too, could not be trained any more
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    example_batch: Any,
+    *,
+    cluster: Cluster | None = None,
+    costs: CostTable | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    mode: str = "balanced",
+    error_feedback: ErrorFeedback = CLASSIC,
+    max_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    verify_every: int | str = SAMPLED,
+    replan: str = "offer",
+) -> CompiledStep:
+    """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
+
+    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. The returned
+    step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
+    Gradients are averaged over all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
+
+    `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
+    `costs` replaces all measuring: a CostTable, or the path of a saved one, which rank 0 reads for all. `plan` replaces
+    the choice: a Plan, the path of a saved one, or one compressor for all matrices (`dense`, `bf16`, `int8`, `sign`,
+    `topk(0.01)`; biases and norms then stay dense). `mode` bounds what may be lost: `lossless`, `balanced`,
+    `aggressive`. `error_feedback` has the variants of error feedback, and warm-up. `max_grad_norm` clips the averaged
+    gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not
+    finite: parameters and the optimizer's state stay as they were, and residuals up to one rounding; all updates wait
+    for the last bucket. `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update:
+    `sampled` (2, 5, 10, 20, 50 and so on), every N-th, or `never`. `replan` says what happens when the running step
+    shows that a cost is wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan
+    anew at the same step), `off` (nothing is timed).
+
+    Raises FxcompError's subclasses, each naming what is wrong and what to do. Where it fails on one rank, it
+    fails on all.
+    """
+    given = {
+        "cluster": cluster, "costs": costs, "plan": plan, "mode": mode, "error_feedback": error_feedback,
+        "max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite, "verify_every": verify_every,
+        "replan": replan,
+    }  # fmt: skip
+    with Ranks.meeting(cluster, "compile_step") as ranks:
+        options = ranks.attempt("checking options", lambda: _checked(given, optimizer, ranks))
+        capture = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
+        training = capture.training
+        table = costs_as_given(costs, ranks)
+        site = Site.of(ranks, cluster, training.device)
+        ranks.share(itertools.chain(model.parameters(), model.buffers()))
+
+        compiler = Compiler(site.cluster, site.rank, options.feedback, options.skip_nonfinite)
+        planner = Planner(site, options, compiler, capture.first.graph, bursts_of(optimizer))
+        inputs = Inputs(training)
+        decision = planner.first(table, Example(capture.first, inputs, pytree.tree_leaves(example_batch)))
+        check_plan(options.feedback, decision.plan, inputs.shapes, site.cluster, optimizer)
+        site.make_groups_for(decision.plan)
+        seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
+        force = PlanInForce(decision, compiler, site, capture, inputs, seed)
+        return CompiledStep(force, planner, site, options)
+
+
+def _checked(given: dict[str, Any], optimizer: torch.optim.Optimizer, ranks: Ranks) -> StepOptions:
+    options = StepOptions.checked(**given)
+    options.check_optimizer(optimizer, alone=ranks.world_size == 1)
+    return options
+
+
+def _captured(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    options: StepOptions,
+    ranks: Ranks,
+) -> StepCapture:
+    """Capture the step on every rank, and make sure that all ranks have captured the same."""
+
+    def captured() -> tuple[Training, Captured]:
+        training, captured = capture_first(model, loss_fn, optimizer, batch, options.max_grad_norm)
+        if ranks.world_size > 1:
+            check_parameters_are_read(captured.graph)
+        return training, captured
+
+    training, first = ranks.attempt("capturing the step", captured)
+    ranks.check_same("comparing models", facts_to_agree_on(training, first) | options.facts())
+    return StepCapture.agreed(training, first, batch, ranks)

@@ -1,0 +1,192 @@
+"""A model under torch.compile: the plan and the state that all its graphs share, and each graph's backward pass."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
+
+from fxcomp import compat
+from fxcomp.capture.unreached import refuse_gradients
+from fxcomp.codegen.emit import emit
+from fxcomp.codegen.load import load
+from fxcomp.errors import UnsynchronizedGradient
+from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.plan import Plan
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.search.decision import Decision
+from fxcomp.site import Site
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.handover import Exchange
+from fxcomp.state.saved_state import Given, Here, read_together, restore, state_dict
+from fxcomp.step.lockstep import Lockstep
+
+log = logging.getLogger(__name__)
+
+COMPARED_PASSES = 3
+"""So many backward passes are compared between ranks where the model is not known."""
+
+GivenOptions = Mapping[str, Any] | None
+
+
+@dataclass(slots=True)
+class CompiledModel:
+    """The plan of one model and the state of its error feedback, for all graphs that torch makes of it."""
+
+    decision: Decision
+    site: Site
+    compiler: Compiler
+    state: GradientState
+    parameters: Mapping[str, weakref.ref[nn.Parameter]]
+    break_: str | None
+    """Where Dynamo broke off, if it did."""
+    model: weakref.ref[nn.Module] | None
+    given: GivenOptions
+    """The options as they were given: without a model, they tell one call of torch.compile from another."""
+    runtime: Runtime = field(init=False)
+    lockstep: Lockstep = field(init=False)
+    source: str = ""
+    """The backward pass that was emitted last."""
+    passes: int = 0
+    """How many backward passes have run."""
+    _seen: int = 0
+    _hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+
+    def __post_init__(self) -> None:
+        self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks)
+        self.runtime.undelivered = self.state.undelivered
+
+    @property
+    def plan(self) -> Plan:
+        return self.decision.plan
+
+    @property
+    def is_alive(self) -> bool:
+        """Some parameter still exists."""
+        return any(parameter() is not None for parameter in self.parameters.values())
+
+    def watch(self, uncovered: Mapping[str, nn.Parameter]) -> None:
+        """Notice gradients that no compiled backward pass averaged: torch falls back to eager code without an error."""
+        parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
+        register = cast("Callable[..., RemovableHandle]", parameter.register_hook)  # pyright: ignore[reportUnknownMemberType]
+        self._hooks = [register(self._on_gradient), *refuse_gradients(uncovered)]
+
+    def _on_gradient(self, _: Tensor) -> None:
+        if self.passes == self._seen:
+            warnings.warn(
+                "fxcomp: a backward pass gave gradients without the compiled graph: they are this rank's own, not"
+                " averaged. If torch gave up recompiling, compile with fullgraph=True to see why.",
+                stacklevel=2,
+            )
+        self._seen = self.passes
+
+    def close(self) -> None:
+        """End the pool's thread and give back the process groups; other ranks need not be there."""
+        self.lockstep.close(self.runtime)
+        for hook in self._hooks:
+            hook.remove()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """What error feedback and compressors carry on this rank."""
+        return state_dict(self.state, self.plan, self.passes, self.site.rank, self.site.ranks.world_size)
+
+    def load_state_dict(self, state: Given) -> None:
+        """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
+        self.lockstep.check_open()
+        with self.site.ranks.together("load_state_dict", after_a_stop=True):
+            exchange = Exchange(self.site.ranks, self.site.sum_over_ranks, "load_state_dict", self.site.device)
+            pairs = [zip(bucket.names, bucket.sizes, strict=True) for bucket in self.plan.buckets]
+            trained = dict(itertools.chain(*pairs))
+            here = Here(trained, sorted(trained), {self.plan.digest}, self.state.residuals.slices)
+            agreed = read_together(state, here, exchange)
+            if agreed is not None:
+                restore(agreed, self.state, here, exchange)
+                self.runtime.undelivered = self.state.undelivered
+
+    # Running
+
+    def emit(self, labelled: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+        """Rewrite a backward graph for the plan and make it a function. Local: no communication."""
+        final = self.compiler.rewrite(labelled, self.plan, self.decision.costs)
+        self.source = emit(final, title="One backward pass, gradients averaged")
+        log.debug("%s", self.source)
+        module = load(self.source, final, compat.cache_directory() / "steps")
+        residuals = [self.state.residuals.of_bucket(number) for number in _buckets(final, InputKind.RESIDUAL)]
+        states = [self.state.compressor_states.of_bucket(n) for n in _buckets(final, InputKind.COMPRESSOR_STATE)]
+        places = _places_of_gradients(final)
+
+        def backward(values: list[Any]) -> Sequence[Any]:
+            given = tuple(values)
+            values.clear()
+            with torch.no_grad():
+                _, results = module.step(self.runtime, (), (), (), (), (), residuals, states, given)
+                self.runtime.finish()
+                self.state.settle()
+                self.passes += 1
+                if self.model is None and self.passes <= COMPARED_PASSES:
+                    self._compare({name: results[place] for name, place in places.items()})
+            return results
+
+        def together(values: list[Any]) -> Sequence[Any]:
+            self.lockstep.enter(self.passes)
+            self.lockstep.has_begun = True
+            try:
+                return backward(values)
+            except BaseException as error:
+                self.lockstep.leave(error, self.runtime)
+                raise
+
+        return together
+
+    def _compare(self, averaged: Mapping[str, Tensor]) -> None:
+        """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""
+        parameters = [parameter for name in averaged if (parameter := self.parameters[name]()) is not None]
+        mine = digests_of([*averaged.values(), *parameters])
+        everyone = mine.new_empty(self.site.ranks.world_size * mine.numel())
+        self.site.transport.all_gather(mine, everyone, "world", "main").wait()
+        rows = everyone.view(-1, mine.numel())
+        unequal: Any = (rows != rows[0]).any(0)
+        differs: list[bool] = unequal.tolist()
+        whats = [f"{what} {name!r}" for what in ("averaged gradient of", "parameter") for name in averaged]
+        for what, bad in zip(whats, differs, strict=True):
+            if bad:
+                raise UnsynchronizedGradient(
+                    f"the {what} differs between ranks, so replicas drift apart.\n"
+                    "  Something outside the compiled call changes it or adds to its gradient: use the parameter"
+                    " inside, and step equal optimizers on all ranks."
+                )
+
+
+def _buckets(final: GraphModule, kind: InputKind) -> list[int]:
+    """The buckets whose state is an input, in the order of the inputs."""
+    sources = [info(node).source for node in final.graph.find_nodes(op="placeholder")]
+    return [source.index for source in sources if source is not None and source.kind is kind]
+
+
+def _places_of_gradients(final: GraphModule) -> dict[str, int]:
+    """Where each parameter's averaged gradient stands among the results."""
+    returned: Any = final.graph.output_node().args[0]
+    outputs: list[Any] = list(returned[1])
+    copies = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
+    return {str(info(node).parameter): outputs.index(node) for node in copies}
+
+
+def digests_of(tensors: Sequence[Tensor]) -> Tensor:
+    """A number for each fp32 tensor that any changed bit changes, almost surely."""
+    return torch.stack([_digest(tensor.detach()) for tensor in tensors])
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64)

@@ -1,0 +1,131 @@
+"""The options of a compiled step, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
+from fxcomp.plan.error_feedback import (
+    CLASSIC,
+    ErrorFeedback,
+    check_experiment,
+    check_is_feedback,
+    check_momentum,
+)
+from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
+from fxcomp.plan.modes import Mode
+from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
+
+GivenCosts = CostTable | str | Path
+
+
+class Replan(Enum):
+    """The answer to a cost that turns out wrong."""
+
+    OFF = "off"  # nothing is timed
+    OFFER = "offer"  # the report says so; `step.replan()` plans anew
+    AUTO = "auto"  # all ranks plan anew at the same step
+
+    @classmethod
+    def parse(cls, text: str) -> Replan:
+        """Read an option. Raises BadOption."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise BadOption(
+                f"replan must be {', '.join(repr(each.value) for each in cls)}; it is {text!r}.\n"
+                "  'offer' says when a cost is wrong, 'auto' plans anew by itself, 'off' times nothing."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What the user asks of a step."""
+
+    mode: Mode = Mode.BALANCED
+    cluster: Cluster | None = None
+    costs: GivenCosts | None = None
+    plan: GivenPlan | None = None
+    feedback: ErrorFeedback = CLASSIC
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    verify_every: int | str = SAMPLED
+    replan: Replan = Replan.OFFER
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        mode: str = Mode.BALANCED.value,
+        error_feedback: ErrorFeedback = CLASSIC,
+        replan: str = Replan.OFFER.value,
+        **others: Any,
+    ) -> StepOptions:
+        """Check options as compile_step takes them. Raises BadOption, BadPlan and the errors of error feedback."""
+        check_is_feedback(error_feedback)
+        plan, costs, max_grad_norm = (others.get(name) for name in ("plan", "costs", "max_grad_norm"))
+        check_is_plan(plan)
+        if not isinstance(costs, CostTable | str | Path | None):
+            raise BadOption(f"costs is a fxcomp.CostTable or the path of a saved one; it is a {type(costs).__name__}")
+        check_experiment(error_feedback, planned=plan is not None)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
+        options = cls(mode=Mode.parse(mode), feedback=error_feedback, replan=Replan.parse(replan), **others)
+        if options.replan is Replan.AUTO and options.why_not_replan:
+            raise BadOption(f"replan='auto' cannot be done here: {options.why_not_replan}")
+        return options
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+        """Refuse an optimizer that the options do not go with. Raises BadOption."""
+        check_momentum(self.feedback, optimizer, clips=self.max_grad_norm is not None, alone=alone)
+
+    @property
+    def verified(self) -> VerifiedSteps:
+        """The steps that are compared with eager PyTorch. Raises BadOption."""
+        return VerifiedSteps.parse(self.verify_every)
+
+    @property
+    def why_not_replan(self) -> str:
+        """What forbids to change the plan later; empty if nothing does."""
+        if self.plan is not None:
+            return (
+                "the plan was given, and fxcomp changes only what it chose.\n"
+                "  Leave plan= out, or compile another step."
+            )
+        if self.feedback.momentum:
+            return (
+                "velocities of momentum correction belong to the plan that they were gathered under.\n"
+                "  Save a state, compile another step, and load it there."
+            )
+        if self.verified.is_all:
+            return (
+                "every step is verified, which takes longer than training does, so none can be timed.\n"
+                "  Verify more seldom: verify_every=2 leaves every other step to time."
+            )
+        return ""
+
+    @property
+    def is_watched(self) -> bool:
+        """Steps are compared with their prediction. A plan given without costs was not judged by any."""
+        return self.replan is not Replan.OFF and (self.plan is None or self.costs is not None)
+
+    def facts(self) -> dict[str, Any]:
+        """List what must be the same on all ranks."""
+        costs = None if self.costs is None else "a table" if isinstance(self.costs, CostTable) else "a file"
+        return {
+            "mode": self.mode.value,
+            "verify_every": self.verify_every,
+            "cluster": str(self.cluster),
+            "error_feedback": str(self.feedback),
+            "skip_nonfinite": self.skip_nonfinite,
+            "replan": self.replan.value,
+            "the plan": asked_plan(self.plan),
+            "how costs are given": costs,
+        }

@@ -1,0 +1,61 @@
+"""Read a plan as a user names it: a Plan, the path of a saved one, or one compressor for all matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fxcomp.compressors import parse_compressor
+from fxcomp.errors import BadPlan
+from fxcomp.plan.plan import Plan
+
+GivenPlan = Plan | str | Path
+
+_EXAMPLES = "Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
+
+
+def is_path(plan: str | Path) -> bool:
+    """Tell a saved plan's path from a compressor's name."""
+    return isinstance(plan, Path) or plan.endswith(".json") or "/" in plan
+
+
+def check_is_plan(plan: object) -> None:
+    """Raise BadPlan for what names no plan. Files are not opened yet."""
+    if isinstance(plan, str) and not is_path(plan):
+        check_names_compressor(plan)
+    elif not isinstance(plan, Plan | str | Path | None):
+        raise BadPlan(
+            f"plan is a fxcomp.Plan, the path of a saved one or a compressor; it is a {type(plan).__name__}.\n"
+            f"  {_EXAMPLES}"
+        )
+
+
+def check_names_compressor(plan: str) -> None:
+    """Raise BadPlan unless a plan's text is `dense` or a compressor."""
+    if plan == "dense":
+        return
+    try:
+        parse_compressor(plan)
+    except ValueError as error:
+        raise BadPlan(
+            f"plan={plan!r} is neither the path of a saved plan nor a compressor: {error}.\n  {_EXAMPLES}"
+        ) from None
+
+
+def asked_plan(plan: GivenPlan | None) -> str | None:
+    """Say what ranks must agree on before they read a plan."""
+    if plan is None:
+        return None
+    if isinstance(plan, Plan) or is_path(plan):
+        return "a Plan, or a saved one"
+    return "dense" if plan == "dense" else str(parse_compressor(str(plan)))
+
+
+def facts_of_plan(plan: Plan) -> dict[str, Any]:
+    """List what must be the same on all ranks, what a user can do something about first."""
+    facts = {
+        f"the strategy of {name!r} in the plan": str(bucket.strategy)
+        for bucket in plan.buckets
+        for name in bucket.names
+    }
+    return facts | {"the whole plan's digest": plan.digest}

@@ -1,0 +1,160 @@
+"""Decide on a plan, all ranks together: rank 0 chooses by its workload and costs, and all follow."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.options import GivenCosts, StepOptions
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path
+from fxcomp.plan.plan import Plan
+from fxcomp.planning.gather_costs import gathered_costs
+from fxcomp.planning.measure_job import measured_on_job
+from fxcomp.planning.measure_machine import hardware
+from fxcomp.ranks import Ranks
+from fxcomp.search.choose import Choice, choose, predict_us, uniform
+from fxcomp.search.decision import Decision, Experience
+from fxcomp.search.workload import Workload
+from fxcomp.site import Site
+from fxcomp.state.inputs import Example
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Decides for one captured graph. Every rank calls its methods at the same places."""
+
+    site: Site
+    options: StepOptions
+    compiler: Compiler
+    graph: GraphModule
+    bursts: float = 1.0
+    """The part of all elements that may come in bursts."""
+
+    def first(self, costs: CostTable | None, example: Example | None = None) -> Decision:
+        """Decide by given costs, or by what is measured now: with an example, on the job itself.
+
+        Raises BadPlan where a given plan does not fit.
+        """
+        cluster = self.site.cluster
+        if cluster.world_size == 1 or self.options.plan is not None:
+            table = costs or CostTable()
+            return self._as_told(self.options.plan, self.compiler.analyze(self.graph, table), table)
+        dense_us = None
+        if costs is None:
+            costs = gathered_costs(self.site)
+            if example is not None:
+                costs, dense_us = measured_on_job(self.compiler, self.site, example, costs)
+        return replace(self._best(self.compiler.analyze(self.graph, costs), costs, "the plan"), dense_us=dense_us)
+
+    def again(self, costs: CostTable, experience: Experience, topic: str) -> Decision:
+        """Decide by another table; ranks meet for a topic of its own."""
+        ranks = self.site.ranks
+        workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
+        best = self._best(workload, costs, topic)
+        choice = best.choice
+        assert choice is not None, "what is chosen has been compared"
+        trusted = ranks.from_rank_0(f"{topic}: trusting it", lambda: self._trusts(best, choice, experience))
+        dense_us = experience.dense_us or choice.dense_us * (1 + best.costs.error)
+        if trusted:
+            return replace(best, dense_us=dense_us)
+        return replace(best, plan=choice.dense, dense_us=dense_us, mistrusted_us=choice.step_us)
+
+    def _best(self, workload: Workload, costs: CostTable, topic: str) -> Decision:
+        """Choose on rank 0 and follow on all."""
+        choices: list[Choice] = []
+
+        def chosen(workload: Workload, costs: CostTable) -> Choice:
+            return choose(workload, costs, self.site.cluster, self.options.mode, bursts=self.bursts)
+
+        def decide() -> dict[str, Any]:
+            choices.append(chosen(workload, costs))
+            return {
+                "plan": choices[0].plan.to_json(),
+                "dense": choices[0].dense.to_json(),
+                "costs": costs.to_json(),
+                "workload": workload.to_json(),
+            }
+
+        data = self.site.ranks.from_rank_0(topic, decide)
+        agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
+        choice = self.site.ranks.attempt(
+            f"{topic}: comparing it", lambda: choices[0] if choices else chosen(work, agreed)
+        )
+        choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
+        return Decision(choice.plan, agreed, work, choice.dense, choice, notes=self._foreign(agreed))
+
+    def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
+        """Follow the plan that all ranks were given. A saved one may lie on rank 0's machine alone."""
+        ranks, cluster = self.site.ranks, self.site.cluster
+        if plan is None or cluster.world_size == 1:
+            notes = ("one rank: nothing to communicate", *self._foreign(costs))
+            return Decision(Plan(()), costs, workload, notes=notes)
+        data = ranks.from_rank_0("the plan", lambda: plan_as_given(plan, workload, costs, cluster).to_json())
+        followed = Plan.from_json(data)
+
+        def mine() -> Plan:
+            # A text is the same on all ranks by now. What it stands for follows from costs, which are each rank's own.
+            if isinstance(plan, Plan):
+                return plan
+            return Plan.load(plan) if is_path(plan) and Path(plan).exists() else followed
+
+        ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: facts_of_plan(mine())))
+        followed.check_covers(workload.sizes)
+        followed.check_fits(cluster)
+        notes = ("the plan was given, not chosen", *self._foreign(costs))
+        return Decision(followed, costs, workload, notes=notes)
+
+    def _foreign(self, costs: CostTable) -> tuple[str, ...]:
+        return foreign_note(costs, self.site.device)
+
+    def _trusts(self, decision: Decision, choice: Choice, experience: Experience) -> bool:
+        """Whether a chosen plan is the better one still, after what the last one that was given up took.
+
+        By how much that took longer than it is predicted now, any compressed plan is expected to (assumed: what is not
+        understood of one concerns the others too), and dense takes what has just been measured of it. So the plan that
+        was given up is not chosen again by what was predicted of it before.
+        """
+        if experience.given_up is None or choice.plan.is_dense:
+            return True
+        predicted_us = predict_us(decision.workload, experience.given_up, decision.costs, self.site.cluster)
+        slower = max(1.0, experience.given_up_us / predicted_us)
+        return choice.step_us * slower < (experience.dense_us or choice.dense_us)
+
+
+def plan_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
+    """Make the plan that the user named. Raises BadPlan."""
+    if isinstance(plan, Plan):
+        return plan
+    if is_path(plan):
+        return Plan.load(plan)
+    check_names_compressor(str(plan))
+    return uniform(str(plan), workload, costs, cluster)
+
+
+def costs_as_given(costs: GivenCosts | None, ranks: Ranks) -> CostTable | None:
+    """Read the costs that the user gave, if any. A saved table may lie on rank 0's machine alone."""
+    if isinstance(costs, str | Path):
+        path = costs
+        costs = CostTable.from_json(ranks.from_rank_0("the costs", lambda: CostTable.read(path).to_json()))
+    return costs and replace(costs, threads=torch.get_num_threads())
+
+
+def foreign_note(costs: CostTable, device: torch.device) -> tuple[str, ...]:
+    """Say that a table was measured on another machine; another number of threads makes none."""
+    here = hardware(device)
+    if _machine_of(costs.hardware) in (_machine_of(here), CostTable().hardware):
+        return ()
+    return (f"The costs were measured on another machine: {costs.hardware}. This one is {here}.",)
+
+
+def _machine_of(hardware: str) -> str:
+    """The hardware without its threads: under torchrun a process has one, asked about by itself it has more."""
+    return re.sub(r", \d+ threads?$", "", hardware)

@@ -1,0 +1,68 @@
+"""Measure a job before anything is compressed: its dense step on the real network, all ranks running."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, replace
+from typing import Any
+
+from fxcomp.cluster.cluster import Level
+from fxcomp.cost.contention import Contention
+from fxcomp.cost.table import CostTable
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import CollectiveKind
+from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
+from fxcomp.planning.measure_step import apportion, measure_step
+from fxcomp.search.choose import uniform
+from fxcomp.site import Site
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.inputs import Example
+
+MEASURED_STEPS = ((0.3e6, 8), (1e6, 5), (2e6, 3), (6e6, 2), (math.inf, 1))
+"""How many dense steps are timed with the network and without, in turns, by what their wire takes at most, in µs: the
+same number on every rank. One of each goes before them and does not count."""
+
+SMALLEST_ERROR = 0.05
+"""A prediction is never trusted further than this: the median error over models, links and plans (docs/costs.md)."""
+
+LARGEST_ERROR = 0.5
+
+
+def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: CostTable) -> tuple[CostTable, float]:
+    """Add to a table what this job's regions cost and how far its prediction is off; every rank calls it.
+
+    Returns the table and what the dense step takes, in µs.
+    """
+    ranks, cluster = site.ranks, site.cluster
+    workload = compiler.analyze(example.captured.graph, costs)
+    data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
+    plan = Plan.from_json(data)
+    program = compiler.emit(example.captured, plan, costs)
+    arguments = example.arguments(program, GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback))
+    wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
+    mine = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
+    repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
+    here = measure_step(program, arguments, networks(program.graph, site.transport, costs, cluster), repeats)
+    # All ranks judge by the same numbers: one that switched back to dense alone would wait for the others for ever.
+    everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
+    alone, *others = as_slowest(here, everyone)
+    compute = apportion(program, alone, "measured in the emitted step, all ranks running")
+    starts = [on.launch_us for on in others if on.launch_us is not None]
+    costs = replace(
+        costs,
+        compute={**costs.compute, **compute},
+        pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s,
+        launch_us=statistics.fmean(starts) if starts else costs.launch_us,
+    )
+
+    def fitted() -> tuple[dict[str, Any], float]:
+        gm = compiler.rewrite(example.captured.graph, plan, costs)
+        found, error = contention_of(costs, gm, cluster, [alone, *others])
+        return {kind.value: asdict(one) for kind, one in found.items()}, error
+
+    # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
+    told, error = ranks.from_rank_0("fitting contention", fitted)
+    costs = replace(costs, contention={CollectiveKind(kind): Contention(**one) for kind, one in told.items()})
+    return replace(costs, error=min(max(SMALLEST_ERROR, error), LARGEST_ERROR)), others[0].step_us

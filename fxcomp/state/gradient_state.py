@@ -1,0 +1,90 @@
+"""The state of gradients on one rank: what compression left out, momentum before compression, compressors' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.plan import Plan
+from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
+from fxcomp.site import Site
+from fxcomp.state.handover import Exchange, Holding, hand_over
+from fxcomp.state.layouts import residual_layout, state_layout, velocity_layout
+
+Shapes = Mapping[str, Sequence[int]]
+"""The shape of each parameter, by name."""
+
+
+@dataclass(slots=True)
+class GradientState:
+    """Everything that a rank keeps of gradients from one step to the next, laid out for one plan."""
+
+    residuals: Residuals
+    compressor_states: CompressorStates
+    velocities: Velocities | None = None
+    """This rank's own momentum; None where it is the optimizer's."""
+    undelivered: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Flat values by parameter that no compressor feeds back any more: the next gradients bring them."""
+    rates: dict[int, float] = field(default_factory=dict[int, float])
+    """The learning rate of each parameter group that residuals have been scaled to."""
+
+    @classmethod
+    def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
+        """Start with nothing left out. Random compressors draw from `seed`, which all ranks share."""
+        state = cls(
+            Residuals(residual_layout(plan, site.cluster, site.rank, feedback), site.device),
+            CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed),
+        )
+        return replace(state, velocities=_velocities(plan, site)) if feedback.momentum else state
+
+    def enter_stage(self, plan: Plan, site: Site) -> None:
+        """Follow a plan of the same buckets, in whose units velocities go on."""
+        if self.velocities is not None:
+            before, self.velocities = self.velocities, _velocities(plan, site)
+            self.velocities.take_over(before)
+
+    def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], exchange: Exchange) -> None:
+        """Hand everything on to the fresh state of another plan, nothing owed is lost; every rank calls it.
+
+        `sizes` has each parameter that gets a gradient, in the same order on all ranks.
+        """
+        ranks = exchange.peers.world_size
+        residuals = Holding.of(ranks, self.residuals.slices, self.undelivered)
+        fresh.undelivered = hand_over(residuals, fresh.residuals.slices, sizes, exchange)
+        if self.velocities is not None and fresh.velocities is not None:
+            velocities = Holding.of(ranks, self.velocities.slices)
+            hand_over(velocities, fresh.velocities.slices, sizes, exchange, "velocities")
+        fresh.compressor_states.take_over(self.compressor_states)
+        fresh.rates = dict(self.rates)
+
+    def settle(self) -> None:
+        """Forget what a step's gradients have delivered. It was no gradient of that step, so no velocity keeps it."""
+        if self.velocities is not None:
+            for name, value in self.undelivered.items():
+                self.velocities.forget(name, value)
+        self.undelivered.clear()
+
+    def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
+        """Multiply what was left out by the learning rate then over the one now, so that it weighs what it weighed.
+
+        `names` has the parameters of each parameter group. A rate of zero is passed over.
+        """
+        for group, rate in rates.items():
+            if rate <= 0:
+                continue
+            before = self.rates.get(group, rate)
+            self.rates[group] = rate
+            if before == rate:
+                continue
+            for name in names.get(group, ()):
+                if name in self.residuals.slices:
+                    self.residuals.of_parameter(name).mul_(before / rate)
+                if name in self.undelivered:
+                    self.undelivered[name].mul_(before / rate)
+
+
+def _velocities(plan: Plan, site: Site) -> Velocities:
+    return Velocities(velocity_layout(plan, site.cluster, site.rank), site.device)

@@ -1,0 +1,56 @@
+"""Explain a running step: the decision in force, with what was measured and noted since."""
+
+from __future__ import annotations
+
+from fxcomp.graph.work import unknowns
+from fxcomp.options import StepOptions
+from fxcomp.report.explanation import Explanation
+from fxcomp.search.choose import flip_gbit
+from fxcomp.search.decision import Decision
+from fxcomp.site import Site
+from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.step_times import StepTimes
+
+EVERY_STEP_VERIFIED = (
+    "every step is verified, so none is timed (verify_every=1): what turns out slower than predicted, or than dense,"
+    " is not noticed"
+)
+
+
+class Explainer:
+    """Makes the explanation of one step function. `bursts` is the part of all elements that may come in bursts."""
+
+    def __init__(self, site: Site, options: StepOptions, bursts: float):
+        self._site, self._options, self._bursts = site, options, bursts
+        self._flip: tuple[Decision, float | None] | None = None
+
+    def explanation(self, force: PlanInForce, times: StepTimes, notes: tuple[str, ...]) -> Explanation:
+        """Gather all that a report is made of."""
+        decision = force.decision
+        is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
+        return Explanation(
+            plan=force.plan,
+            timeline=force.program.timeline,
+            workload=decision.workload,
+            costs=decision.costs,
+            cluster=self._site.cluster,
+            choice=decision.choice,
+            mode=self._options.mode.value,
+            flip_gbit=self._flip_gbit(decision),
+            knows_flip=decision.choice is not None,
+            notes=(*decision.notes, *((EVERY_STEP_VERIFIED,) if is_unseen else ()), *notes),
+            measured_ms=times.median_ms,
+            exposed_ms=times.exposed_ms,
+            unknowns=unknowns(force.standing.captured.graph),
+        )
+
+    def _flip_gbit(self, decision: Decision) -> float | None:
+        """Search for the break-even bandwidth, which takes a second or so, once for each decision."""
+        if decision.choice is None or self._site.cluster.hosts == 1:
+            return None
+        if self._flip is None or self._flip[0] is not decision:
+            found = flip_gbit(
+                decision.workload, decision.costs, self._site.cluster, self._options.mode, bursts=self._bursts
+            )
+            self._flip = decision, found
+        return self._flip[1]

@@ -1,0 +1,223 @@
+"""Judge the running step by its times: slower than dense, or other than predicted. It never switches.
+
+step timed ─► against dense        ─► SlowerThanDense ─┐
+           ─► against prediction   ─► Drift           ─┴─► whoever follows the plan acts
+
+All ranks judge the same numbers at the same steps, so they find the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import CannotReplan
+from fxcomp.options import Replan, StepOptions
+from fxcomp.runtime.clock import clock_of
+from fxcomp.search.choose import predict_us
+from fxcomp.search.decision import Experience
+from fxcomp.site import Site
+from fxcomp.step.drift.correct import corrected, describe
+from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge, step_with
+from fxcomp.step.drift.predicted_costs import PredictedCosts, predict_costs
+from fxcomp.step.drift.watch import Schedule, Watch
+from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.step_times import StepTimes
+
+SWITCH_STEPS = 20
+"""So many measured steps decide whether a compressed plan is kept."""
+
+WARM_STEPS = 2
+"""The first steps, which allocate, are not judged."""
+
+SWITCH_MARGIN = 0.03
+"""How much slower than dense a plan must be to be given up: less is noise (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowerThanDense:
+    """The compressed plan takes longer than a dense step does, in ms."""
+
+    measured_ms: float
+    dense_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The costs that are wrong."""
+
+    findings: tuple[Finding, ...]
+    note: str
+    """What to say of those that were not wrong before; may be empty."""
+    calls_for_another_plan: bool
+
+
+class Monitor:
+    """Keeps the times of one step function, and judges them. Every rank calls what compares, at the same steps."""
+
+    def __init__(self, force: PlanInForce, site: Site, options: StepOptions):
+        self._force, self._site, self._options = force, site, options
+        self.watch = self._made_watch()
+        """Times some steps line by line; None where nothing is compared with its prediction."""
+        self.times = StepTimes(site.device)
+        self.timed: tuple[Row, ...] = ()
+        """What each cost took when it was last compared with its prediction, as all ranks see it."""
+        self.experience = Experience()
+        self.times_given_up = 0
+        """How often a compressed plan turned out slower than dense."""
+        self._noted: set[str] = set()
+        self._patience, self._least_patience, self._patient_until = 1, 1, 0
+        self._judged_at = 0
+        self.follow(0, "watching")
+
+    def _made_watch(self) -> Watch | None:
+        site, decision = self._site, self._force.decision
+        if site.ranks.world_size == 1 or not self._options.is_watched:
+            return None
+
+        def predicted_us() -> float:
+            return predict_us(decision.workload, decision.plan, decision.costs, site.cluster)
+
+        step_us = site.ranks.from_rank_0("how long a step is", predicted_us)
+        return Watch(Schedule.of(step_us, self._options.verify_every), clock_of(site.device))
+
+    # Beginning again
+
+    def forget(self, step: int) -> None:
+        """Begin again at a step: what others took says nothing of those to come."""
+        self.times.forget()
+        if self.watch is not None:
+            self.watch.restart(step)
+
+    def resume(self, step: int) -> None:
+        """Go on at another step of the job, under the same plan."""
+        self._patient_until = step
+        self._judge_dense_from(step)
+        self.forget(step)
+
+    def follow(self, step: int, topic: str) -> None:
+        """Judge another plan from a step on."""
+        self._noted.clear()
+        self._judge_dense_from(step)
+        self.forget(step)
+        self._agree_on_costs(topic)
+
+    def be_patient(self, step: int) -> None:
+        """Plan anew more seldom after each plan that was given up: its costs are not understood."""
+        self.times_given_up += 1
+        self._least_patience *= 2
+        self._wait(step, self._least_patience)
+
+    def has_replanned(self, step: int, *, changed: bool) -> None:
+        """Wait longer after planning anew changed nothing: what no table can put right would be found for ever."""
+        self._wait(step, self._least_patience if changed else 2 * self._patience)
+
+    def _wait(self, step: int, patience: int) -> None:
+        if self.watch is not None:
+            self._patience = patience
+            self._patient_until = step + patience * self.watch.schedule.judged_every
+
+    def _judge_dense_from(self, step: int) -> None:
+        """Judge the plan that stays after so many steps from now, or from its first one."""
+        self._judged_at = max(step, self._force.stages[-1].first_step) + SWITCH_STEPS + WARM_STEPS
+
+    def _agree_on_costs(self, topic: str) -> None:
+        """Compare nothing if ranks would compare different things."""
+        if self.watch is None:
+            return
+        mine = [str(cost) for cost in self._predicted.costs]
+        if any(theirs != mine for theirs in self._site.ranks.gather(topic, mine)):
+            self.watch = None
+
+    # Against dense
+
+    def judges_dense_at(self, step: int) -> bool:
+        """Whether a compressed plan is compared with dense at a step."""
+        decision = self._force.decision
+        return step == self._judged_at and decision.dense_us is not None and not self._force.plan.is_dense
+
+    def against_dense(self) -> SlowerThanDense | None:
+        """Find whether the compressed plan is slower than dense.
+
+        A rank that saw other batches than the dense step was measured on says so with -1; then nobody judges.
+        """
+        times = list(self.times.settled_ms())
+        is_known = len(times) >= SWITCH_STEPS // 2  # every other step may be verified
+        measured_ms = self._slowest(statistics.median(times[WARM_STEPS:]) if is_known else -1.0)
+        decision = self._force.decision
+        if measured_ms is None or decision.dense is None or decision.dense_us is None:
+            return None
+        dense_ms = decision.dense_us / 1e3
+        if measured_ms <= dense_ms * (1 + SWITCH_MARGIN):
+            self.experience, self._least_patience = Experience(), 1
+            return None
+        self.experience = Experience(self._force.plan, 1e3 * measured_ms)
+        return SlowerThanDense(measured_ms, dense_ms)
+
+    def experience_now(self) -> Experience:
+        """What is known of plans, with what a dense step takes where dense is followed."""
+        is_known = self._force.plan.is_dense and bool(self.times.settled_ms())
+        dense_ms = self._slowest(self.times.median_ms if is_known else -1.0)
+        self.experience = replace(self.experience, dense_us=1e3 * dense_ms if dense_ms is not None else None)
+        return self.experience
+
+    def _slowest(self, mine: float) -> float | None:
+        """The ranks' largest number; None if any of them is negative."""
+        everyone = [value for (value,) in self._site.gather_numbers([mine])]
+        return max(everyone) if min(everyone) >= 0 else None
+
+    # Against the prediction
+
+    def judges_prediction_at(self, step: int) -> bool:
+        """Whether steps are compared with their prediction at a step."""
+        return self.watch is not None and self._force.is_warm and self.watch.is_due(step)
+
+    def against_prediction(self, step: int) -> Drift:
+        """Find the costs that are wrong, and whether that calls for another plan."""
+        findings = self.compare(step)
+        fresh = [finding for finding in findings if finding.cause not in self._noted]
+        self._noted.update(finding.cause for finding in fresh)
+        is_automatic = self._options.replan is Replan.AUTO and step >= self._patient_until
+        offers = not self._options.why_not_replan and not is_automatic
+        note = self._described(step, fresh, offers=offers) if fresh else ""
+        return Drift(findings, note, bool(findings) and is_automatic)
+
+    def compare(self, step: int) -> tuple[Finding, ...]:
+        """Find the costs that are wrong, by numbers that all ranks share."""
+        assert self.watch is not None, "asked only where something is timed"
+        predicted, costs = self._predicted, self._force.decision.costs
+        numbers = [predicted.step_us, costs.error, *self.watch.rows(step, predicted)]
+        everyone = self._site.gather_numbers(numbers)
+        self.timed = agreed_rows(predicted.costs, [theirs[2:] for theirs in everyone])
+        step_us, error = everyone[0][:2]
+        return judge(self.timed, step_us, error)
+
+    def check_timed(self) -> None:
+        """Raise CannotReplan if too few steps have been timed to say anything."""
+        if self.watch is not None and all(row.first_us is None for row in self.timed):
+            raise CannotReplan(
+                f"too few steps have been timed: {self.watch.schedule.judged_every} in a row are needed, with"
+                " batches like the first one.\n  Train on and ask again; the report says what was measured."
+            )
+
+    def corrected_costs(self, findings: Sequence[Finding]) -> CostTable:
+        """The table in force, put right by what was found."""
+        return corrected(self._force.decision.costs, findings, self._predicted, self._site.cluster)
+
+    def _described(self, step: int, findings: Sequence[Finding], *, offers: bool) -> str:
+        assert self.watch is not None, "there are findings about what was timed"
+        predicted, costs = self._predicted, self._force.decision.costs
+        becomes_us = step_with(findings, predicted, costs.processors)
+        said = "; ".join(describe(finding, costs, self._site.cluster) for finding in findings)
+        offer = " step.replan(), called by every rank, plans anew." if offers else ""
+        return (
+            f"since step {step - self.watch.schedule.judged_every}: {said}. With that the step is predicted"
+            f" at {becomes_us / 1e3:.4g} ms, not {predicted.step_us / 1e3:.4g}.{offer}"
+        )
+
+    @property
+    def _predicted(self) -> PredictedCosts:
+        """What is predicted for each line of the standing program."""
+        return predict_costs(self._force.standing)

@@ -1,0 +1,161 @@
+"""The plan in force: the one mutable holder of what a step follows, and the one way to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxcomp.capture.batch_type import BatchType
+from fxcomp.capture.step_capture import StepCapture
+from fxcomp.codegen.program import Program
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.error_feedback import Stage
+from fxcomp.plan.plan import Plan
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.search.decision import Decision
+from fxcomp.site import Site
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.handover import Exchange
+from fxcomp.state.inputs import Inputs
+from fxcomp.state.saved_state import Given, Here, read_together, restore
+from fxcomp.step.programs import Programs
+
+
+class PlanInForce:
+    """A decision, and all that is made for its plan: warm-up stages, gradient state, runtime, programs."""
+
+    def __init__(
+        self, decision: Decision, compiler: Compiler, site: Site, capture: StepCapture, inputs: Inputs, seed: int
+    ):
+        self._compiler, self._site, self._capture = compiler, site, capture
+        self._seed = seed
+        self.inputs = inputs
+        self.decision = decision
+        self.stages = compiler.feedback.stages(decision.plan)
+        """The plans that are followed one after the other; the last one stays."""
+        self._stage = 0
+        self.state = self._fresh_state(decision.plan)
+        self.state.enter_stage(self.plan, site)
+        self.runtime = Runtime(site.transport, site.device)
+        self.programs = Programs(capture.guard, self._made_for)
+        self._key = capture.guard.key()
+        for number, stage in enumerate(self.stages):
+            self._adopt(self._made_of_first(stage.plan, decision), number)
+        self._share_undelivered()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is followed now."""
+        return self.stages[self._stage].plan
+
+    @property
+    def stage(self) -> int:
+        """The place of that plan among the stages."""
+        return self._stage
+
+    @property
+    def is_warm(self) -> bool:
+        """The plan that stays is followed."""
+        return self._stage == len(self.stages) - 1
+
+    # Following
+
+    def enter_stage_of(self, step: int) -> bool:
+        """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
+        stage = max(0, sum(stage.first_step <= step for stage in self.stages) - 1)
+        if stage == self._stage:
+            return False
+        self._stage = stage
+        self.state.enter_stage(self.plan, self._site)
+        self.runtime.forget_buffers()
+        return True
+
+    def serves_first(self, kind: BatchType) -> bool:
+        """Tell batches like the first one, which the prediction is for."""
+        return kind == self._capture.kind
+
+    def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
+        """Find the program for a batch as everything else is now; capture here alone if there is none."""
+        self.program = self.programs.find(batch, kind, leaves, self._stage)
+        return self.program
+
+    # Changing
+
+    def switch(self, decision: Decision, topic: str) -> None:
+        """Follow another decision from the next step on, without warm-up; nothing that was left out is lost.
+
+        Every rank calls it. If making the program fails on one rank, all of them go on as they were.
+        """
+
+        def made() -> tuple[Program, GradientState]:
+            return self._made_of_first(decision.plan, decision), self._fresh_state(decision.plan)
+
+        program, state = self._site.ranks.attempt(f"{topic}: emitting the step", made)
+        self.state.carry_to(state, self.trained_sizes, self.exchange("changing plans"))
+        self.decision, self.state = decision, state
+        self.stages, self._stage = (Stage(0, decision.plan),), 0
+        self._site.make_groups_for(decision.plan)
+        self.runtime.close()
+        self.runtime = Runtime(self._site.transport, self._site.device)
+        self.programs.clear()
+        self._adopt(program, 0)
+        self._share_undelivered()
+
+    def load(self, given: Given) -> int | None:
+        """Take back saved states, and the stage that they were in; every rank calls it.
+
+        Returns the number of steps that had been run, None if no rank was given anything. Raises BadState.
+        """
+        exchange = self.exchange("load_state_dict")
+        agreed = read_together(given, self._here, exchange)
+        if agreed is None:
+            return None
+        self.enter_stage_of(agreed.steps)
+        restore(agreed, self.state, self._here, exchange)
+        self._share_undelivered()
+        return agreed.steps
+
+    def exchange(self, topic: str) -> Exchange:
+        """Talk with all ranks about state that changes hands."""
+        return Exchange(self._site.ranks, self._site.sum_over_ranks, topic, self._site.device)
+
+    @property
+    def trained_sizes(self) -> dict[str, int]:
+        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
+        return self._here.trained_sizes
+
+    @property
+    def _here(self) -> Here:
+        plans = {stage.plan.digest for stage in self.stages}
+        return Here(self.inputs.sizes, sorted(self._capture.first.gradient_names), plans, self.state.residuals.slices)
+
+    # Making
+
+    def _fresh_state(self, plan: Plan) -> GradientState:
+        return GradientState.fresh(plan, self.inputs.shapes, self._site, self._compiler.feedback, self._seed)
+
+    def _share_undelivered(self) -> None:
+        self.runtime.undelivered = self.state.undelivered
+
+    def _made_of_first(self, plan: Plan, decision: Decision) -> Program:
+        """The first capture, following a plan."""
+        return self._compiler.emit(self._capture.first, plan, decision.costs)
+
+    def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
+        """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
+        self.inputs.expect_other_state()
+        with torch.inference_mode(False):
+            captured = self._capture.again(batch, varying)
+            return self._compiler.emit(captured, self.plan, self.decision.costs)
+
+    def _adopt(self, program: Program, stage: int) -> None:
+        """Take over a program of the first capture."""
+        self.programs.adopt(self._capture.kind, stage, self._key, program)
+        if stage == self._stage:
+            self.program = program
+            """The program that ran last."""
+        if stage == len(self.stages) - 1:
+            self.standing = program
+            """The first capture under the plan that stays: what predictions are of."""
