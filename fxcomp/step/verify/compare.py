@@ -1,4 +1,4 @@
-"""Whether two tensors are the same up to the noise of their precision."""
+"""Compare two tensors up to the noise of their precision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Values between operators are rounded to 11 and 8 bits (assumed)."""
 
 FLOOR = 1e-2
-"""A gradient that is zero but for rounding is compared with the largest one: by so much of the relative tolerance."""
+"""Absolute tolerance of gradients over the relative one times the largest gradient: some are zero but for rounding."""
 
 UPDATE = 1e-4
 """Relative to the largest movement: an optimizer's few operators in float32, on the same numbers."""
 
 
 def tolerance_of(captured: Captured) -> float:
-    """By how much losses and gradients may differ, relative to the largest element, where operators are reordered."""
+    """Choose the tolerance of losses and gradients relative to the largest element, for reordered operators."""
     values = [node.meta.get("val") for node in captured.graph.graph.nodes]
     dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
     found = [FLOAT32, *(HALF[dtype] for dtype in HALF if dtype in dtypes)]
@@ -37,7 +37,7 @@ def tolerance_of(captured: Captured) -> float:
 
 
 def largest(value: Tensor) -> float:
-    """The largest finite magnitude; 0 if there is none."""
+    """Find the largest finite magnitude; 0 if there is none."""
     if value.numel() == 0:
         return 0.0
     found = value.detach().abs().max().item()
@@ -48,7 +48,7 @@ def largest(value: Tensor) -> float:
 
 
 def difference(value: Tensor, expected: Tensor, relative: float, absolute: float = 0.0) -> float | None:
-    """The largest difference if it is more than noise, else None; what is not finite must be so in both."""
+    """Find the largest difference, or None if it is noise. Values that are not finite must be so in both."""
     if value.shape != expected.shape or value.dtype is not expected.dtype:
         return float("inf")
     if torch.equal(value, expected):
@@ -67,7 +67,7 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
 
 
 def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """How far two updates of a tensor are apart, and how far it moved, if that is more than rounding; else None.
+    """Find the largest distance of two updates of a tensor, and of its movement; None if it is rounding.
 
     Differences are held against the movement: a rate that is off by a tenth moves a parameter by a fraction of itself.
     """

@@ -1,10 +1,10 @@
-"""One step's loss and gradients by eager PyTorch, as if it had not happened."""
+"""Run one step's loss and gradients by eager PyTorch, and leave everything that it writes as it was."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.capture.training import Training
 from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.captured import Captured
-from fxcomp.step.verify.outside import unwritten
 
 
 @dataclass(slots=True)
-class Eager:
-    """What eager PyTorch computed of one batch on this rank."""
+class EagerResult:
+    """The results of eager PyTorch for one batch on this rank."""
 
     loss: Tensor
     aux: list[Any]
-    structure: pytree.TreeSpec
+    aux_spec: pytree.TreeSpec
     gradients: dict[str, Tensor]
     """Of the parameters that the compiled step updates, each in memory of its own; zero where eager has none."""
     unexpected: tuple[str, ...]
@@ -35,7 +35,7 @@ class Eager:
     """As the forward pass left them."""
 
 
-def run_eagerly(training: Training, captured: Captured, batch: Any) -> Eager:
+def run_eagerly(training: Training, captured: Captured, batch: Any) -> EagerResult:
     """Run the loss function and its backward pass; buffers, random numbers and the batch stay as they were."""
     parameters = dict(training.model.named_parameters())
     names = [owner.name for owner in training.owned]
@@ -45,22 +45,22 @@ def run_eagerly(training: Training, captured: Captured, batch: Any) -> Eager:
         torch.enable_grad(),
         _same_random_numbers(training.model),
         _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
-        unwritten(captured.graph),
+        _same_constants(captured.graph),
     ):
         result = training.loss_fn(training.model, _copied(batch))
         loss, aux = result if captured.has_aux else (result, ())
         with compat.without_autocast():
             found: Any = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
-    leaves, structure = pytree.tree_flatten(aux)
+    leaves, aux_spec = pytree.tree_flatten(aux)
     # A gradient may be one number, spread: it is written into later, as `.grad` may be.
     own = [g.contiguous() if isinstance(g, Tensor) and 0 in compat.strides(g) else g for g in found]
     gradients: dict[str, Tensor | None] = dict(zip(names, own, strict=True))
     expected = {name: gradients.pop(name) for name in captured.gradient_names}
     others = [*parameters.values(), *training.model.buffers()]
-    return Eager(
+    return EagerResult(
         loss.detach(),
         [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        structure,
+        aux_spec,
         _apart({name: torch.zeros_like(parameters[name]) if g is None else g for name, g in expected.items()}, others),
         tuple(name for name, gradient in gradients.items() if gradient is not None),
         buffers,
@@ -68,7 +68,7 @@ def run_eagerly(training: Training, captured: Captured, batch: Any) -> Eager:
 
 
 def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Copies of those gradients that share memory: of a sum's terms they are one tensor, and of ones a single value."""
+    """Copy gradients that share memory: those of a sum's terms are one tensor, those of ones a single value."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     for name, gradient in gradients.items():
         memory = gradient.untyped_storage().data_ptr()
@@ -79,7 +79,7 @@ def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, 
 
 
 def _copied(batch: Any) -> Any:
-    """The same batch in other memory: a forward pass may write into it."""
+    """Copy a batch: a forward pass may write into it."""
     copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
@@ -95,7 +95,7 @@ def _copied(batch: Any) -> Any:
 
 @contextmanager
 def _same_random_numbers(model: nn.Module) -> Generator[None]:
-    """Give generators back the state that they had: torch's, Python's and numpy's."""
+    """Put back the state of torch's, Python's and numpy's generators."""
     devices: set[int | None] = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy is not None else None
@@ -110,7 +110,7 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
-    """Put buffers back, and parameters that a forward pass writes; `after` gets what buffers were made to be."""
+    """Put back buffers, and parameters that a forward pass writes; `after` gets the buffers that it made."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Versions do not tell which ones are written: batch norm writes its running statistics without counting.
     before = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
@@ -123,3 +123,47 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
                 table.update(original)  # the forward pass may have put new ones in their places
             for buffer, value in before:
                 buffer.copy_(value)
+
+
+@contextmanager
+def _same_constants(captured: GraphModule) -> Generator[None]:
+    """Put back tensors and generators outside of the model that a step writes, as a teacher's statistics."""
+    tensors = [(tensor, tensor.detach().clone()) for tensor in _written(captured)]
+    generators = [(generator, generator.get_state()) for generator in _generators(captured)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in tensors:
+                tensor.copy_(value)
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+def _written(captured: GraphModule) -> list[Tensor]:
+    roots = {_root(place): None for node in captured.graph.nodes for place in _places(node)}
+    return [getattr(captured, str(root.target)) for root in roots if root.op == "get_attr"]
+
+
+_UNDECLARED = ("running_mean", "running_var")
+"""Arguments that batch norms write without declaring it."""
+
+
+def _places(node: Node) -> Iterator[Node]:
+    """Find the values that an operator writes into."""
+    if compat.is_operator(node.target):
+        given = dict(zip(compat.places_of_arguments(node.target), node.args, strict=False)) | node.kwargs
+        written = (given.get(name) for name in (*compat.written_arguments(node.target), *_UNDECLARED))
+        yield from (value for value in written if isinstance(value, Node))
+
+
+def _root(node: Node) -> Node:
+    """Find the value whose memory a view shows."""
+    while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _generators(captured: GraphModule) -> list[torch.Generator]:
+    constants = [getattr(captured, str(n.target)) for n in captured.graph.nodes if n.op == "get_attr"]
+    return [constant for constant in constants if isinstance(constant, torch.Generator)]

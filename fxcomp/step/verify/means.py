@@ -1,4 +1,4 @@
-"""Whether what reaches the updates is the mean of the ranks' gradients, without sending any gradient again.
+"""Check that updates get the mean of the ranks' gradients, without sending any gradient again.
 
 A weighted sum of a mean is the mean of the weighted sums: ranks exchange two numbers for each parameter.
 """
@@ -16,7 +16,7 @@ from fxcomp.runtime.runtime import Runtime
 COLUMNS = 128
 
 ROUNDING = 1e-5
-"""How far a weighted sum may be off, relative to the norm: roundings of float32 are independent of each other."""
+"""The error that a weighted sum may have, relative to the norm: roundings of float32 are independent."""
 
 
 class Means:
@@ -42,7 +42,7 @@ class Means:
         self.is_known = True
 
     def contradict(self, name: str, gradient: Tensor, factor: float) -> bool:
-        """Whether a gradient is not the mean times a factor."""
+        """Ask if a gradient is not the mean times a factor."""
         expected, squares = self._sums[name]
         found, allowed = weighted_sum(gradient), ROUNDING * math.sqrt(squares) * factor
         if not math.isfinite(expected) or not math.isfinite(allowed):
@@ -51,17 +51,17 @@ class Means:
 
 
 def weighted_sum(value: Tensor) -> float:
-    """A sum in which no two neighbours weigh the same; the weights follow from the place alone, on every machine."""
+    """Sum values with weights that follow from the place alone, on every machine; neighbours weigh differently."""
     flat = value.detach().double().reshape(-1)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % COLUMNS)).view(-1, COLUMNS)
     return float((flat @ _weights(COLUMNS, 127, flat.device) @ _weights(flat.shape[0], 251, flat.device)).item())
 
 
 def square_sum(value: Tensor) -> float:
-    """The sum of squares."""
+    """Sum the squares of a tensor's values."""
     return float(value.detach().double().square().sum().item())
 
 
 def _weights(count: int, prime: int, device: torch.device) -> Tensor:
-    """Numbers between -1 and 1 that seem to have no order."""
+    """Make weights between -1 and 1 without apparent order."""
     return (torch.arange(count, dtype=torch.float64, device=device) * 73 + 11).remainder(prime) * (2 / prime) - 1

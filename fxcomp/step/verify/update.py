@@ -20,7 +20,7 @@ Rule = Callable[..., None]
 
 
 class OwnOptimizer:
-    """The user's optimizer over one copy at a time, with the options that its groups have now."""
+    """The user's optimizer over one copy at a time, with the present options of its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
@@ -46,10 +46,7 @@ class OwnOptimizer:
 
 
 class UpdateCheck:
-    """Watches the updates of one step.
-
-    It holds one parameter and its state at a time, and on one rank the expected gradients.
-    """
+    """Compares the updates of one step, holding copies of one parameter and its state at a time."""
 
     def __init__(
         self, training: Training, is_fresh: Callable[[Owned], bool], relative: float, written: Collection[str] = ()
@@ -63,17 +60,17 @@ class UpdateCheck:
         self._arrived = 0.0
         self._sent = 0.0
         self.expected: dict[str, Tensor] = {}
-        """What should reach the updates, on one rank."""
+        """On one rank: the gradients that should reach the updates."""
         self.means = Means(training.device)
-        """And on several, where nothing is compressed."""
+        """On several ranks, where nothing is compressed: their means."""
         self.largest = 0.0
-        """Of all expected gradients."""
+        """The largest magnitude of all expected gradients."""
         self.wrong: str = ""
         self.updated = 0
-        """So many parameters were updated, rightly."""
+        """Number of parameters that were updated rightly."""
 
     def rule(self, _: str, run: Rule) -> Rule:
-        """An optimizer's rule under observation; what is none counts as no update."""
+        """Observe a function of the optimizer; one that takes no parameter and gradient counts as no update."""
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
         if not {"parameter", "gradient"} <= set(names):
             return run
@@ -86,11 +83,11 @@ class UpdateCheck:
         return observed
 
     def bucket(self, value: Tensor) -> None:
-        """Count what arrived from the other ranks."""
+        """Count a bucket that arrived from the other ranks."""
         self._arrived += square_sum(value)
 
     def finish(self, names: tuple[str, ...], *, skipped: bool) -> None:
-        """After the last line: whether each parameter was updated once, and no other one."""
+        """Check after the last line that each parameter was updated once, and no other one."""
         if self.wrong:
             return
         for name in names:
@@ -106,12 +103,12 @@ class UpdateCheck:
 
     @property
     def _clipping(self) -> float:
-        """What clipping multiplies the averaged gradients by."""
+        """The factor by which clipping scales the averaged gradients."""
         limit = self._training.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (math.sqrt(self._arrived) + 1e-6))
 
     def _check_clipping(self) -> None:
-        """Whether the gradients that reached the updates are those that arrived, clipped."""
+        """Check that the gradients that reached the updates are those that arrived, clipped."""
         arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
         wanted = self._clipping * arrived
         if math.isfinite(wanted) and abs(sent - wanted) > 1e-3 * wanted:
@@ -148,7 +145,7 @@ class UpdateCheck:
     def _step_own(
         self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor
     ) -> dict[str, Any]:
-        """The parameter, under no name, and its state as the user's optimizer leaves them."""
+        """Let the user's optimizer update a copy; returns the parameter, under the key "", and its state."""
         value = before[""].clone()
         given = {key: before[key].clone() if key in before else other for key, other in state.items()}
         return {"": value, **self._own.step(owner.group, value, gradient, {} if self._is_fresh(owner) else given)}
@@ -159,7 +156,7 @@ class UpdateCheck:
         self.updated += 1
 
     def _is_expected(self, name: str, gradient: Tensor) -> bool:
-        """Whether a gradient is the one that eager PyTorch would have after averaging and clipping."""
+        """Check that a gradient is the one that eager PyTorch would have after averaging and clipping."""
         if self._arrived > 0:
             self._sent += square_sum(gradient)
         if self.means.is_known and self.means.contradict(name, gradient, self._clipping):

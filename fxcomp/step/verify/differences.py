@@ -1,0 +1,91 @@
+"""Compare the results of a compiled step with those of eager PyTorch, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp.graph.captured import Captured
+from fxcomp.step.verify.compare import FLOOR, difference, largest, tolerance_of
+from fxcomp.step.verify.eager import EagerResult
+
+
+class Differences:
+    """The first difference that is more than noise, as a sentence."""
+
+    def __init__(self, captured: Captured):
+        self._captured = captured
+        self.relative = tolerance_of(captured)
+        self.first = ""
+        self._is_exact = True
+        """Everything so far was equal bit for bit: then whole numbers must be equal too."""
+
+    def note(self, what: str) -> None:
+        """Note a difference unless there is one already."""
+        self.first = self.first or what
+
+    def check_loss(self, loss: Tensor, expected: Tensor) -> None:
+        """Compare losses; a difference comes before those of gradients."""
+        if self._off(loss, expected) is not None:
+            self.first = f"the loss is {loss.item():.9g}, eager's is {expected.item():.9g}"
+
+    def check_gradient(self, name: str, gradient: Tensor, expected: Tensor, largest_of_all: float) -> None:
+        """Compare a local gradient; one that is zero but for rounding is measured by the largest of all."""
+        off = self._off(gradient, expected, FLOOR * self.relative * largest_of_all)
+        if off is not None:
+            self.note(
+                f"the gradient of {name!r} differs from eager by up to {off:.3g}, where it reaches"
+                f" {largest(expected):.3g}"
+            )
+
+    def check_aux(self, returned: Sequence[Any], eager: EagerResult) -> None:
+        """Compare the auxiliary results."""
+        if self._captured.has_aux and eager.aux_spec != self._captured.aux_spec:
+            self.note("the auxiliary result has another structure than eager's")
+            return
+        values = self._captured.aux_leaves(returned)
+        for place, (value, expected) in enumerate(zip(values, eager.aux, strict=True)):
+            if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                differs = self._off(value, expected, self.relative * largest(eager.loss)) is not None
+            else:
+                differs = not _equal(value, expected, self.relative)
+            if differs:
+                self.note(f"value {place} of the auxiliary result is {_shown(value)}, eager's is {_shown(expected)}")
+
+    def check_buffers(self, model: nn.Module, eager: EagerResult) -> None:
+        """Compare buffers with what eager's forward pass made of them."""
+        for name, buffer in model.named_buffers():
+            expected = eager.buffers.get(name)
+            if expected is not None and (off := self._off(buffer, expected)) is not None:
+                self.note(
+                    f"the buffer {name!r} differs from eager's by up to {off:.3g}, where it reaches"
+                    f" {largest(expected):.3g}"
+                )
+
+    def _off(self, value: Tensor, expected: Tensor, absolute: float = 0.0) -> float | None:
+        """Give the difference if it is more than noise.
+
+        Whole numbers may follow from noise, as a count of right answers.
+        """
+        if torch.equal(value, expected):
+            return None
+        is_whole = not (value.is_floating_point() or value.is_complex())
+        if is_whole and value.dtype is expected.dtype and not self._is_exact:
+            return None
+        self._is_exact = False
+        return difference(value, expected, self.relative, absolute)
+
+
+def _equal(value: Any, expected: Any, relative: float) -> bool:
+    if isinstance(value, float) and isinstance(expected, float):
+        return value == expected or value != value or abs(value - expected) <= relative * abs(expected)
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.item():.9g}" if value.numel() == 1 else f"a tensor up to {largest(value):.6g}"
+    return repr(value)
