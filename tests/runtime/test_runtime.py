@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -81,10 +84,16 @@ def test_a_result_is_taken_when_its_collective_has_ended():
 
 def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
     seen: list[tuple[int, str]] = []
-    futures = [rt._submit(lambda k=k: seen.append((k, threading.current_thread().name))) for k in range(50)]
-    for future in futures:
-        future.result()
-    assert [k for k, _ in seen] == list(range(50))
+    numbers = itertools.count()
+
+    def watched(work: Callable[[], Any]) -> Callable[[], Any]:
+        number = next(numbers)
+        return lambda: (seen.append((number, threading.current_thread().name)), work())[1]
+
+    rt.watch_pool = watched
+    values = [rt.d2h(f"on_host_{k}", torch.full((1,), float(k))) for k in range(50)]
+    assert [rt.h2d("back", value).item() for value in values] == list(range(50))
+    assert [number for number, _ in seen] == list(range(50))
     assert len({name for _, name in seen}) == 1
 
 
