@@ -132,7 +132,7 @@ def paths_in(page: Path) -> Iterator[str]:
             yield target
     words = [word for text in (*in_backticks(text), *in_blocks(text)) for word in text.split()]
     for word in words:
-        if "/" in word and PATH.fullmatch(word):
+        if ("/" in word and PATH.fullmatch(word)) or re.fullmatch(r"(fxcomp|tests|benchmarks)(/\w+)+", word):
             yield word.partition(":")[0]
 
 
