@@ -78,16 +78,12 @@ def parse_compressor(text: str) -> Compressor:
     except ValueError as error:
         usage = ", ".join(map(str, declared.values()))
         raise BadCompressor(f"cannot read the compressor {text!r}: {error}; it is {name}({usage})") from None
-    return _maker(kind)(**values)
+    return cast(Callable[..., Compressor], kind)(**values)
 
 
 def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compressor:
     """The compressor that an op of a graph belongs to, with the parameters that the node carries."""
-    return _maker(_BY_OP[op])(*parameters)
-
-
-def _maker(kind: type[Compressor]) -> Callable[..., Compressor]:
-    return cast(Callable[..., Compressor], kind)
+    return cast(Callable[..., Compressor], _BY_OP[op])(*parameters)
 
 
 # The text form
@@ -299,7 +295,7 @@ _OP_ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads"
 
 def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverload | None]:
     """The ops that compress, decompress and propose. A fake makes the results, and the op itself fills them."""
-    make, name = _maker(kind), kind.facts.name
+    make, name = cast(Callable[..., Compressor], kind), kind.facts.name
     parameters = "".join(f", {SCHEMA[field.type]} {field.name}" for field in fields_of(kind).values())
     bucket = f"(Tensor bucket, Tensor? residual, int[] segments{parameters}, *, Tensor? state=None"
 
