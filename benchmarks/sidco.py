@@ -9,7 +9,8 @@ relative to the target k. What is sent ends at 1.3, the slots of the payload.
 The second table trains a small character model on source text of the standard library, with four workers in one
 process and a residual each, every parameter by itself or all in one segment. It counts from step 100 on: what was sent
 by all segments, the share of steps within 20 % of the target, the segment that is off the most, and what the fits alone
-would have selected. "no check" has the same fits without check and controller.
+would have selected, and in which share of the calls the check put the sample's own quantile in the fit's place. "no
+check" has the same fits without check and controller; "no fit" has that quantile always, of the same samples.
 
 A minute or two on one thread.
 """
@@ -29,7 +30,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fxcomp.compressors import Compressor, EncoderInput, SidcoE, parse_compressor, survivors
-from fxcomp.compressors.sidco import STATE_ELEMENTS, Controller, Sidco, SidcoGP
+from fxcomp.compressors.sidco import (
+    RUN,
+    STATE_ELEMENTS,
+    Controller,
+    Sidco,
+    SidcoGP,
+    is_contradicted,
+    sample_of,
+    strides,
+)
 from fxcomp.compressors.survivors import Cut
 from fxcomp.compressors.tail_fits import Fit, fit_threshold
 from fxcomp.compressors.topk import counts
@@ -190,6 +200,27 @@ class Unchecked(Worker):
             bits = max(1, int(survivors.magnitude_bits(torch.tensor(level))))
             cuts.append(Cut(bits, bits))
         sent = survivors.compress(EncoderInput(gradient, self.residual, tuple(self.segments)), ratio, cuts)
+        assert sent.residual is not None
+        self.payload.copy_(sent.payload)
+        self.residual.copy_(sent.residual)
+
+
+class SampledQuantile(Worker):
+    """No fit: the k / n quantile of the sample that SIDCo would have taken."""
+
+    calls: int = 0
+
+    def encode(self, gradient: Tensor) -> None:
+        ratio: float = self.compressor.ratio  # pyright: ignore[reportAttributeAccessIssue]
+        pieces = (gradient + self.residual).split(list(self.segments))
+        cuts: list[Cut] = []
+        for piece, k, stride in zip(pieces, counts(self.segments, ratio), strides(self.segments, ratio), strict=True):
+            sample = sample_of(piece, stride, self.calls)
+            bits = survivors.kth_largest(sample, max(1, int(k * len(sample) / len(piece) + 0.5)))
+            cuts.append(Cut(bits, bits))
+        self.calls += 1
+        sent = survivors.compress(EncoderInput(gradient, self.residual, self.segments), ratio, cuts)
+        assert sent.residual is not None
         self.payload.copy_(sent.payload)
         self.residual.copy_(sent.residual)
 
@@ -206,6 +237,7 @@ class Training:
     share_within: float = 0.0
     worst_segment: float = 0.0
     fit_alone: float | None = None
+    overridden: float | None = None
     sent: list[float] = field(default_factory=list[float])
 
 
@@ -222,7 +254,7 @@ def train(name: str, layout: str, ratio: float, steps: int, text: Tensor) -> Tra
     generator = torch.Generator().manual_seed(1)
     result = Training(name, layout, ratio)
     by_segment = torch.zeros(len(segments))
-    fitted: list[float] = []
+    fitted: list[tuple[int, float]] = []
     for step in range(steps):
         gradients = [_gradient(model, parameters, text, generator) for _ in range(WORKERS)]
         for worker, gradient in zip(workers, gradients, strict=False):
@@ -247,18 +279,20 @@ def train(name: str, layout: str, ratio: float, steps: int, text: Tensor) -> Tra
         result.share_within = sum(0.8 <= value <= 1.2 for value in result.sent) / len(result.sent)
         means = (by_segment / len(result.sent)).tolist()
         result.worst_segment = max(means, key=lambda value: abs(value - 1.0))
-        result.fit_alone = statistics.median(fitted) if fitted else None
+        if fitted:
+            result.fit_alone = statistics.median(value for _, value in fitted)
+            result.overridden = statistics.mean(_is_overridden(value, segments[s], ratio) for s, value in fitted)
     return result
 
 
 def _make_worker(name: str, ratio: float, segments: tuple[int, ...], rank: int) -> Worker:
-    is_checked = not name.startswith("no check")
+    is_checked = not name.startswith("no ")
     compressor = parse_compressor(f"{name if is_checked else 'sidco'}({ratio})")
     state = torch.cat([compressor.fresh_state(n, index, rank) for index, n in enumerate(segments)])
     payload = torch.empty(compressor.payload_elements(segments), dtype=torch.uint8)
-    worker = (Worker if is_checked else Unchecked)(compressor, segments, torch.zeros(sum(segments)), state, payload)
+    kind = Worker if is_checked else Unchecked if name in UNCHECKED else SampledQuantile
+    worker = kind(compressor, segments, torch.zeros(sum(segments)), state if is_checked else None, payload)
     if isinstance(worker, Unchecked):
-        worker.state = None
         worker.fit, worker.stages = UNCHECKED[name]
     return worker
 
@@ -269,14 +303,25 @@ UNCHECKED = {
 }
 
 
-def _fitted(before: Tensor | None, after: Tensor | None) -> Iterator[float]:
-    """What the fits alone would have selected, from the controllers; not where a window ended."""
+NO_FIT = "no fit: sampled quantile"
+
+
+def _fitted(before: Tensor | None, after: Tensor | None) -> Iterator[tuple[int, float]]:
+    """The segment, and what the fit alone would have selected, from the controllers; not where a window ended."""
     if before is None or after is None or len(before) % STATE_ELEMENTS != 0 or before.dtype != torch.float32:
         return
-    for old, new in zip(before.view(-1, STATE_ELEMENTS), after.view(-1, STATE_ELEMENTS), strict=True):
+    both = zip(before.view(-1, STATE_ELEMENTS), after.view(-1, STATE_ELEMENTS), strict=True)
+    for segment, (old, new) in enumerate(both):
         was, now = Controller(*map(float, old)), Controller(*map(float, new))
         if now.calls_in_window > was.calls_in_window:
-            yield now.fitted - was.fitted
+            yield segment, now.fitted - was.fitted
+
+
+def _is_overridden(fitted: float, n: int, ratio: float) -> bool:
+    """The check took the sample's quantile in the fit's place."""
+    ((k,), (stride,)) = counts((n,), ratio), strides((n,), ratio)
+    reaching = k / n * (n if stride == 1 else n // RUN * RUN / stride)
+    return is_contradicted(round(fitted * reaching), reaching, stride)
 
 
 def _gradient(model: nn.Module, parameters: list[nn.Parameter], text: Tensor, generator: torch.Generator) -> Tensor:
@@ -307,17 +352,18 @@ def selection_table(selections: Sequence[Selection]) -> str:
 
 def training_table(rows: Sequence[Training]) -> str:
     lines = [
-        "| compressor | segments | ratio | sent | steps within 20 % | worst segment | fits alone | final loss |",
-        "|---|---|---|---|---|---|---|---|",
+        "| compressor | segments | ratio | sent | steps within 20 % | worst segment | fits alone | overridden | loss |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.name == "dense":
-            lines.append(f"| dense | | | | | | | {row.loss:.3f} |")
+            lines.append(f"| dense | | | | | | | | {row.loss:.3f} |")
             continue
+        overridden = "" if row.overridden is None else f"{row.overridden:.0%}"
         fit_alone = "" if row.fit_alone is None else f"{row.fit_alone:.2f}"
         lines.append(
             f"| {row.name} | {row.layout} | {row.ratio:g} | {row.mean:.2f} | {row.share_within:.0%} | "
-            f"{row.worst_segment:.2f} | {fit_alone} | {row.loss:.3f} |"
+            f"{row.worst_segment:.2f} | {fit_alone} | {overridden} | {row.loss:.3f} |"
         )
     return "\n".join(lines)
 
@@ -327,12 +373,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
     parser.add_argument("--elements", type=int, default=1 << 20, help="of a sample, default 2^20")
     parser.add_argument("--calls", type=int, default=30, help="samples in a stream, default 30")
+    parser.add_argument("--only-training", action="store_true", help="leave the first table out")
     parser.add_argument("--steps", type=int, default=300, help="of training, default 300")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     selections: list[Selection] = []
-    for distribution in DISTRIBUTIONS:
+    for distribution in () if arguments.only_training else DISTRIBUTIONS:
         samples = [draw(distribution, arguments.elements, seed) for seed in range(arguments.calls)]
         selections += [measure_selection(name, distribution, ratio, samples) for name in KINDS for ratio in RATIOS]
     print(f"Fit alone / first call / settled mean (range), relative to k; n = {arguments.elements}\n")
@@ -344,7 +391,7 @@ def main() -> None:
     rows = [train("dense", "", 1.0, arguments.steps, text)]
     for ratio in TRAINING_RATIOS:
         for layout in ("each parameter", "all in one"):
-            names = (*KINDS, "dgc", *(UNCHECKED if layout == "all in one" else ()))
+            names = (*KINDS, "dgc", NO_FIT, *(UNCHECKED if layout == "all in one" else ()))
             rows += [train(name, layout, ratio, arguments.steps, text) for name in names]
     print(training_table(rows))
     if arguments.json is not None:
