@@ -23,7 +23,8 @@ from fxcomp.graph.work import is_free, work_key
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
-from fxcomp.runtime.runtime import Flight, HostFlight, OnHost, Runtime
+from fxcomp.runtime.host_pool import OnHost
+from fxcomp.runtime.runtime import Flight, HostFlight, Runtime
 from fxcomp.runtime.transport import Transport
 
 

@@ -1,23 +1,25 @@
-"""What emitted code calls: packing, compressing, launching and waiting, with every buffer kept from step to step.
+"""Run the lines of an emitted step: packing, compressing, launching and waiting.
 
 The main thread plays the device, and a pool of one thread plays the host's processor: work handed over with `d2h` runs
-there, in order, until `h2d` takes it back. Nothing here knows a plan; the emitted lines say what to do.
+there, in order, until `h2d` takes it back. Every buffer is kept from step to step. Nothing here knows a plan; the
+emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, kernels
+from fxcomp.compressors import Compressor
+from fxcomp.runtime import arithmetic
 from fxcomp.runtime.clock import clock_of
-from fxcomp.runtime.float_state import as_caller_computes
+from fxcomp.runtime.host_pool import HostPool, OnHost, value_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport, Work
@@ -36,13 +38,6 @@ class Flight:
     name: str
     output: Tensor
     work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class OnHost:
-    """A value that the pool is computing."""
-
-    future: Future[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +70,11 @@ class Runtime:
         self.counters = Counters()
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
-        self.watch_pool: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
-        """Puts a clock around what the pool does, in a step that is timed."""
         self.undelivered: dict[str, Tensor] = {}
         """What another plan left out of parameters' gradients, flat: packing adds it, until somebody clears it."""
+        self.pool = HostPool()
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None
-        self._failures: list[BaseException] = []
-        """What was raised on the pool's thread: the result may be one that nobody reads."""
 
     # Lines of an emitted step
 
@@ -116,27 +106,11 @@ class Runtime:
 
     def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
         """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
-
-        def run(value: Tensor) -> Tensor:
-            if _have_kernel(value, velocity):
-                kernels.run("fxcomp_accumulate", value, velocity, float(momentum), value.numel())
-            else:
-                torch.add(velocity * momentum, value, out=value)
-                torch.where(value.isfinite(), value, velocity, out=velocity)
-            return value
-
-        return self._then(run, bucket)
+        return self.pool.after(arithmetic.accumulate, bucket, velocity, momentum)
 
     def mask_velocity(self, velocity: Tensor, bucket: Tensor | OnHost, residual: Tensor) -> None:
         """Forget the velocity where the bucket's value was sent, so that nothing is left out of it."""
-
-        def run(value: Tensor) -> Tensor:
-            if _have_kernel(value, velocity, residual):
-                kernels.run("fxcomp_mask_velocity", value, velocity, residual, value.numel())
-                return velocity
-            return velocity.masked_fill_((residual == 0) & value.isfinite(), 0.0)
-
-        self._then(run, bucket)
+        self.pool.after(arithmetic.mask_velocity, velocity, bucket, residual)
 
     def propose(
         self,
@@ -156,7 +130,7 @@ class Runtime:
             compressor.propose(value, residual, segments, state, proposal)
             return proposal
 
-        return self._then(run, bucket)
+        return self.pool.after(run, bucket)
 
     def compress(
         self,
@@ -177,26 +151,23 @@ class Runtime:
             compressor.encode(value, residual, payload, segments, state, agreement)
             return payload
 
-        return self._then(run, bucket) if agreed is None else self._then(run, bucket, agreed)
+        return self.pool.after(run, bucket) if agreed is None else self.pool.after(run, bucket, agreed)
 
     def launch(
         self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str, how: str = "sum"
     ) -> Flight | HostFlight:
         """Start a collective and return at once. `how` is what an all_reduce makes of the ranks' values: sum or max."""
         if isinstance(value, OnHost):
-            given = value.future
-            return HostFlight(self._submit(lambda: self._launch(name, kind, given.result(), ranks, level, how, "pool")))
+            launch = functools.partial(self._launch, name, kind, value, ranks, level, how, "pool")
+            return HostFlight(self.pool.submit(launch))
         return self._launch(name, kind, value, ranks, level, how, "main")
 
     def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
         if isinstance(flight, HostFlight):
             given = flight.future
-            return OnHost(self._submit(lambda: _finish(given.result())))
-        start = self.clock.look()
-        output = _finish(flight)
-        self.counters.waits.append((start, self.clock.look()))
-        return output
+            return OnHost(self.pool.submit(lambda: _finish(given.result())))
+        return self._exposed(lambda: _finish(flight))
 
     def decompress(
         self,
@@ -216,29 +187,26 @@ class Runtime:
             compressor.decode(value, ranks, segments, mean, agreement, state)
             return mean
 
-        return self._then(run, payloads) if agreed is None else self._then(run, payloads, agreed)
+        return self.pool.after(run, payloads) if agreed is None else self.pool.after(run, payloads, agreed)
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
         """Make a summed payload a compressor's next state, where it is finite."""
-
-        def run(value: Tensor) -> Tensor:
-            return state.copy_(torch.where(value.isfinite(), value, state))
-
-        self._then(run, payload)
+        self.pool.after(arithmetic.keep, state, payload)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
         pinned = functools.partial(self._buffer, name, value.numel(), value.dtype, CPU, pinned=True)
-        return OnHost(self._submit(self._transfers.to_host(value, pinned)))
+        return OnHost(self.pool.submit(self._transfers.to_host(value, pinned)))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
-        start = self.clock.look()
-        result = value.future.result()
-        buffer = functools.partial(self._buffer, name, result.numel(), result.dtype, self._device)
-        there = self._transfers.to_device(result, buffer)
-        self.counters.waits.append((start, self.clock.look()))
-        return there
+
+        def take_back() -> Tensor:
+            result = value.future.result()
+            buffer = functools.partial(self._buffer, name, result.numel(), result.dtype, self._device)
+            return self._transfers.to_device(result, buffer)
+
+        return self._exposed(take_back)
 
     def save(self, name: str, value: Tensor | OnHost) -> Tensor | OnHost:
         """Copy what will be overwritten."""
@@ -246,28 +214,24 @@ class Runtime:
         def run(now: Tensor) -> Tensor:
             return self._buffer(name, now.numel(), now.dtype, now.device).copy_(now)
 
-        return self._then(run, value)
+        return self.pool.after(run, value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         """Whether parameters may change. Every rank sees the same values, and so finds the same."""
-        self.counters.skipped = not all(map(_is_finite, values))
+        self.counters.skipped = not all(map(arithmetic.is_finite, values))
         return not self.counters.skipped
 
     def roll_back(self, residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
         """Make a residual what it was before the bucket was added and the own payload taken off."""
-        before = _now(own).add_(residual).sub_(_now(bucket))
-        torch.where(before.isfinite(), before, residual, out=residual)
+        arithmetic.roll_back(residual, value_of(own), value_of(bucket))
 
     def restore(self, state: Tensor, saved: Tensor | OnHost) -> None:
         """Put a state back."""
-        state.copy_(_now(saved))
+        state.copy_(value_of(saved))
 
     def exchange(self, operator: Callable[..., T], *arguments: Any) -> T:
         """Run a collective of the loss function's own; time spent here is exposed communication."""
-        start = self.clock.look()
-        result = operator(*arguments)
-        self.counters.waits.append((start, self.clock.look()))
-        return result
+        return self._exposed(lambda: operator(*arguments))
 
     def see(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Show local gradients to whoever checks them."""
@@ -298,28 +262,19 @@ class Runtime:
         return counted
 
     def finish(self) -> None:
-        """Wait until the pool has done all of a step, and raise what was raised there, whoever reads its results."""
-        if self._last is not None:
-            wait([self._last])  # one thread: what was handed over before is done, too
-            self._last = None
-        if self._failures:
-            failures, self._failures = self._failures, []
-            raise failures[0]
+        """Wait until the pool has done all of a step, and raise what was raised there."""
+        self.pool.finish()
 
     def settle(self) -> None:
         """Bring a step to its end that all ranks have left at the same line: nothing of it goes on afterwards."""
-        if self._last is not None:
-            wait([self._last])
+        self.pool.wait()
         self.transport.settle()
-        self._last, self._failures = None, []
+        self.pool.settle()
         self.take_counters()
 
     def drop(self) -> None:
         """Leave a step alone in which something was raised: what goes on of it touches nothing that is used again."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
-        self._last, self._failures = None, []
+        self.pool.drop()
         self.forget_buffers()
         self.take_counters()
 
@@ -330,11 +285,19 @@ class Runtime:
 
     def close(self) -> None:
         """End the pool's thread."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        self.pool.close()
 
-    def _launch(self, name: str, kind: str, value: Tensor, ranks: int, level: str, how: str, lane: str) -> Flight:
+    def _exposed(self, work: Callable[[], T]) -> T:
+        """Do what stands still for the network, and count for how long."""
+        start = self.clock.look()
+        result = work()
+        self.counters.waits.append((start, self.clock.look()))
+        return result
+
+    def _launch(
+        self, name: str, kind: str, given: Tensor | OnHost, ranks: int, level: str, how: str, lane: str
+    ) -> Flight:
+        value = value_of(given)
         key = (kind, level)
         self.counters.payload_bytes[key] = self.counters.payload_bytes.get(key, 0) + value.nbytes
         if kind == "all_reduce":
@@ -348,29 +311,6 @@ class Runtime:
         out = self._buffer(name, value.numel() // ranks, value.dtype, value.device)
         return Flight(name, out, self.transport.reduce_scatter(value, out, level, lane))
 
-    def _then(self, run: Callable[..., Tensor], *values: Tensor | OnHost) -> Tensor | OnHost:
-        """Do it now, or on the pool behind what makes the values."""
-        if any(isinstance(value, OnHost) for value in values):
-            return OnHost(self._submit(lambda: run(*map(_now, values))))
-        return run(*values)
-
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        # One thread: what is submitted runs in order, so collectives leave in the same order on every rank.
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
-        work = as_caller_computes(work if self.watch_pool is None else self.watch_pool(work))
-        failures = self._failures
-
-        def run() -> T:
-            try:
-                return work()
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        future = self._last = self._pool.submit(run)
-        return future
-
     def _buffer(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
     ) -> Tensor:
@@ -380,24 +320,6 @@ class Runtime:
             buffer = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
             self._buffers[key] = buffer
         return buffer
-
-
-def _now(value: Tensor | OnHost) -> Tensor:
-    return value.future.result() if isinstance(value, OnHost) else value
-
-
-def _have_kernel(*values: Tensor) -> bool:
-    """Whether values are what kernels take."""
-    size = values[0].numel()
-    return all(
-        v.dtype is torch.float32 and v.numel() == size and v.is_contiguous() and kernels.can_run_on(v) for v in values
-    )
-
-
-def _is_finite(value: Tensor) -> bool:
-    if _have_kernel(value):
-        return bool(kernels.run("fxcomp_all_finite", value, value.numel()))
-    return bool(value.isfinite().all())
 
 
 def _finish(flight: Flight) -> Tensor:

@@ -59,11 +59,11 @@ class Stopwatch:
         """Begin a step. The runtime's pool is watched until `stop`."""
         self._counts.clear()
         self._marks = _Marks(self._clock.look(), self._pool_clock.look())
-        self._runtime.watch_pool = self._on_pool
+        self._runtime.pool.watch = self._on_pool
 
     def stop(self) -> None:
         """End a step, whatever has become of it."""
-        self._runtime.watch_pool = None
+        self._runtime.pool.watch = None
 
     def reading(self) -> Reading | None:
         """The times of the last step; None if a device has not finished it yet."""

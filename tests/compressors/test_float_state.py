@@ -9,7 +9,7 @@ from compressor_cases import COMPRESSORS, WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, Feedback
-from fxcomp.runtime.float_state import flushes_denormals
+from fxcomp.runtime.host_pool import flushes_denormals
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.testing.checks import assert_same_bits
@@ -59,5 +59,5 @@ def test_the_pool_of_a_runtime_flushes_denormals_as_its_caller_does() -> None:
     runtime = Runtime(NullTransport(), torch.device("cpu"))
     for flush in (False, True, False):
         torch.set_flush_denormal(flush)
-        assert runtime._submit(flushes_denormals).result() == flush
+        assert runtime.pool.submit(flushes_denormals).result() == flush
     runtime.close()

@@ -13,7 +13,8 @@ import torch
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadTensor
-from fxcomp.runtime.runtime import OnHost, Runtime
+from fxcomp.runtime.host_pool import OnHost
+from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 
 
@@ -90,7 +91,7 @@ def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
         number = next(numbers)
         return lambda: (seen.append((number, threading.current_thread().name)), work())[1]
 
-    rt.watch_pool = watched
+    rt.pool.watch = watched
     values = [rt.d2h(f"on_host_{k}", torch.full((1,), float(k))) for k in range(50)]
     assert [rt.h2d("back", value).item() for value in values] == list(range(50))
     assert [number for number, _ in seen] == list(range(50))

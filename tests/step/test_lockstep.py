@@ -140,14 +140,14 @@ def pool_fails() -> dict[str, list[Any]]:
     step = offloaded()
     step(batch(0))
     saved, said = step.state_dict(), dict[str, list[Any]]()
-    submit = step.in_force.runtime._submit
+    submit = step.in_force.runtime.pool.submit
 
     def unread(work: Callable[[], Tensor]) -> Any:
         future = submit(work)
         submit(fails)
         return future
 
-    with patch.object(step.in_force.runtime, "_submit", unread) if is_one() else nullcontext():
+    with patch.object(step.in_force.runtime.pool, "submit", unread) if is_one() else nullcontext():
         said["raised"] = [outcome(lambda: step(batch(1)))]
     said["raised"] += [step.steps, outcome(lambda: step(batch(2)))]
     step.load_state_dict(saved)
