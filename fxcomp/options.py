@@ -12,13 +12,8 @@ import torch
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.plan.error_feedback import (
-    CLASSIC,
-    ErrorFeedback,
-    check_experiment,
-    check_is_feedback,
-    check_momentum,
-)
+from fxcomp.plan.check_feedback import check_experiment, check_is_feedback, check_momentum
+from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps

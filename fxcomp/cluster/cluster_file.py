@@ -54,7 +54,7 @@ def parse_ratio(text: str) -> float:
 
 
 class _File:
-    """What is wrong is said with the file's name."""
+    """Reads one file's data; errors name the file and the key."""
 
     def __init__(self, path: str) -> None:
         self.path = path

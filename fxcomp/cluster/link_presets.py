@@ -1,4 +1,4 @@
-"""Links that are sold under a name: text for `Link.parse`, with the source of every number.
+"""List links that are sold under a name: text for `Link.parse`, with the source of every number.
 
 Bandwidths are what the maker promises for one direction; what a program gets is less. Latencies of NVLink, PCIe and
 InfiniBand are a ring step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What compute, the compressor pool and the network's software share, for one rank."""
+    """The processors of one rank, shared by compute, the compressor pool and the network's software."""
 
     count: float = math.inf
     """Processors, or on a GPU 1 for the device; infinite where nothing that runs beside compute slows it."""
     compute: float = 1.0
-    """How many of them compute takes."""
+    """The processors that compute takes."""
 
     @property
     def has_spare(self) -> bool:
-        """Whether another thread finds a processor beside compute."""
+        """Another thread finds a processor while compute runs."""
         return self.count >= self.compute + 1
 
 

@@ -31,7 +31,7 @@ class TrafficPattern(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupTopology:
-    """Where the ranks of a group sit, and the bandwidth that they get.
+    """The places of a group's ranks in the tree, and the bandwidth that they get.
 
     `text` is the key under which measured collectives are filed: `4x1` is a rank on each of 4 hosts, `1x4` 4 ranks of
     one host, `3+2` 3 of one and 2 of another, `2x4x1` 2 racks of 4 such hosts. `*2` says that 2 such groups share

@@ -1,4 +1,4 @@
-"""Put two cost tables together, or tell how they differ."""
+"""Merge two cost tables, or list their differences."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Key = TypeVar("Key")
 Entry = TypeVar("Entry")
 
 SIZES = tuple(1 << k for k in range(10, 27, 2))
-"""Where two measurements of a collective are compared: 1 KiB to 64 MiB."""
+"""The sizes at which two measurements of a collective are compared: 1 KiB to 64 MiB."""
 
 SAME = 0.01
-"""What differs by less is not told apart (assumed: the same measurement twice differs by as much)."""
+"""Smaller relative differences are ignored (assumed: the same measurement twice differs by as much)."""
 
 CONFLICT = 0.25
 """Two measurements that differ by more than this, and by more than they err, contradict each other (assumed)."""
@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def apart(self) -> float:
-        """How much larger the larger one is, relative."""
+        """The relative excess of the larger one."""
         low, high = sorted((abs(self.first), abs(self.second)))
         return high / low - 1 if low else float(high > 0) * float("inf")
 
@@ -52,13 +52,13 @@ class Difference:
 
 
 def differences(first: CostTable, second: CostTable) -> list[Difference]:
-    """What both tables have and do not agree on, the largest differences first."""
+    """List the entries that both tables have and do not agree on, the largest differences first."""
     found = [one for one in _differences(first, second) if one.apart > SAME]
     return sorted(found, key=lambda one: (-one.apart, one.what))
 
 
 def diff(first: CostTable, second: CostTable) -> str:
-    """How two tables differ, a line each, the largest first; then what only one of them has."""
+    """Write how two tables differ, a line each, the largest first; then the entries of only one of them."""
     lines = [
         f"{name}: {mine!r} and {theirs!r}"
         for name in ("hardware", "versions", "date", "source", "estimate")
@@ -72,7 +72,7 @@ def diff(first: CostTable, second: CostTable) -> str:
 
 
 def _keys(table: CostTable) -> list[str]:
-    """What a table may have or not."""
+    """List the optional entries of a table."""
     parts = {
         "a copy speed between host and device": table.copy_gb_per_s is not None,
         "processors that compute shares": table.processors != UNSHARED,
@@ -111,7 +111,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
 
 
 def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
-    """How compute and communication slow each other. It follows the job and its ranks: no difference contradicts."""
+    """Compare how compute and communication slow each other. It depends on the job: no difference is a conflict."""
     units = {"us": "us", "us_per_mb": "us/MB", "speed": "", "more_us": "us"}
     pairs: list[tuple[str, Any, Any, Mapping[str, str]]] = [
         (f"transport {kind.value}", taken, second.transport[kind], units)
@@ -131,7 +131,7 @@ def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
 
 
 def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollective) -> Difference:
-    """Where they are furthest apart, among sizes that both know."""
+    """Compare at the size where they are furthest apart, among those that both know."""
     largest = min(mine.fit.largest, theirs.fit.largest) or SIZES[-1]
     expected = 2 * (mine.spread + theirs.spread)
     return max(
@@ -208,11 +208,11 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
 
 _SHARING = ("transport", "processors", "contention")
-"""What was measured together about processors that are shared."""
+"""Entries about shared processors, which are measured together."""
 
 
 def _filled(one: CostTable, other: CostTable) -> CostTable:
-    """A table whose assumptions are the other's numbers: they contradict nothing."""
+    """Replace a table's assumptions by the other's numbers, which then contradict nothing."""
     default = CostTable()
     assumed = {f.name: getattr(other, f.name) for f in fields(one) if getattr(one, f.name) == getattr(default, f.name)}
     return replace(one, **assumed)
@@ -227,5 +227,5 @@ def _union(older: Mapping[Key, Entry], newer: Mapping[Key, Entry], source: Calla
 
 
 def _trust(source: str) -> int:
-    """Measured on purpose, seen in a trace, or assumed."""
+    """Rank a source: measured on purpose, seen in a trace, or assumed."""
     return 2 if source.startswith("measured") else 1 if source.startswith("a trace") else 0

@@ -66,5 +66,5 @@ def _is_like(key: str, name: str, place: str) -> bool:
 
 @cache
 def _text(compressor: Compressor) -> str:
-    """Cached: a search asks for the same few compressors thousands of times."""
+    """Write a compressor, cached: a search asks for the same few thousands of times."""
     return str(compressor)

@@ -1,4 +1,4 @@
-"""Read a timeline: what the step's length hangs on, what compute waits for, and where a stream has nothing to do."""
+"""Read from a timeline the critical path, and the tasks that compute waits for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxcomp.plan.streams import Stream
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
-    """The spans that the step's length hangs on, first to last.
+    """Return the spans that the step's length depends on, first to last.
 
     Each one ends when the next may start: it makes what that needs, or occupies its stream until then. A span that only
     slowed one of these, for want of processors, is not in it.
@@ -25,7 +25,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 
 
 def exposed_by_task(timeline: Timeline) -> dict[str, float]:
-    """How long compute stands still for each task, in µs, by name; they add up to the timeline's exposed time.
+    """Return the µs that compute waits for each task, by name; they add up to the timeline's exposed time.
 
     Every moment in which compute waits belongs to the task it waits for just then: the last to arrive, and before that
     whatever kept it from starting.
@@ -43,22 +43,8 @@ def exposed_by_task(timeline: Timeline) -> dict[str, float]:
     return waits
 
 
-def bubbles(timeline: Timeline, stream: Stream) -> tuple[tuple[float, float], ...]:
-    """When a stream has nothing to do between the step's start and end: starts and ends, in µs."""
-    found: list[tuple[float, float]] = []
-    clock = 0.0
-    for span in timeline.spans:
-        if span.task.stream is stream:
-            if span.start_us > clock:
-                found.append((clock, span.start_us))
-            clock = span.end_us
-    if timeline.step_time_us > clock:
-        found.append((clock, timeline.step_time_us))
-    return tuple(found)
-
-
 def _queues(timeline: Timeline) -> tuple[dict[str, Span], dict[Stream, Span]]:
-    """Which span each one follows on its stream, and the last of each stream."""
+    """Return the span that each one follows on its stream, and the last of each stream."""
     before: dict[str, Span] = {}
     last: dict[Stream, Span] = {}
     for span in timeline.spans:
@@ -88,7 +74,7 @@ def _share_out(
 
 
 def _earlier(span: Span, spans: dict[str, Span], before: dict[str, Span]) -> list[Span]:
-    """What a span has to wait for: its predecessors, and what its stream does first."""
+    """Return the spans before a span: its predecessors, and the one ahead on its stream."""
     name = span.task.name
     return [spans[other] for other in span.task.after] + ([before[name]] if name in before else [])
 

@@ -1,4 +1,4 @@
-"""Devices that are not here, from their data sheets: what a roofline for them is made of.
+"""Describe devices that are not here by their data sheets, and make cost tables for them.
 
 Peaks are those of dense matrices; data sheets print twice as much for sparse ones. What a kernel reaches of them is
 assumed, and so is what starting one costs: everything priced by a preset is an estimate, and reports call it so.
@@ -32,7 +32,7 @@ COPY_SHARE = 0.8
 """Of PCIe's bandwidth that a copy from pinned memory reaches (assumed)."""
 
 ERROR = 0.75
-"""How far compute may be off that a preset prices, relative (measured on the example jobs on a CPU, 2026-11: the same
+"""The relative error of compute that a preset prices (measured on the example jobs on a CPU, 2026-11: the same
 model with the machine's own peaks told 11 to 75 % less than the step took; that it is no worse on a GPU is assumed)."""
 
 ERROR_OF_TOLD_STEP = 0.15
@@ -55,13 +55,13 @@ class Preset:
 
     @property
     def description(self) -> str:
-        """What an estimate by this preset is made of, for reports."""
+        """The source and assumptions of an estimate, for reports."""
         shares = f"{PRODUCT_SHARE:.0%} in products and {MEMORY_SHARE:.0%} of the bandwidth"
         return f"{self.source}; of its peaks {shares} assumed"
 
     @property
     def roofline(self) -> Roofline:
-        """What its operators are assumed to reach."""
+        """The performance that its operators are assumed to reach."""
         reached = {name: 1e3 * PRODUCT_SHARE * peak for name, peak in self.tflops.items()}
         return Roofline(
             gflops=reached["f32"],
@@ -72,7 +72,7 @@ class Preset:
         )
 
     def costs(self, compressors: Sequence[Compressor]) -> CostTable:
-        """A table for a job on this device. Nothing is known of its host, so that nothing is offloaded to it."""
+        """Make a table for a job on this device. Its host is unknown, so nothing is offloaded to it."""
         roofline = self.roofline
         return CostTable(
             hardware=self.title,
@@ -87,7 +87,7 @@ class Preset:
 
 
 def compressor_cost(compressor: Compressor, roofline: Roofline) -> CompressorCost:
-    """What a compressor takes by memory bandwidth, at the size below which launching is all, and at a large one."""
+    """Price a compressor by memory bandwidth, at sizes from where launching is all to a large one."""
     return CompressorCost.of(*(_point(compressor, roofline, elements) for elements in _SIZES))
 
 
@@ -95,7 +95,7 @@ _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)
 
 
 def _point(compressor: Compressor, roofline: Roofline, elements: int) -> CompressorPoint:
-    """Bytes that must move, through memory as often as the compressor says of itself (`Facts.passes`).
+    """Price the bytes that must move, through memory as often as the compressor's facts say (`passes`).
 
     Encoding reads the gradient and, with error feedback, the residual in every pass, then writes the residual and the
     payload. Decoding reads a payload and adds it to the sum, once a rank. Every pass is a launch of its own.
@@ -146,7 +146,7 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
 
 
 def preset_named(name: str) -> Preset:
-    """The preset that `--device` names. Raises BadOption with those there are."""
+    """Return the preset that `--device` names. Raises BadOption listing all."""
     found = PRESETS.get(name.lower())
     if found is not None:
         return found

@@ -190,7 +190,7 @@ def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Te
 
 
 def _cost_of_s(last: CompressorPoint, size: int) -> float:
-    """What timing a size takes, by that of the last one; what empties the caches in between is not counted."""
+    """Estimate the seconds of timing a size from the last one; emptying caches in between is not counted."""
     once_us = last.propose_us + last.encode_us + RANKS * last.decode_us
     return 1e-6 * size / last.elements * 2 * REPEATS * once_us
 
@@ -212,7 +212,7 @@ def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
 
 
 def _gflops(dtype: torch.dtype, on: torch.device) -> float:
-    """What a product of square matrices reaches, as large as fill the device: a CPU's cores are busy at 512 rows."""
+    """Measure a product of square matrices that fill the device: a CPU's cores are busy at 512 rows."""
     side = 512 if on.type == "cpu" else 4096
     square = torch.ones(side, side, device=on, dtype=dtype)
     product = torch.zeros_like(square)
@@ -239,7 +239,7 @@ def median_us(
     repeats: int = 2 * REPEATS - 1,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """The median time of a call, after one that does not count; `before` each, and not counted, comes something else.
+    """Return the median time of a call after a warm-up; `before` runs ahead of each, and is not counted.
 
     On a GPU until the device is done.
     """

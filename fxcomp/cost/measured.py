@@ -1,4 +1,4 @@
-"""What was measured, as a cost table keeps it: a collective among certain ranks, a compressor on a certain device."""
+"""Keep measurements for a cost table: a collective in a group of ranks, a compressor on a device."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class MeasuredCollective:
         spread: float = 0.0,
         source: str = "measured",
     ) -> MeasuredCollective:
-        """One that takes what its formula says, with α per step and the bandwidth that one rank gets."""
+        """Make one from the collective's formula, with α per step and the bandwidth that one rank gets."""
         us_per_byte = formulas.wire_bytes(kind, ranks, 1.0) / (1e3 * gb_per_s)
         return cls(ranks, Fit.line(formulas.steps(kind, ranks) * alpha_us, us_per_byte, spread), source)
 
     def alpha_us(self, kind: CollectiveKind) -> float:
-        """The latency of one step of `kind`, which was measured: its smallest messages' time over its steps."""
+        """Return the latency of one step of `kind`, which was measured: its smallest messages' time over its steps."""
         return self.fit.pieces[0].at_zero_us / max(1.0, formulas.steps(kind, self.ranks))
 
     def gb_per_s(self, kind: CollectiveKind) -> float:
-        """What one rank gets with large messages of `kind`, which was measured."""
+        """Return a rank's bandwidth with large messages of `kind`, which was measured."""
         return self._gb_per_s(kind, self.fit.pieces[-1].us_per_unit)
 
     def _gb_per_s(self, kind: CollectiveKind, us_per_byte: float) -> float:
@@ -60,11 +60,11 @@ class MeasuredCollective:
 
     @property
     def spread(self) -> float:
-        """How far the fit is off, relative, in the median over sizes."""
+        """The fit's median relative error over sizes."""
         return self.fit.residual
 
     def us(self, known: CollectiveKind, asked: CollectiveKind, size: float) -> float:
-        """The time of a collective over `size` bytes, of the kind that was measured or of another.
+        """Time a collective over `size` bytes, of the kind that was measured or of another.
 
         Another one is taken to send its wire bytes as fast as the known one would, and to pay the known one's latency
         for each of its own steps.
@@ -80,7 +80,7 @@ class MeasuredCollective:
         return max(0.0, self.fit.at(as_much) + more_steps * self.alpha_us(known))
 
     def format_us(self, known: CollectiveKind, asked: CollectiveKind, size: float) -> str:
-        """`us` as text: `all_reduce as measured among 4 ranks: 2 MB take 1.66 ms (measured, 24 samples)`."""
+        """Write `us` as text: `all_reduce as measured among 4 ranks: 2 MB take 1.66 ms (measured, 24 samples)`."""
         us = self.us(known, asked, size)
         name = asked.value if asked is known else f"{asked.value}, priced as {known.value},"
         return (
@@ -88,7 +88,7 @@ class MeasuredCollective:
         )
 
     def describe(self, kind: CollectiveKind) -> str:
-        """α per step, the bandwidth of every piece, half of their 95 % intervals, and how well they fit."""
+        """Write α per step, the bandwidth of every piece, half of their 95 % intervals, and the error."""
         alpha, *speeds = self.parts(kind)
         texts = [f"{alpha} us a step, {speeds[0]} a rank"]
         texts += [
@@ -98,7 +98,7 @@ class MeasuredCollective:
         return f"{'; '.join(texts)}; off by {100 * self.spread:.1f} % ({self.source})"
 
     def parts(self, kind: CollectiveKind) -> list[str]:
-        """As text: α per step in µs, then the bandwidth of each piece."""
+        """Write α per step in µs, then the bandwidth of each piece."""
         steps = max(1.0, formulas.steps(kind, self.ranks))
         first = self.fit.pieces[0]
         texts = [f"{first.at_zero_us / steps:.4g}{_plus_minus(first.at_zero_error / steps)}"]
@@ -159,7 +159,7 @@ class CompressorCost:
 
     @classmethod
     def of(cls, *points: CompressorPoint) -> CompressorCost:
-        """What lines from point to point tell."""
+        """Make one that interpolates its points."""
         return cls(points)
 
     @classmethod
@@ -177,7 +177,7 @@ class CompressorCost:
         return interpolate([(p.elements, p.encode_us) for p in self.points], elements)
 
     def decode_us(self, elements: float) -> float:
-        """For one rank's payload."""
+        """Time the decoding of one rank's payload."""
         if self.decode is not None:
             return self.decode.at(elements)
         return interpolate([(p.elements, p.decode_us) for p in self.points], elements)
@@ -212,7 +212,7 @@ FEWEST_FOR_FIT = 4
 
 
 def better_fit(samples: Sequence[Sample]) -> Fit | None:
-    """Two lines or one, if they tell sizes left out better than lines from point to point do; else None.
+    """Fit one or two lines if they predict left-out sizes better than lines from point to point; else None.
 
     Judged between the smallest and the largest size: beyond them both guess.
     """

@@ -1,4 +1,4 @@
-"""Times by size as lines, each from some size on: the data that fits make and tables keep.
+"""Represent times by size as lines, each from some size on: made by fits and kept in tables.
 
 Between two measured sizes a time lies on a line. Below the smallest the first line goes on down to size 0. Beyond the
 largest the last line goes on, or the chord over all that was measured, whichever is steeper: a table never promises
@@ -53,7 +53,7 @@ class Fit:
     worst: float = 0.0
     """The largest relative error over the sizes it was fitted to."""
     noise: float = 0.0
-    """How far one sample of a size lies from the size's median, relative, in the median."""
+    """The median relative distance of a sample from its size's median."""
 
     def at(self, size: float) -> float:
         """Return the time for a size, in µs. It never falls."""

@@ -28,7 +28,7 @@ MOST = 1e18
 
 
 def number(least: float = 0.0, most: float = MOST) -> Reader[float]:
-    """A number of this range, the ends included."""
+    """Make a reader of numbers in this range, the ends included."""
 
     def read(value: Any, place: str) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -40,12 +40,12 @@ def number(least: float = 0.0, most: float = MOST) -> Reader[float]:
 
 
 def positive(most: float = MOST) -> Reader[float]:
-    """A number above 0 that something may be divided by."""
+    """Make a reader of numbers above 0 that something may be divided by."""
     return number(1 / MOST, most)
 
 
 def whole(least: int, most: int = int(MOST)) -> Reader[int]:
-    """A whole number of this range, the ends included."""
+    """Make a reader of whole numbers in this range, the ends included."""
 
     def read(value: Any, place: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -56,21 +56,21 @@ def whole(least: int, most: int = int(MOST)) -> Reader[int]:
 
 
 def TEXT(value: Any, place: str) -> str:
-    """A text."""
+    """Read a text."""
     if not isinstance(value, str):
         raise wrong(place, "a text", value)
     return value
 
 
 def FLAG(value: Any, place: str) -> bool:
-    """true or false."""
+    """Read true or false."""
     if not isinstance(value, bool):
         raise wrong(place, "true or false", value)
     return value
 
 
 def null_or(reader: Reader[T], null: Any = None) -> Reader[Any]:
-    """What `reader` reads, or `null` where nothing is known."""
+    """Make a reader of what `reader` reads, and of null as `null`."""
     return lambda value, place: null if value is None else reader(value, place)
 
 
@@ -78,7 +78,7 @@ def null_or(reader: Reader[T], null: Any = None) -> Reader[Any]:
 
 
 def listed(reader: Reader[T]) -> Reader[tuple[T, ...]]:
-    """A list of such values, one at least."""
+    """Make a reader of lists of such values, one at least."""
 
     def read(value: Any, place: str) -> tuple[T, ...]:
         if not isinstance(value, list | tuple) or not value:
@@ -89,7 +89,7 @@ def listed(reader: Reader[T]) -> Reader[tuple[T, ...]]:
 
 
 def keyed(reader: Reader[T], key: Reader[Any] = TEXT) -> Reader[dict[Any, T]]:
-    """An object of such values, under keys that `key` reads."""
+    """Make a reader of objects of such values, under keys that `key` reads."""
 
     def read(value: Any, place: str) -> dict[Any, T]:
         entries = _object(value, place)
@@ -99,7 +99,7 @@ def keyed(reader: Reader[T], key: Reader[Any] = TEXT) -> Reader[dict[Any, T]]:
 
 
 def record(make: Callable[..., T], *, optional: Sequence[str] = (), **readers: Reader[Any]) -> Reader[T]:
-    """An object with these entries and no others, of which `make` makes one; the `optional` ones may be missing."""
+    """Make a reader of objects with these entries alone, which `make` takes; the `optional` ones may be missing."""
 
     def read(value: Any, place: str) -> T:
         entries = dict(_object(value, place))
@@ -126,7 +126,7 @@ def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
 
 
 def wrong(place: str, expected: str, value: object) -> BadOption:
-    """The error for a value that is not what it must be."""
+    """Make the error for a value that is not what it must be."""
     text = "null" if value is None else repr(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return BadOption(f"{place or 'it'} must be {expected}, not {shown}")
@@ -136,7 +136,7 @@ _SHOWN = 60  # characters of a wrong value
 
 
 def _inside(place: str, name: object) -> str:
-    """`collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` where a dot would not be clear."""
+    """Write a place: `collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` where a dot would not be clear."""
     if not re.fullmatch(r"[\w@*()=,+~-]+", str(name)):
         return f"{place}[{name!r}]"
     return f"{place}.{name}" if place else str(name)

@@ -23,7 +23,7 @@ from fxcomp.plan.streams import WIRES, Stream
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """How much times vary from step to step: standard deviations of their logarithms, so 0.05 is about 5 %."""
+    """The variation of times from step to step: standard deviations of their logarithms, so 0.05 is about 5 %."""
 
     compute: float = 0.03  # assumed: a rank's whole step
     links: float = 0.05  # assumed: a link for a whole step
@@ -33,7 +33,7 @@ class Jitter:
 
 
 def jitter_of(costs: CostTable, ranks: int) -> Jitter:
-    """What was measured of it: how far compute was from its median, and links from their fits; else as assumed."""
+    """Return the measured jitter: compute's distance from its median, the links' from their fits; else the assumed."""
     compute = [measured.spread for measured in costs.compute.values() if measured.spread]
     links = [measured.spread for measured in costs.collectives.values() if measured.spread]
     assumed = Jitter(ranks=ranks)
@@ -55,7 +55,7 @@ class Distribution:
     draws: tuple[float, ...]
 
     def at(self, share: float) -> float:
-        """The time that this share of all steps stays within."""
+        """Return the time that this share of all steps stays within."""
         ordered = sorted(self.draws)
         return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
 
@@ -64,7 +64,7 @@ class Distribution:
         return statistics.median(self.draws)
 
     def share_faster_than(self, other: Distribution) -> float:
-        """In which share of the draws this plan is the faster one. Both were drawn with the same seed."""
+        """Return the share of draws in which this plan is the faster one. Both were drawn with the same seed."""
         pairs = list(zip(self.draws, other.draws, strict=True))
         return sum(mine < theirs for mine, theirs in pairs) / len(pairs)
 
@@ -96,7 +96,7 @@ def draw_steps(
 
 
 def _factors_of_streams(machine: np.random.Generator, jitter: Jitter) -> Mapping[Stream, float]:
-    """One draw for each stream of the machine; compute's is the slowest rank's."""
+    """Draw a factor for each stream of the machine; compute's is the slowest rank's."""
     slow = math.exp(jitter.compute * float(machine.standard_normal(jitter.ranks).max()))
     busy = {wire: math.exp(jitter.links * float(machine.standard_normal())) for wire in WIRES}
     return {stream: busy.get(stream, slow) for stream in Stream}

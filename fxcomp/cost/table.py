@@ -1,4 +1,4 @@
-"""What everything costs on this machine: measured numbers with their source, and estimates where none was measured."""
+"""Price everything on a machine: by measured numbers with their source, and by estimates where none was measured."""
 
 from __future__ import annotations
 
@@ -57,28 +57,28 @@ class CostTable:
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
     contention: Mapping[CollectiveKind, Contention] = field(default_factory=dict[CollectiveKind, Contention])
-    """What the job's own steps made of `transport`."""
+    """Factors on `transport` that explain the job's own steps."""
     error: float = 0.1  # assumed: the prediction's own relative error
     compute_error: float = 0.0
-    """How much further off compute is where it was estimated: of the step only its part of it."""
+    """The additional relative error of estimated compute, on its share of the step."""
     estimate: str = ""
-    """What compute and compression were estimated from, where nothing was measured on the device; empty otherwise."""
+    """The source of estimated compute and compression, if nothing was measured on the device; empty otherwise."""
 
     # Estimates
 
     def compute_us(self, key: str, flops: float, size: float, math_type: str = "f32") -> Measured:
-        """The time of one operation: as measured, or by the roofline."""
+        """Time one operation: as measured, or by the roofline."""
         return self.compute.get(key) or Measured(self.roofline.us(flops, size, math_type), source=self.roofline.source)
 
     def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """The time of one collective over `size` bytes: what one rank contributes (all_gather) or the full tensor."""
+        """Time one collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
         measured = self._measured(kind, level, cluster)
         if measured is not None:
             return measured[1].us(measured[0], kind, size)
         return formulas.collective_us(kind, size, cluster.topology_at(level))
 
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """How many of compute's processors a collective takes while it runs."""
+        """Return the share of compute's processors that a collective takes while it runs."""
         taken = self._transport(kind)
         takes_us = self.collective_us(kind, level, size, cluster) if taken is not None else 0.0
         if taken is None or takes_us < NO_TIME_US:
@@ -87,7 +87,7 @@ class CostTable:
         return self._contention(kind).load * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
 
     def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """A collective's speed while compute runs and leaves no processor to it."""
+        """Return a collective's relative speed while compute runs and leaves no processor to it."""
         taken = self._transport(kind)
         if taken is None:
             return 1.0
@@ -103,13 +103,13 @@ class CostTable:
 
     @property
     def offloads(self) -> bool:
-        """Whether the pool may compress: it finds a processor, and what it takes there is known."""
+        """The pool may compress: it finds a processor, and its times are known."""
         is_known = self.copy_gb_per_s is None or any(key.endswith(f"@{Device.CPU.value}") for key in self.compressors)
         return is_known and self.processors.has_spare
 
     @property
     def pool_load(self) -> float:
-        """How many of compute's processors the pool takes while it works: none if compute has a device of its own."""
+        """The share of compute's processors that the pool takes: none if compute has a device of its own."""
         return 1.0 if self.copy_gb_per_s is None else 0.0
 
     def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
@@ -120,7 +120,7 @@ class CostTable:
         return found.source if known is kind else f"{ASSUMED}, as {known.value}: {found.source}"
 
     def collective_formula(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
-        """How `collective_us` gets its number, as text: the formula, and the numbers put in."""
+        """Write how `collective_us` gets its number: the formula, and the numbers put in."""
         reach, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
         if measured is not None:
             known, found = measured
@@ -128,7 +128,7 @@ class CostTable:
         return formulas.format_collective_us(kind, size, reach)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
-        """The time in which a rank compresses its own gradient."""
+        """Time a rank's compression of its own gradient."""
         known = self._compressor(compressor, device)
         if known:
             return known.encode_us(elements)
@@ -136,7 +136,7 @@ class CostTable:
         return self.roofline.us(0.0, 12.0 * elements)
 
     def propose_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
-        """The time in which a rank makes what the ranks agree on before they compress."""
+        """Time a rank's proposal for what the ranks agree on before they compress."""
         if compressor.facts.agreement is None:
             return 0.0
         known = self._compressor(compressor, device)
@@ -146,7 +146,7 @@ class CostTable:
         return self.roofline.us(0.0, 8.0 * elements)
 
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
-        """The time in which a rank turns all ranks' payloads into their mean."""
+        """Time a rank's turning all ranks' payloads into their mean."""
         known = self._compressor(compressor, device)
         if known:
             return ranks * known.decode_us(elements)
@@ -154,44 +154,44 @@ class CostTable:
         return ranks * self.roofline.us(0.0, 9.0 * elements)
 
     def keep_us(self, size: float) -> float:
-        """The time to make a summed payload of `size` bytes a compressor's next state."""
+        """Time making a summed payload of `size` bytes a compressor's next state."""
         return self.pack_us(size)
 
     def accumulate_us(self, size: float) -> float:
-        """The time to raise a bucket of `size` bytes and its velocity, which is twice what a copy moves."""
+        """Time accumulating a bucket of `size` bytes into its velocity: it moves twice what a copy does."""
         return 2 * self.pack_us(size)
 
     def mask_us(self, size: float) -> float:
-        """The time to forget the velocity where a value was sent: reads the residual, and writes little."""
+        """Time clearing the velocity where a value was sent: it reads the residual, and writes little."""
         return self.pack_us(size)
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
-        """Whether this very compressor was timed there."""
+        """Tell that this very compressor was timed there."""
         return exact_key(self.compressors, compressor, device.value, self.threads) is not None
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
-        """`measured` if this very compressor was timed, or what its cost was taken from."""
+        """Write `measured` if this very compressor was timed, or what its cost was taken from."""
         if self.has_measured(compressor, device):
             return f"estimated: {self.estimate}" if self.estimate else "measured"
         key = self._key(compressor, device)
         return f"{ASSUMED}, as {key}" if key else f"{ASSUMED}, by memory bandwidth"
 
     def error_of(self, free_us: float, step_us: float) -> float:
-        """The relative error of a predicted step that takes `free_us` without communication."""
+        """Return the relative error of a predicted step that takes `free_us` without communication."""
         return self.error + self.compute_error * min(1.0, free_us / step_us if step_us > 0 else 1.0)
 
     def pack_us(self, size: float) -> float:
-        """The time to gather gradients of `size` bytes into a bucket, scaled."""
+        """Time gathering gradients of `size` bytes into a bucket, scaled."""
         return size / (self.pack_gb_per_s * 1e3)
 
     def copy_us(self, size: float) -> float:
-        """The time to move `size` bytes between host and device; nothing if they are the same."""
+        """Time moving `size` bytes between host and device; nothing if they are the same."""
         return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
     # Variants
 
     def link(self, *, between_hosts: bool) -> Link | None:
-        """The link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
+        """Return the link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
         shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
         for (kind, reach), measured in self.collectives.items():
             match = re.fullmatch(shape, reach)
@@ -201,7 +201,7 @@ class CostTable:
         return None
 
     def without_collectives(self) -> CostTable:
-        """The same table, with collectives by the cluster's links alone: for asking about other clusters."""
+        """Drop measured collectives, so that the cluster's links price them: for asking about other clusters."""
         return replace(self, collectives={})
 
     # Text and files
@@ -262,7 +262,7 @@ class CostTable:
             raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
     def sharing(self) -> list[tuple[str, str]]:
-        """How compute and communication slow each other, in words: what is told, and what of it."""
+        """Write how compute and communication slow each other, as (name, text)."""
         told = [
             (
                 "transport",
@@ -285,7 +285,7 @@ class CostTable:
     def _measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
     ) -> tuple[CollectiveKind, MeasuredCollective] | None:
-        """This collective as measured among ranks that sit like these, or another one, whose link is the same."""
+        """Find this collective as measured in the same topology, or another one over the same links."""
         if not self.collectives:
             return None
         reach = cluster.topology_at(level).text
@@ -296,7 +296,7 @@ class CostTable:
         return None
 
     def _key(self, compressor: Compressor, device: Device) -> str | None:
-        """This compressor here, else elsewhere if device and host are one, else one of its name with other numbers."""
+        """Find this compressor here, else elsewhere if device and host are one, else one of its name."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         return nearest_key(self.compressors, compressor, places, self.threads)
 

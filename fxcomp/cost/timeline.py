@@ -31,17 +31,17 @@ class Task:
     name: str
     stream: Stream
     duration_us: float
-    """How long it takes with all the processors it asks for."""
+    """Its time with all the processors that it asks for."""
     after: tuple[str, ...] = ()
     load: float = 0.0
-    """How many processors it takes meanwhile; what compute takes is said once, by `Processors`."""
+    """The processors that it takes meanwhile; compute's are in `Processors`."""
     overlap_speed: float = 1.0
     """Its speed while compute runs and leaves no processor to it: a thread that is woken waits for its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a task ran."""
+    """A task with its start and end."""
 
     task: Task
     start_us: float
@@ -49,7 +49,7 @@ class Span:
 
     @property
     def slowed_us(self) -> float:
-        """How much longer it took than with all the processors it asked for."""
+        """The time lost for want of processors."""
         return max(0.0, self.end_us - self.start_us - self.task.duration_us)
 
 
@@ -64,16 +64,16 @@ class Timeline:
         return max((span.end_us for span in self.spans), default=0.0)
 
     def busy_us(self, stream: Stream) -> float:
-        """How long a stream has work, slowed as it is."""
+        """Sum the time that a stream has work, slowed as it is."""
         return sum(span.end_us - span.start_us for span in self.spans if span.task.stream is stream)
 
     def slowed_us(self, stream: Stream) -> float:
-        """How much of that is for want of processors."""
+        """Sum the time that a stream loses for want of processors."""
         return sum(span.slowed_us for span in self.spans if span.task.stream is stream)
 
     @property
     def exposed_us(self) -> float:
-        """How long compute stands still: the step without what compute does itself."""
+        """The time that compute waits: the step without compute's own work."""
         return self.step_time_us - self.busy_us(Stream.COMPUTE)
 
 
@@ -84,7 +84,7 @@ def simulate(tasks: Sequence[Task], processors: Processors = UNSHARED) -> Timeli
 
 
 def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> float:
-    """`simulate(tasks, processors).step_time_us` without the spans."""
+    """Return `simulate(tasks, processors).step_time_us` without making spans."""
     if not kernels.available():
         return max(_run(tasks, processors)[1], default=0.0)
     number = {task.name: k for k, task in enumerate(tasks)}
@@ -115,7 +115,7 @@ def _overlap_speed(task: Task, processors: Processors) -> float:
 
 
 def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], list[float]]:
-    """When each task starts and ends."""
+    """Compute when each task starts and ends."""
     queues = [[k for k, task in enumerate(tasks) if task.stream is stream] for stream in Stream]
     number = {task.name: k for k, task in enumerate(tasks)}
     after = [[number[name] for name in task.after] for task in tasks]
@@ -176,11 +176,11 @@ def _start_what_may(
 
 
 LEAST = 1e-9
-"""Who asks for less of a processor asks for nothing."""
+"""A smaller demand for processors counts as none."""
 
 
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
-    """The speed of each of several that ask for so many processors: its limit if there are enough.
+    """Return the speed of each of several that ask for so many processors: its limit if there are enough.
 
     Else as a fair scheduler does it: who asks for less than an equal share gets what it asks for, the others share what
     is left. One that asks for several processors has as many threads, and weighs as many.

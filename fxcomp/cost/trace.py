@@ -1,13 +1,5 @@
 """Fill a cost table from torch.profiler's Chrome traces, of a job that already ran.
 
-What is read:
-
-- collectives: gloo's (`gloo:all_reduce` with the shapes of its inputs) and NCCL's kernels (`ncclDevKernel_...` with
-  `Collective name`, `In msg nelems`, `dtype`, `Group size`), a sample each;
-- operators with the shapes of their inputs (`aten::mm`, from `record_shapes=True`), by their own time on the CPU or by
-  their kernels' on a GPU.
-
-What else is in a trace is counted and listed; sends and receives too, whose times only say when they were asked for.
 A trace cannot tell how long a rank waited inside a collective for the others, so of one collective's times on all ranks
 the shortest counts: the last rank to come waited for nobody. Where ranks sit is known from the host names of all ranks'
 traces, or not at all.
@@ -15,64 +7,21 @@ traces, or not at all.
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
-import re
 import statistics
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch._ops import OpOverloadPacket
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.limits import MOST_RANKS
 from fxcomp.cluster.link import Link
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import MeasuredCollective, format_bytes
 from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
+from fxcomp.cost.trace_events import RankTrace, read_trace
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
-
-_K = CollectiveKind
-_COLLECTIVES = {
-    # gloo's names, without `gloo:`
-    "all_reduce": _K.ALL_REDUCE,
-    "all_gather": _K.ALL_GATHER,
-    "reduce_scatter": _K.REDUCE_SCATTER,
-    "broadcast": _K.BROADCAST,
-    "all_to_all": _K.ALL_TO_ALL,
-    "reduce": _K.REDUCE,
-    "gather": _K.GATHER,
-    # NCCL's, as ProcessGroupNCCL records them
-    "allreduce": _K.ALL_REDUCE,
-    "_allgather_base": _K.ALL_GATHER,
-    "allgather": _K.ALL_GATHER,
-    "allgather_into_tensor_coalesced": _K.ALL_GATHER,
-    "_reduce_scatter_base": _K.REDUCE_SCATTER,
-    "reduce_scatter_tensor_coalesced": _K.REDUCE_SCATTER,
-    "alltoall": _K.ALL_TO_ALL,
-    "all_to_allv": _K.ALL_TO_ALL,
-}
-_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "int": 4, "byte": 1, "char": 1, "bool": 1}
-_TYPES = {
-    "float": ("f32", 4),
-    "double": ("f64", 8),
-    "c10::BFloat16": ("bf16", 2),
-    "c10::Half": ("f16", 2),
-    "long int": ("i64", 8),
-    "long": ("i64", 8),
-    "int": ("i32", 4),
-    "unsigned char": ("u8", 1),
-    "bool": ("b8", 1),
-}
-"""The profiler's names of types: ours, and bytes."""
 
 _LISTED = 12  # kinds of events that are listed by name, the longest ones
 _ANY_LINK = Link(0.0, 1.0)  # a cluster must have links; where ranks sit does not depend on them
@@ -80,44 +29,19 @@ _ANY_LINK = Link(0.0, 1.0)  # a cluster must have links; where ranks sit does no
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A table, and what there is to say about how it was made."""
+    """A table, and notes on how it was made."""
 
     table: CostTable
     notes: tuple[str, ...]
     recognised: Mapping[str, int]
-    """How many events of each kind became samples."""
+    """The number of events of each kind that became samples."""
     unknown: Mapping[str, int]
-    """How many events of each name did not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One collective on one rank."""
-
-    kind: CollectiveKind
-    ranks: tuple[int, ...] | None
-    size: int
-    us: float
-
-
-@dataclass(slots=True)
-class _Trace:
-    """One rank's trace, read."""
-
-    rank: int
-    world_size: int
-    host: str
-    hardware: str
-    collectives: list[_Sample] = field(default_factory=list[_Sample])
-    operators: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    recognised: Counter[str] = field(default_factory=Counter[str])
-    unknown: Counter[str] = field(default_factory=Counter[str])
-    unknown_us: Counter[str] = field(default_factory=Counter[str])
+    """The number of other events, by name."""
 
 
 def table_from_traces(paths: Sequence[str | Path]) -> Traced:
     """Read the traces of a job's ranks, one each, or of one rank. Raises BadOption for what is no trace."""
-    traces = [_read(Path(path)) for path in paths]
+    traces = [read_trace(Path(path)) for path in paths]
     sizes = {trace.world_size for trace in traces}
     is_strange = any(trace.rank >= trace.world_size for trace in traces)
     if is_strange or len(sizes) > 1 or len({trace.rank for trace in traces}) < len(traces):
@@ -158,167 +82,8 @@ def _counts(found: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
 
 
-# Reading
-
-
-def _read(path: Path) -> _Trace:
-    data = _loaded(path)
-    events = data.get("traceEvents")
-    if not isinstance(events, list):
-        raise BadOption(f"{path} is not a Chrome trace: it has no list of traceEvents")
-    info = _mapping(data.get("distributedInfo"))
-    devices: Any = data.get("deviceProperties") or [{}]
-    trace = _Trace(
-        rank=_number(info.get("rank")) or 0,
-        world_size=_number(info.get("world_size")) or 1,
-        host=_printable(data.get("host_name", "")),
-        hardware=_printable(_mapping(devices[0]).get("name", "")) if isinstance(devices, list) else "",
-    )
-    if trace.world_size > MOST_RANKS:
-        raise BadOption(f"{path} is of a job of {trace.world_size} ranks; a job may have {MOST_RANKS:,}")
-    spans = [event for event in map(_mapping, cast(list[Any], events)) if event.get("ph") == "X"]
-    spans.sort(key=lambda event: _when(event.get("ts")))
-    kernels = _kernel_times(spans)
-    known_groups = _groups(info)
-    for event in spans:
-        _add(trace, event, kernels, known_groups)
-    return trace
-
-
-def _loaded(path: Path) -> Mapping[str, Any]:
-    try:
-        raw = path.read_bytes()
-        text = gzip.decompress(raw) if path.suffix == ".gz" else raw
-        data = json.loads(text)
-    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
-        raise BadOption(f"cannot read the trace {path}: {error}") from None
-    return {"traceEvents": data} if isinstance(data, list) else _mapping(data)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
-
-
-def _number(value: Any) -> int | None:
-    """A count, a size or a rank; None for what cannot be one."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST else None
-
-
-def _when(value: Any) -> float:
-    """A time stamp; 0 for what is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= _LARGEST else 0.0
-
-
-def _duration_us(value: Any) -> float:
-    """How long an event took; 0 for what no event takes."""
-    us = _when(value)
-    return us if _SHORTEST_US <= us <= _LONGEST_US else 0.0
-
-
-_LARGEST = 10**17  # of what is counted; in bytes a cost table still takes it (assumed: nothing real comes near it)
-_SHORTEST_US, _LONGEST_US = 1e-6, 1e12
-"""An event takes longer than light needs for a hair's breadth, and less than some days (assumed)."""
-
-
-def _printable(value: Any) -> str:
-    """A text of a trace as a terminal can show it, whatever it holds."""
-    return "".join(one if one.isprintable() else "?" for one in str(value))
-
-
-def _groups(info: Mapping[str, Any]) -> set[tuple[int, ...]]:
-    """The ranks of every process group with more than one."""
-    configs: Any = info.get("pg_config")
-    listed: list[Any] = cast(list[Any], configs) if isinstance(configs, list) else []
-    found = {_ranks(_mapping(config).get("ranks")) for config in listed}
-    return {ranks for ranks in found if ranks is not None and len(ranks) > 1}
-
-
-def _ranks(value: Any) -> tuple[int, ...] | None:
-    """Ranks as a list, or as the text of one: `[0, 1]`."""
-    if isinstance(value, str):
-        if not re.fullmatch(r"\[[0-9, ]+\]", value):
-            return None
-        value = [int(digits) if len(digits) < 10 else None for digits in re.findall(r"[0-9]+", value)]
-    if not isinstance(value, list):
-        return None
-    numbers = [number for one in cast(list[Any], value) if (number := _number(one)) is not None]
-    is_group = len(set(numbers)) == len(cast(list[Any], value)) > 0
-    return tuple(numbers) if is_group else None
-
-
-def _kernel_times(spans: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
-    """µs on the device by the external id of the operator that started it."""
-    times: defaultdict[Any, float] = defaultdict(float)
-    for event in spans:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            mark = _mapping(event.get("args")).get("External id")
-            if isinstance(mark, int):
-                times[mark] += _duration_us(event.get("dur"))
-    return times
-
-
-def _add(trace: _Trace, event: Mapping[str, Any], kernels: Mapping[Any, float], groups: set[tuple[int, ...]]) -> None:
-    """Make a sample of an event, or count it as unknown."""
-    name, args, us = str(event.get("name", "")), _mapping(event.get("args")), _duration_us(event.get("dur"))
-    sample = _collective(event, name, args, us, groups, trace.world_size)
-    if sample is not None:
-        trace.collectives.append(sample)
-        trace.recognised[sample.kind.value] += 1
-        return
-    key = _operator(name, args) if event.get("cat") == "cpu_op" else None
-    if key is not None and us > 0:
-        mark = args.get("External id")
-        own_us = kernels.get(mark, 0.0) if kernels and isinstance(mark, int) else us
-        if own_us > 0:
-            trace.operators.setdefault(key, []).append(own_us)
-            trace.recognised["operators"] += 1
-            return
-    if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and isinstance(args.get("External id"), int):
-        return  # counted with the operator that started it
-    trace.unknown[_shortened(name)] += 1
-    trace.unknown_us[_shortened(name)] += round(us)
-
-
-def _shortened(name: str) -> str:
-    name = _printable(name)
-    return re.split(r"[(<:]", name.replace("::", "."))[0][:40] if name.startswith("void") else name[:40]
-
-
-# Collectives
-
-
-def _collective(
-    event: Mapping[str, Any],
-    name: str,
-    args: Mapping[str, Any],
-    us: float,
-    groups: set[tuple[int, ...]],
-    world_size: int,
-) -> _Sample | None:
-    if us <= 0:
-        return None
-    if name.startswith("gloo:") and event.get("cat") == "user_annotation":
-        kind = _COLLECTIVES.get(name.removeprefix("gloo:"))
-        tensors = list(_tensors(args))
-        size = sum(count * width for _, count, width in tensors[:1])
-        # gloo does not say whose collective it is: known only where all groups have the same ranks.
-        ranks = next(iter(groups)) if len(groups) == 1 else tuple(range(world_size)) if not groups else None
-        return _Sample(kind, ranks, size, us) if kind is not None and size else None
-    if name.startswith("ncclDevKernel") and event.get("cat") == "kernel":
-        kind = _COLLECTIVES.get(str(args.get("Collective name")))
-        count, width = _number(args.get("In msg nelems")), _BYTES.get(str(args.get("dtype")).lower())
-        if kind is None or not count or width is None or count * width > _LARGEST:
-            return None
-        ranks = _ranks(args.get("Process Group Ranks"))
-        if ranks is None and _number(args.get("Group size")) == world_size:
-            ranks = tuple(range(world_size))
-        return _Sample(kind, ranks, count * width, us)
-    return None
-
-
-def _collectives(traces: Sequence[_Trace], notes: list[str]) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
-    """Fit what all ranks' traces say."""
+def _collectives(traces: Sequence[RankTrace], notes: list[str]) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
+    """Fit the collectives of all ranks' traces."""
     world_size = traces[0].world_size
     if not any(trace.collectives for trace in traces) or world_size == 1:
         return {}
@@ -351,8 +116,8 @@ def _collectives(traces: Sequence[_Trace], notes: list[str]) -> dict[tuple[Colle
     return found
 
 
-def _shortest(traces: Sequence[_Trace], kind: CollectiveKind, ranks: tuple[int, ...], size: int) -> list[float]:
-    """One time for each occurrence: that of the rank that came last, who waited for nobody."""
+def _shortest(traces: Sequence[RankTrace], kind: CollectiveKind, ranks: tuple[int, ...], size: int) -> list[float]:
+    """Return one time for each occurrence: that of the rank that came last, who waited for nobody."""
     each = [
         [s.us for s in trace.collectives if (s.kind, s.ranks, s.size) == (kind, ranks, size)]
         for trace in traces
@@ -364,67 +129,8 @@ def _shortest(traces: Sequence[_Trace], kind: CollectiveKind, ranks: tuple[int, 
     return [min(us for times in present for us in times)]  # recorded in part: nothing says which belong together
 
 
-# Operators
-
-
-def _tensors(args: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Each tensor among the inputs: its type as text, its elements, and bytes of one."""
-    dims, types = args.get("Input Dims"), args.get("Input type")
-    if not isinstance(dims, list) or not isinstance(types, list):
-        return
-    for shape, name in zip(cast(list[Any], dims), cast(list[Any], types), strict=False):
-        known = _TYPES.get(name) if isinstance(name, str) else None
-        sizes = [_number(size) for size in cast(list[Any], shape)] if isinstance(shape, list) else [None]
-        if known is None or None in sizes:
-            continue
-        count = math.prod(size for size in sizes if size is not None)
-        if count > _LARGEST:
-            continue
-        yield f"{known[0]}[{','.join(map(str, sizes))}]", count, known[1]
-
-
-def _operator(name: str, args: Mapping[str, Any]) -> str | None:
-    """The key under which a table files an operator, `aten.mm f32[512,384] f32[384,384]`; None without shapes."""
-    if not name.startswith("aten::"):
-        return None
-    shapes = [text for text, _, _ in _tensors(args)]
-    types: Any = args.get("Input type")
-    if not shapes or not isinstance(types, list):
-        return None
-    text = _overload(name.removeprefix("aten::"), tuple(map(str, cast(list[Any], types))))
-    return None if text is None else " ".join([text, *shapes])
-
-
-def _overload(name: str, types: tuple[str, ...]) -> str | None:
-    """Which overload took inputs of these types, as text: `aten.add.Tensor`. The profiler names the operator alone."""
-    # The namespace has attributes that are no operators, like __file__; names of another form it may not even take.
-    found = getattr(torch.ops.aten, name, None) if re.fullmatch(r"[A-Za-z0-9_]+", name) else None
-    if not isinstance(found, OpOverloadPacket):
-        return None
-    packet = cast("Any", found)
-    for overload in packet.overloads():
-        arguments = getattr(packet, overload)._schema.arguments
-        if any(argument.is_out for argument in arguments) or len(types) > len(arguments):
-            continue
-        if all(_takes(str(argument.type), given) for argument, given in zip(arguments, types, strict=False)):
-            return f"aten.{name}" if overload == "default" else f"aten.{name}.{overload}"
-    return None
-
-
-def _takes(expected: str, given: str) -> bool:
-    """Whether an argument of a schema's type may be what the profiler calls `given`."""
-    is_tensor = expected in ("Tensor", "Optional[Tensor]")
-    if given in _TYPES:
-        return is_tensor
-    if given == "TensorList":
-        return expected.startswith("List[") and "Tensor" in expected
-    if given == "Scalar":
-        return expected in ("number", "int", "float", "bool") or (expected.startswith("Optional[") and not is_tensor)
-    return expected != "Tensor"
-
-
-def _operators(traces: Sequence[_Trace]) -> dict[str, Measured]:
-    """The median time of each operator over all its occurrences on all ranks."""
+def _operators(traces: Sequence[RankTrace]) -> dict[str, Measured]:
+    """Return the median time of each operator over all its occurrences on all ranks."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:
         for key, found in trace.operators.items():

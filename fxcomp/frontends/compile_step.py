@@ -22,7 +22,8 @@ from fxcomp.cost.table import CostTable
 from fxcomp.graph.captured import Captured
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, bursts_of, check_plan
+from fxcomp.plan.check_feedback import bursts_of, check_plan
+from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.verified_steps import SAMPLED
 from fxcomp.planning.decide import Planner, costs_as_given

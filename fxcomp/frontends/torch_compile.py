@@ -58,8 +58,9 @@ from fxcomp.graph.edit import gradients
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.check_feedback import check_plan
 from fxcomp.plan.error_budget import POLLUTING_SHARE
-from fxcomp.plan.error_feedback import ErrorFeedback, check_plan
+from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.site import Site

@@ -13,7 +13,7 @@ from fxcomp.plan.strategy import DENSE, Device, Strategy
 
 
 class Mode(Enum):
-    """How much precision may be traded for speed."""
+    """The precision that may be traded for speed."""
 
     LOSSLESS = "lossless"  # dense: buckets and their order alone
     BALANCED = "balanced"  # follows the dense loss

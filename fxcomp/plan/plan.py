@@ -39,7 +39,7 @@ class Bucket:
         return 4 * self.elements
 
     def segments(self, shards: int = 1, shard: int = 0) -> tuple[tuple[str, int], ...]:
-        """What a shard of the padded bucket holds: names of parameters, with as many of their elements as lie in it.
+        """Return the content of a shard of the padded bucket: parameters' names, with their elements inside it.
 
         Padding is a segment of its own, named after the parameter that it follows.
         """
@@ -72,7 +72,7 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """The schedule of buckets with so many collectives each; see `Plan.schedule`."""
+    """Return the schedule of buckets with so many collectives each; see `Plan.schedule`."""
     last, deepest = len(depth) - 1, max(depth, default=0)
     return tuple(
         Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
@@ -111,7 +111,7 @@ class Plan:
         return next(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
 
     def schedule(self) -> tuple[Launch, ...]:
-        """The order in which stages start, a function of the plan alone, so the same on every rank.
+        """Return the order in which stages start, a function of the plan alone, so the same on every rank.
 
         Region k is the compute down to the last gradient of bucket k. Behind it stage 0 of bucket k starts, then
         stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
@@ -151,7 +151,7 @@ class Plan:
                 )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
-        """The same buckets with other strategies."""
+        """Replace the buckets' strategies."""
         pairs = zip(self.buckets, strategies, strict=True)
         return Plan(tuple(Bucket(bucket.names, bucket.sizes, strategy) for bucket, strategy in pairs))
 

@@ -23,7 +23,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 
 
 class Device(Enum):
-    """Where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool."""
+    """The place where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -71,7 +71,7 @@ Step = Collective | Propose | Compress | Decompress
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What happens to one bucket between its gradients' production and their use."""
+    """The steps of one bucket between its gradients' production and their use."""
 
     steps: tuple[Step, ...]
 
@@ -84,7 +84,7 @@ class Strategy:
 
     @property
     def device(self) -> Device | None:
-        """Where the compressor runs; None if there is none."""
+        """The compressor's device; None if there is none."""
         return next((step.device for step in self.steps if isinstance(step, Compress)), None)
 
     @property
@@ -98,7 +98,7 @@ class Strategy:
 
     @property
     def level(self) -> Level:
-        """Where gradients become their mean: the ranks whose payloads meet."""
+        """The level at which gradients become their mean: the ranks whose payloads meet."""
         return Level.INTER if self.is_hierarchical else self.collectives[0].level
 
     @property
@@ -121,7 +121,7 @@ class Strategy:
         return (*stages, tuple(current))
 
     def bound(self, shapes: Sequence[Sequence[int]], cluster: Cluster) -> Compressor | None:
-        """The compressor for parameters of these shapes; for an even part of each where a host's ranks share them."""
+        """Bind the compressor to parameters of these shapes, or to an even part of each if a host shares them out."""
         if self.compressor is None:
             return None
         if self.is_hierarchical:

@@ -1,4 +1,4 @@
-"""Which steps are compared with eager PyTorch."""
+"""Select the steps that are compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NEVER = "never"
 
 @dataclass(frozen=True, slots=True)
 class VerifiedSteps:
-    """Which steps of a job, counted from 0, are verified: the same ones on every rank."""
+    """The verified steps of a job, counted from 0: the same ones on every rank."""
 
     every: int | None = 0
-    """Every how-manieth; 0 for none, None for a sample that thins out."""
+    """The interval; 0 for none, None for a sample that thins out."""
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:
-        """Raises BadOption for what is no option."""
+        """Read the option `verify_every`. Raises BadOption."""
         if option == SAMPLED:
             return cls(None)
         if option == NEVER:
@@ -42,7 +42,7 @@ class VerifiedSteps:
 
     @property
     def is_all(self) -> bool:
-        """Whether no step is left to be timed."""
+        """Every step is verified: none is left to be timed."""
         return self.every == 1
 
 

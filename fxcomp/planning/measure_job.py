@@ -11,8 +11,8 @@ from fxcomp.cluster.cluster import Level
 from fxcomp.cost.contention import Contention
 from fxcomp.cost.table import CostTable
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.strategy import CollectiveKind
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_step import apportion, measure_step
 from fxcomp.search.choose import uniform

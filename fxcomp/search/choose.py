@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """What the fastest plan saves of the dense step."""
+        """The share of the dense step that the fastest plan saves."""
         return 1.0 - self.fastest_us / self.dense_us if self.dense_us > 0 else 0.0
 
     @property

@@ -14,7 +14,7 @@ from fxcomp.plan.streams import Stream
 
 
 def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
-    """Plain nodes between two lines are one task; every line with a cost is a task of its own.
+    """Make one task of the plain nodes between two lines, and one of every line with a cost.
 
     Main-thread tasks run in graph order by being on one stream; a task waits for the tasks whose values it takes.
     """
@@ -57,7 +57,7 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
 
 
 def _blocks(node: Node) -> bool:
-    """Whether the main thread stands still here for a collective, although what follows runs elsewhere."""
+    """Tell that the main thread waits here for a collective, although what follows runs elsewhere."""
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 

@@ -49,7 +49,7 @@ def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluste
 
 
 def region_tasks(ready_us: Sequence[float]) -> list[Task]:
-    """Compute down to each bucket's last gradient, given when that is ready."""
+    """Make the compute down to each bucket's last gradient, given when that is ready."""
     tasks: list[Task] = []
     done_us = 0.0
     for k, ready in enumerate(ready_us):
@@ -59,7 +59,7 @@ def region_tasks(ready_us: Sequence[float]) -> list[Task]:
 
 
 def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Task | None:
-    """The broadcast of buffers, without what it follows."""
+    """Make the broadcast of buffers, without its predecessors."""
     if not workload.broadcast_bytes or cluster.world_size == 1:
         return None
     what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
@@ -110,7 +110,7 @@ def assemble(
 
 
 def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
-    """A region as two, the second under its name: others wait for its end."""
+    """Cut a region in two, the second under its name: others wait for its end."""
     first_us = max(0.0, min(first_us, region.duration_us))
     head = Task(f"{region.name}, down to the buffers", region.stream, first_us)
     return head, Task(region.name, region.stream, region.duration_us - first_us)
@@ -147,7 +147,7 @@ def price_bucket(
     commits: bool,
     velocity: bool,
 ) -> BucketTasks:
-    """`bucket_tasks` for a search, which knows its gradients by number. `velocity`: momentum is corrected."""
+    """Make a bucket's tasks for a search, which numbers its gradients. `velocity`: momentum is corrected."""
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     writer = _Writer(k, shapes, strategy, costs, cluster, commits=commits, velocity=velocity)
@@ -179,13 +179,13 @@ class _Writer:
         self.proposal_bytes: int | None = None  # None but for what the ranks are agreeing on
         self.payload_bytes: int | None = None  # None while the tensor is dense
         self.on_pool = False
-        """Whether the host's pool holds the tensor now, launches it and waits for it."""
+        """The host's pool holds the tensor now, launches its collectives and waits for them."""
         self.ranks = 1  # whose payloads lie here
         self.previous = f"region {k}"
         self.gathered = False
 
     def stage(self, number: int) -> tuple[Task, ...]:
-        """The steps down to a collective, after what the main thread spends on them in any case."""
+        """Write the steps down to a collective, after the main thread's packing or waiting."""
         if number == 0:
             first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
         elif self.on_pool:  # the pool waits
@@ -240,14 +240,14 @@ class _Writer:
         return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
 
     def _saved_payload(self, step: Compress) -> list[Task]:
-        """A payload that is summed in place is needed again to roll a residual back."""
+        """Save a payload that is summed in place: rolling a residual back needs it."""
         if not self.commits or not self.compressor.is_linear or not self.compressor.needs_error_feedback:
             return []
         us = self.costs.pack_us(self.compressor.payload_bytes(self.segments))
         return [self._task("save", _device_stream(step.device), us)]
 
     def _accumulate(self, device: Device) -> list[Task]:
-        """Once, before what the ranks see of each other's buckets."""
+        """Accumulate the velocity, once, before the ranks see anything of each other's buckets."""
         if self.accumulated or not self.velocity:
             return []
         self.accumulated = True
@@ -258,7 +258,7 @@ class _Writer:
         return [*saved, self._task("accumulate", _device_stream(device), us)]
 
     def _mask(self) -> list[Task]:
-        """Beside the payload's way, which does not wait for it."""
+        """Mask the velocity, while the payload travels on without waiting."""
         compressor, device = self.strategy.compressor, self.strategy.device
         if not self.velocity or compressor is None or device is None or not compressor.sends_values:
             return []
@@ -267,7 +267,7 @@ class _Writer:
         return [Task(f"mask {self.k}", stream, us, (f"compress {self.k}",), load)]
 
     def _to_host(self, device: Device) -> list[Task]:
-        """A copy, if the compressor runs where the tensor is not yet."""
+        """Copy the tensor if the compressor runs where it is not yet."""
         is_there, self.on_pool = self.on_pool, device is Device.CPU
         copy_us = 0.0 if is_there or device is Device.GPU else self.costs.copy_us(self.dense_bytes)
         return [self._task("d2h", Stream.D2H, copy_us)] if copy_us else []
@@ -320,7 +320,7 @@ class _Writer:
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
-        """A task behind the bucket's previous one."""
+        """Make a task after the bucket's previous one."""
         load = self.costs.pool_load if stream is Stream.CPU else 0.0
         task = Task(f"{what} {self.k}", stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
@@ -332,7 +332,7 @@ def _device_stream(device: Device) -> Stream:
 
 
 def _stream(level: Level, cluster: Cluster) -> Stream:
-    """A flat collective is limited by the links between hosts, if there are several."""
+    """Return a collective's stream: a flat one is limited by the links between hosts, if there are several."""
     if level is Level.INTRA or (level is Level.WORLD and cluster.hosts == 1):
         return Stream.INTRA
     return Stream.INTER

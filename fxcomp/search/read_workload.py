@@ -11,7 +11,7 @@ from fxcomp.search.workload import Gradient, Workload
 
 
 def read_workload(gm: GraphModule) -> Workload:
-    """Sizes, ready times and update times, in ready order. The graph has costs; its gradients are not bucketed yet."""
+    """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets."""
     ready: dict[Node, float] = {}
     clock = 0.0
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""What the search needs to know of a training step: when each gradient is ready, and what must run anyway."""
+"""Describe a training step to the search: when each gradient is ready, and what must run anyway."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Gradient:
     name: str
     shape: tuple[int, ...]
     ready_us: float
-    """How long compute has worked, from the start of the step, when backward has made it."""
+    """The time that compute has worked, from the start of the step, when backward has made it."""
     update_us: float
-    """What the optimizer needs for this parameter."""
+    """The optimizer's time for this parameter."""
 
     @property
     def elements(self) -> int:
@@ -37,7 +37,7 @@ class Workload:
     backward_us: float
     """The end of forward and backward."""
     finish_us: float = 0.0
-    """What follows when every gradient has arrived: whether all are finite, the norm, the coefficient of clipping."""
+    """Compute after every gradient has arrived: the check for finite values, the norm, the coefficient of clipping."""
     clips: bool = False
     commits: bool = False
     """Updates wait until it is known that every gradient is finite; what must be taken back where not is saved."""
@@ -45,7 +45,7 @@ class Workload:
     """Buffers that rank 0 shares with all, such as batch-norm statistics."""
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
-    """What copying them back takes."""
+    """The time of copying them back."""
     keeps_velocity: bool = False
     """Each bucket has a velocity, which error feedback keeps in the optimizer's place."""
 

@@ -21,10 +21,12 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import CollectiveKind, Device
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device
 from fxcomp.planning.decide import foreign_note
+from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.planning.measure_machine import hardware
-from fxcomp.planning.survey import TimedCollectives, survey
+from fxcomp.planning.survey import survey
 
 KIND = CollectiveKind.ALL_REDUCE
 TABLE = CostTable(

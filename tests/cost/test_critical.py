@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fxcomp.cluster.processors import Processors
-from fxcomp.cost.critical import bubbles, critical_path, exposed_by_task
+from fxcomp.cost.critical import critical_path, exposed_by_task
 from fxcomp.cost.timeline import Task, Timeline, simulate
 from fxcomp.plan.streams import Stream
 
@@ -54,18 +54,3 @@ def test_compute_waits_for_the_transfer_that_arrives_last():
 def test_what_compute_waits_for_adds_up_to_the_exposed_time(seed: int):
     timeline = random_step(seed)
     assert sum(exposed_by_task(timeline).values()) == pytest.approx(timeline.exposed_us, abs=1e-9)
-
-
-def test_bubbles_are_where_a_stream_has_nothing_to_do():
-    timeline = simulate(STEP)
-    assert bubbles(timeline, Stream.COMPUTE) == ((15.0, 40.0), (44.0, 60.0))
-    assert bubbles(timeline, Stream.INTER) == ((0.0, 10.0), (60.0, 62.0))
-    assert bubbles(timeline, Stream.CPU) == ((0.0, 62.0),)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("stream", Stream)
-def test_bubbles_and_work_fill_the_step(seed: int, stream: Stream):
-    timeline = random_step(seed)
-    idle = sum(end - start for start, end in bubbles(timeline, stream))
-    assert idle + timeline.busy_us(stream) == pytest.approx(timeline.step_time_us)

@@ -17,8 +17,9 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import BF16, Compressor, Int8, TopK, parse_compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, BadPlan, DivergingCombination
+from fxcomp.plan.check_feedback import check_experiment, check_plan
 from fxcomp.plan.error_budget import POLLUTING_SHARE, polluting_share
-from fxcomp.plan.error_feedback import ErrorFeedback, check_experiment, check_plan
+from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy

@@ -22,8 +22,9 @@ from fxcomp.cost.contention import Contention, TransportCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import CollectiveKind, Strategy
+from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (

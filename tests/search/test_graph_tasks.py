@@ -9,15 +9,17 @@ from graphs import COSTS
 from jobs import JOBS, captured_step
 from plans import plan_in_turns
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.strategy import CollectiveKind, Device, Strategy
+from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 

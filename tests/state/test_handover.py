@@ -13,7 +13,8 @@ from books import CLUSTERS, CPU, SIZES, Books, Job, dealt, some_plan
 from torch import Tensor
 from virtual_ranks import VirtualRank, run_virtual
 
-from fxcomp.cluster.cluster import Cluster, Link
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.state import BucketLayout, Residuals, Slice, Velocities
 from fxcomp.state.handover import Holding, hand_over

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, kernels, parse_compressor
 from fxcomp.errors import BadOption
-from fxcomp.plan.error_feedback import ErrorFeedback, check_momentum
+from fxcomp.plan.check_feedback import check_momentum
+from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.runtime.runtime import Runtime
