@@ -42,8 +42,23 @@ COMPRESSORS = [
     "int2(stochastic=true)",
     "shared_int8(stochastic=false)",
 ]
-PLACES = ["uniform", "gpu", "cpu"]
+PLACES = [
+    *((text, place) for text in COMPRESSORS for place in ("gpu", "cpu")),
+    ("int8", "uniform"),
+    ("powersgd(2)", "uniform"),
+]
 WHOLE = [text for text in COMPRESSORS if not parse_compressor(text).facts.needs_whole_parameters]
+
+
+def kind_of(text: str) -> tuple[object, ...]:
+    """What a plan by levels depends on."""
+    compressor = parse_compressor(text)
+    facts = compressor.facts
+    return compressor.is_linear, facts.agreement, compressor.has_state, compressor.needs_error_feedback
+
+
+FIRST_OF_KIND = list({kind_of(text): text for text in WHOLE[::-1]}.values())
+REST = [text for text in WHOLE if text not in FIRST_OF_KIND]
 
 Bytes = dict[tuple[str, str], int]
 
@@ -123,12 +138,7 @@ def declared_bytes(plan: Plan, step: fxcomp.CompiledStep, place: str) -> Bytes:
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[tuple[str, str], Numbers]]:
-    return run_ranks(2, train_all, [(text, place) for text in COMPRESSORS for place in PLACES])
-
-
-@pytest.fixture(scope="module")
-def on_hosts() -> list[dict[tuple[str, str], Numbers]]:
-    return run_ranks(4, train_all, [(text, "hierarchical") for text in WHOLE])
+    return run_ranks(2, train_all, PLACES)
 
 
 def check(everyone: list[dict[tuple[str, str], Numbers]], case: tuple[str, str]) -> list[Numbers]:
@@ -140,8 +150,7 @@ def check(everyone: list[dict[tuple[str, str], Numbers]], case: tuple[str, str])
     return numbers
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("text", COMPRESSORS)
+@pytest.mark.parametrize(("text", "place"), PLACES)
 def test_all_ranks_hold_the_same_bits_and_send_what_is_declared(on_two: Any, text: str, place: str):
     for numbers in check(on_two, (text, place)):
         assert numbers.sent == numbers.declared
@@ -153,6 +162,9 @@ def test_the_pool_computes_what_the_main_thread_computes(on_two: Any, text: str)
         assert rank[text, "cpu"].fingerprint == rank[text, "gpu"].fingerprint
 
 
-@pytest.mark.parametrize("text", WHOLE)
-def test_between_hosts_every_rank_holds_the_same_bits(on_hosts: Any, text: str):
-    check(on_hosts, (text, "hierarchical"))
+@pytest.mark.parametrize("texts", [FIRST_OF_KIND, pytest.param(REST, marks=pytest.mark.slow)], ids=["kinds", "rest"])
+def test_between_hosts_every_rank_holds_the_same_bits(texts: list[str]):
+    cases = [(text, "hierarchical") for text in texts]
+    everyone = run_ranks(4, train_all, cases)
+    for case in cases:
+        check(everyone, case)
