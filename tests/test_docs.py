@@ -132,13 +132,17 @@ def paths_in(page: Path) -> Iterator[str]:
             yield target
     words = [word for text in (*in_backticks(text), *in_blocks(text)) for word in text.split()]
     for word in words:
-        if ("/" in word and PATH.fullmatch(word)) or re.fullmatch(r"(fxcomp|tests|benchmarks)(/\w+)+", word):
+        is_path = ("/" in word and PATH.fullmatch(word)) or re.fullmatch(
+            r"\w+\.py|(fxcomp|tests|benchmarks)(/\w+)+", word
+        )
+        if is_path and word not in ("train.py", "train.py:job"):
             yield word.partition(":")[0]
 
 
 def missing(page: Path) -> list[str]:
     places = (page.parent, ROOT, ROOT / "fxcomp")
-    return [path for path in paths_in(page) if not any((place / path).exists() for place in places)]
+    names = {path.name for path in SOURCES}
+    return [path for path in paths_in(page) if path not in names and not any((p / path).exists() for p in places)]
 
 
 def test_paths_that_pages_name_exist():
@@ -147,5 +151,7 @@ def test_paths_that_pages_name_exist():
 
 def test_a_path_that_does_not_exist_is_found(tmp_path: Path):
     page = tmp_path / "page.md"
-    page.write_text("Read `fxcomp/pipeline.py`, `graph/edit.py`, `graph/none.py`, [this](none.md), `a/b` and `x.py`.")
-    assert missing(page) == ["none.md", "graph/none.py"]
+    page.write_text(
+        "Read `fxcomp/pipeline.py`, `graph/edit.py`, `graph/none.py`, [this](none.md), `a/b`, `emit.py` and `x.py`."
+    )
+    assert missing(page) == ["none.md", "graph/none.py", "x.py"]

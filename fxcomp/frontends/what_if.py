@@ -97,7 +97,6 @@ class Answer:
             choice=self.choice,
             mode=self.mode.value,
             flip_gbit=self.flip_gbit,
-            knows_flip=True,
             notes=(*first_notes, *self.notes),
             unknowns=self.unknowns,
         )

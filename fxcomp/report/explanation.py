@@ -38,9 +38,7 @@ class Explanation:
     """The comparison that chose a plan; None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
-    """The bandwidth between hosts at which the verdict changes; None if it never does."""
-    knows_flip: bool = False
-    """The break-even bandwidth was computed."""
+    """The bandwidth between hosts at which the verdict changes; None if it never does, or nothing was compared."""
     notes: Sequence[str] = ()
     measured_ms: float = math.nan
     exposed_ms: float = math.nan

@@ -53,7 +53,7 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Collectives", _collectives(explanation)))
     sections.append(Section("Timeline", [explanation.timeline]))
     sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
-    if explanation.knows_flip and cluster.hosts > 1:
+    if choice is not None and cluster.hosts > 1:
         sections.append(Section("Break-even bandwidth", [_flip(explanation)]))
     sections.append(Section("Sources of the numbers", [_sources(explanation)]))
     if explanation.notes:

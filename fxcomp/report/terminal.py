@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -19,7 +19,6 @@ from fxcomp.report.document import Block, Pairs, Section, Table
 from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.sections import Tone, report_of
-from fxcomp.search.choose import Choice
 
 WIDTH = 100
 _NARROW = 64  # below this many columns, tables leave out their optional ones
@@ -33,11 +32,6 @@ def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = Fals
     if report.reason:
         head.append(Text(report.reason))
     return _render([*head, *_sections(report.sections, width)], width, colors)
-
-
-def explain_step(*, choice: Choice | None, **facts: Any) -> str:
-    """Render the report of a compiled step as plain text."""
-    return to_text(Explanation(choice=choice, knows_flip=choice is not None, **facts))
 
 
 def print_report(explanation: Explanation, stream: TextIO) -> None:

@@ -37,7 +37,6 @@ class Explainer:
             choice=decision.choice,
             mode=self._options.mode.value,
             flip_gbit=self._flip_gbit(decision),
-            knows_flip=decision.choice is not None,
             notes=(*decision.notes, *((EVERY_STEP_VERIFIED,) if is_unseen else ()), *notes),
             measured_ms=times.median_ms,
             exposed_ms=times.exposed_ms,

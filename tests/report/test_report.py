@@ -69,7 +69,6 @@ def explanation(where: Cluster, **changes: object) -> Explanation:
         choice=choice,
         mode="balanced",
         flip_gbit=flip_gbit(workload(), COSTS, where, Mode.BALANCED),
-        knows_flip=True,
         notes=("A note, with [brackets].",),
     )
     return replace(explained, **changes)
@@ -133,7 +132,6 @@ def by_hand(**changes: object) -> Explanation:
         choice,
         "aggressive",
         9.5,
-        knows_flip=True,
         notes=("With [brackets].",),
     )
     return replace(explained, **changes)
@@ -171,7 +169,7 @@ def test_a_plan_that_was_given_is_told_from_the_choice():
 
 
 def test_a_report_without_a_comparison_says_what_it_knows():
-    explained = explanation(cluster("1gbit"), choice=None, knows_flip=False)
+    explained = explanation(cluster("1gbit"), choice=None)
     assert "against dense" in to_text(explained)
     assert to_json(explained)["step_ms"]["dense"] is None
 
