@@ -1,13 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint format
+.PHONY: demo test test-all lint format
 
 demo: .venv/installed          ## install, then train a small GPT with DDP and with fxcomp
 	$(BIN)/fxcomp demo
 
-test: .venv/installed          ## install, then run the tests
+test: .venv/installed          ## install, then run the fast tests: within ten minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-all: .venv/installed      ## run the slow tests too
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --slow
 
 lint: .venv/installed          ## style and types
 	$(BIN)/ruff check .

@@ -15,14 +15,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew; then read the diff")
-    parser.addoption("--slow", action="store_true", help="run the tests too that take minutes")
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow") is not None:
-                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slow"))
+                item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
 
 
 @pytest.fixture
