@@ -5,6 +5,7 @@ The rest of `benchmarks/convergence.py`: larger models, Adam, and error feedback
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,25 @@ def dense_loss() -> float:
     return run_trial(Trial("logreg", "sgd", DENSE))[1]
 
 
-@pytest.mark.parametrize("compressor", examples(), ids=str)
+def of_both_speeds() -> list[Any]:
+    """All compressors; those that differ little from another one are slow."""
+    return [pytest.param(c, id=str(c), marks=[pytest.mark.slow] if str(c) in LIKE_OTHERS else []) for c in examples()]
+
+
+LIKE_OTHERS = (
+    "fp8_e5m2",
+    "int2",
+    "int2(stochastic=true)",
+    "int4(stochastic=true)",
+    "randomk(0.01, scaled=true)",
+    "shared_int8(stochastic=false)",
+    "sidco_e(0.01)",
+    "sidco_gp(0.01)",
+    "threshold(2.6, 0.01)",
+)
+
+
+@pytest.mark.parametrize("compressor", of_both_speeds())
 def test_a_compressor_used_as_it_asks_trains_to_its_band(compressor: Compressor, dense_loss: float) -> None:
     trial = Trial("logreg", "sgd", str(compressor), feedback=compressor.needs_error_feedback)
     _, loss, _ = run_trial(trial)

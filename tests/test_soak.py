@@ -1,4 +1,4 @@
-"""Compiling, new shapes and planning anew for hours: what a process holds does not grow."""
+"""Compile, see new shapes and plan again, many times: what a process holds does not grow."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ def test_what_a_process_holds_does_not_grow():
 
 
 @pytest.mark.slow
-def test_what_a_process_holds_does_not_grow_in_hours():
-    for phases in run_ranks(2, soak, 50, 30, 20, timeout_s=3600):
+def test_what_a_process_holds_does_not_grow_over_many_plans():
+    for phases in run_ranks(2, soak, 50, 30, 20, timeout_s=1200):
         check(phases, 40.0)

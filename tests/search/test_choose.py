@@ -41,8 +41,16 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("rate", ["300mbit", "3gbit", "25gbit"])
-@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize(
+    ("shape", "rate"),
+    [
+        ("even", "300mbit"),
+        ("even", "25gbit"),
+        ("large last", "300mbit"),
+        ("large last", "3gbit"),
+        ("large first", "3gbit"),
+    ],
+)
 def test_a_choice_is_within_two_percent_of_brute_force(shape: str, rate: str):
     where = cluster(2, 1, rate)
     best = brute_force_us(SMALL[shape], COSTS, where, Mode.BALANCED)

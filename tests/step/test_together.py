@@ -95,9 +95,9 @@ def check(outcomes: list[tuple[int, list[str]]]) -> None:
             assert said[1] in one, (k, said)  # the first cause, and nothing else
 
 
-def walked(strides: list[tuple[str, int, int]], timeout_s: float = 120.0) -> None:
+def walked(strides: list[tuple[str, int, int]]) -> None:
     # Where process groups are made, the others wait for a rank until the timeout: it is short.
-    for outcome in try_ranks(3, walks, strides, timeout_s=timeout_s, group_timeout_s=GROUP_S):
+    for outcome in try_ranks(3, walks, strides, timeout_s=900.0, group_timeout_s=GROUP_S):
         assert not outcome.error, outcome.trace or outcome.text
         check(outcome.value)
 
@@ -109,5 +109,5 @@ def test_where_a_rank_fails_anywhere_all_fail_with_its_error():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "first"), [("compile_step", 20), ("load_state_dict", 1), ("replan", 5)])
-def test_where_a_rank_fails_at_any_call_all_fail_with_its_error(what: str, first: int):
-    walked([(what, first, 1)], timeout_s=3600)
+def test_where_a_rank_fails_at_every_seventh_call_all_fail_with_its_error(what: str, first: int):
+    walked([(what, first, 7)])
