@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -15,14 +16,22 @@ from fxcomp.graph.work import is_sequence, operator_text, type_text
 
 
 def dump(gm: GraphModule, *, costs: bool = True) -> str:
-    """One line a node: name, role, type, cost, call, and the parameter that it belongs to. Violations stand below."""
-    rows = [_row(node, costs) for node in gm.graph.nodes if node.op != "output"]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows
-    ]
-    lines.append(f"output({_argument(gm.graph.output_node().args[0], bare=True)})")
-    return "\n".join([*lines, *(f"! {violation}" for violation in check(gm))])
+    """Print one line a node: name, role, type, cost, call, and the parameter that it belongs to. Violations follow."""
+    return "\n".join([*aligned(rows(gm, costs=costs)), *(f"! {violation}" for violation in check(gm))])
+
+
+def rows(gm: GraphModule, *, costs: bool = True) -> list[tuple[str, ...]]:
+    """The cells of each line; the output's is one cell."""
+    output = f"output({_argument(gm.graph.output_node().args[0], bare=True)})"
+    return [*(_row(node, costs) for node in gm.graph.nodes if node.op != "output"), (output,)]
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Write rows as lines with columns of one width."""
+    nodes = [row for row in rows if len(row) > 1]
+    widths = [max((len(row[i]) for row in nodes), default=0) for i in range(5)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + list(row[5:]) for row in rows]
+    return [("  ".join(cells) if len(cells) > 1 else cells[0]).rstrip() for cells in padded]
 
 
 def _row(node: Node, costs: bool) -> tuple[str, ...]:

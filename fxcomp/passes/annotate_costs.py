@@ -1,10 +1,10 @@
 """Write the predicted time on every node.
 
-    %mm   gradient    f32[4,2]              aten.mm(%a, %x)
-    %r    collective  f32[12]               all_reduce(%p, sum, world)
- -->
-    %mm   gradient    f32[4,2]     1.2 us   aten.mm(%a, %x)
-    %r    collective  f32[12]     52.0 us   all_reduce(%p, sum, world)
+    - %sum_1  gradient  f32[4]            aten.sum.dim_IntList(%mul_1, [0])  fc.bias
+    + %sum_1  gradient  f32[4]    2.0 us  aten.sum.dim_IntList(%mul_1, [0])  fc.bias
+      %t_1    compute   f32[4,3]          aten.t(%mul_1)
+    - %mm     gradient  f32[4,2]          aten.mm(%t_1, %x)                  fc.weight
+    + %mm     gradient  f32[4,2]  2.0 us  aten.mm(%t_1, %x)                  fc.weight
 
 Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
 bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. The rest is priced by bytes

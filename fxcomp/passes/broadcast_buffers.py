@@ -1,13 +1,15 @@
 """Give every rank rank 0's buffers (batch norm's running statistics), while backward still runs.
 
-    %bn     compute     (f32[4,8], …)  aten.native_batch_norm(%x, …, %running_mean, %running_var, …)
- -->
-    %bn     compute     (f32[4,8], …)  aten.native_batch_norm(%x, …, %running_mean, %running_var, …)
-    %p      pack        f32[16]        pack([%running_mean, %running_var])
-    %b      collective  f32[16]        broadcast(%p, 0, world)
-    …
-    %w      wait        f32[16]        wait_tensor(%b)
-    copy_(%running_mean, %w[0:8]) …
+      %mean                      compute     f32[4]    aten.mean.dim(%addmm, [0])
+    + %pack_buffers              pack        f32[4]    pack([%mean], 1.0)
+    + %broadcast_buffers         collective  f32[4]    broadcast(%pack_buffers, 0, world)
+      %copy_                     compute     f32[4]    aten.copy_(%running_mean, %mean)
+      %sub_                      update      f32[4,2]  aten.sub_.Tensor(%fc_weight, %mm)                 fc.weight
+    + %wait_tensor_default       wait        f32[4]    wait(%broadcast_buffers)
+    + %split_with_sizes_default  unpack      (f32[4])  aten.split_with_sizes(%wait_tensor_default, [4])
+    + %getitem                   unpack      f32[4]    %split_with_sizes_default[0]
+    + %view_default              unpack      f32[4]    aten.view(%getitem, [4])
+    + %copy__default             unpack      f32[4]    aten.copy_(%running_mean, %view_default)
 
 DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden
 behind the backward pass, and leaves the same buffers on all ranks.

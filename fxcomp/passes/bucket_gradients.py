@@ -1,16 +1,19 @@
 """Send the gradients of a bucket as one.
 
-   %r0  collective  f32[4,2]  all_reduce(%g0, avg, world)     fc.weight
-   %w0  wait        f32[4,2]  wait_tensor(%r0)                fc.weight
-   %r1  collective  f32[4]    all_reduce(%g1, avg, world)     fc.bias
-   %w1  wait        f32[4]    wait_tensor(%r1)                fc.bias
--->
-   %p   pack        f32[12]   pack([%g0, %g1], 1.0)
-   %r   collective  f32[12]   all_reduce(%p, avg, world)
-   %w   wait        f32[12]   wait_tensor(%r)
-   %s   unpack      …         aten.split_with_sizes(%w, [8, 4])
-   %u0  unpack      f32[4,2]  aten.view(%s[0], [4, 2])        fc.weight
-   %u1  unpack      f32[4]    aten.view(%s[1], [4])           fc.bias
+      %sum_1                     gradient    f32[4]            aten.sum.dim_IntList(%mul_1, [0])       fc.bias
+    - %all_reduce_default        collective  f32[4]            all_reduce(%sum_1, avg, world)          fc.bias
+    - %wait_tensor_default       wait        f32[4]            wait(%all_reduce_default)               fc.bias
+      %mm                        gradient    f32[4,2]          aten.mm(%t_1, %x)                       fc.weight
+    - %all_reduce_default_1      collective  f32[4,2]          all_reduce(%mm, avg, world)             fc.weight
+    - %wait_tensor_default_1     wait        f32[4,2]          wait(%all_reduce_default_1)             fc.weight
+    + %pack_0                    pack        f32[12]           pack([%sum_1, %mm], 1.0)
+    + %all_reduce_0              collective  f32[12]           all_reduce(%pack_0, avg, world)
+    + %wait_0                    wait        f32[12]           wait(%all_reduce_0)
+    + %split_with_sizes_default  unpack      (f32[4], f32[8])  aten.split_with_sizes(%wait_0, [4, 8])
+    + %getitem                   unpack      f32[4]            %split_with_sizes_default[0]            fc.bias
+    + %view_default              unpack      f32[4]            aten.view(%getitem, [4])                fc.bias
+    + %getitem_1                 unpack      f32[8]            %split_with_sizes_default[1]            fc.weight
+    + %view_default_1            unpack      f32[4,2]          aten.view(%getitem_1, [4, 2])           fc.weight
 
 One rank alone has no collectives, and keeps its gradients as they are.
 """

@@ -1,12 +1,10 @@
 """Bring every gradient's synchronisation into one form: gradient, collective, wait.
 
-    %mm    gradient  f32[4,2]  aten.mm(%a, %x)               fc.weight
-    %add_  update    f32[4,2]  aten.add_(%weight, %mm)       fc.weight
- -->
-    %mm    gradient    f32[4,2]  aten.mm(%a, %x)               fc.weight
-    %r     collective  f32[4,2]  all_reduce(%mm, avg, world)
-    %w     collective  f32[4,2]  wait_tensor(%r)
-    %add_  update      f32[4,2]  aten.add_(%weight, %w)        fc.weight
+      %mm                     gradient    f32[4,2]  aten.mm(%t_1, %x)                                     fc.weight
+    - %sub_                   update      f32[4,2]  aten.sub_.Tensor(%fc_weight, %mm)                     fc.weight
+    + %all_reduce_default_1   collective  f32[4,2]  all_reduce(%mm, avg, world)                           fc.weight
+    + %wait_tensor_default_1  wait        f32[4,2]  wait(%all_reduce_default_1)                           fc.weight
+    + %sub_                   update      f32[4,2]  aten.sub_.Tensor(%fc_weight, %wait_tensor_default_1)  fc.weight
 
 A mean over all ranks goes in where the user reduces nothing. A reduction that the user wrote is kept and never doubled:
 a sum divided by the number of ranks becomes the mean that it is. With one rank there is nothing to do.

@@ -1,17 +1,9 @@
 """Let parameters change only if what arrived is finite; otherwise take back what compression has changed.
 
-    %p   pack        f32[12]            pack([%g0, %g1], 1.0)
-    %c   compress    (u8[20], f32[12])  int8_compress(%p, %residual_0, [8, 4], 512)
-    %y   compress    u8[20]             %c[0]
-    %o   compress    f32[12]            %c[1]
-    %m   decompress  f32[12]            int8_decompress(%payloads, 2, [8, 4], 512)
-    ...  update
- -->
-    ...
-    %own_0     roll back  f32[12]       int8_decompress(%y, 1, [8, 4], 512)
-    %before_0  roll back  f32[12]       roll_back(%o, %own_0, %p)
-    %finite    commit     b8[]          all_finite([%m])
-    ...  update
+      %sub__1    update     f32[4]   aten.sub_.Tensor(%fc_bias, %view_default)           fc.bias
+    + %own_0     roll back  f32[12]  int4_decompress(%payload_0, 1, [4, 8], 128, False)
+    + %before_0  roll back  f32[12]  roll_back(%left_out_0, %own_0, %pack_0)
+    + %finite    commit     b8[]     all_finite([%mean_0])
 
 Every payload decodes to something not finite where a rank's gradient was not, and sums on the wire keep what is not
 finite: all ranks find the same in what arrived, without a word to each other. A residual that a kernel has replaced is

@@ -1,23 +1,20 @@
 """Let every rank keep its own momentum, before what is compressed.
 
-    %p  pack        f32[12]            pack([%g0, %g1], 1.0)
-    %c  compress    (u8[20], f32[12])  topk_compress(%p, %residual_0, [8, 4], 0.1)
-    %o  compress    f32[12]            %c[1]
-    %r  collective  u8[40]             all_gather(%c[0], 2, world)
-    output(%loss, (), (%o))
- -->
-    %velocity_0       input     f32[12]
-    %p                pack      f32[12]            pack([%g0, %g1], 1.0)
-    %corrected_0      velocity  f32[12]            accumulate(%p, %velocity_0, 0.9)
-    %c                compress  (u8[20], f32[12])  topk_compress(%corrected_0, %residual_0, [8, 4], 0.1)
-    ...
-    %next_velocity_0  velocity  f32[12]            mask_velocity(%corrected_0, %velocity_0, %o)
-    output(%loss, (), (%o, %next_velocity_0))
+    + %velocity_0         input       f32[12]                    velocity 0
+      %pack_0             pack        f32[12]                    pack([%sum_1, %mm], 1.0)
+    - %compress_0         compress    (u8[16], f32[12], f32[0])  topk_compress(%pack_0, %residual_0, [4, 8], 0.1)
+    + %corrected_0        velocity    f32[12]                    accumulate(%pack_0, %velocity_0, 0.9)
+    + %compress_0         compress    (u8[16], f32[12], f32[0])  topk_compress(%corrected_0, %residual_0, [4, 8], 0.1)
+      %left_out_0         compress    f32[12]                    %compress_0[1]
+      %all_gather_0_topk  collective  u8[32]                     all_gather(%payload_0, 2, world)
+    + %next_velocity_0    velocity    f32[12]                    mask_velocity(%corrected_0, %velocity_0, %left_out_0)
+    - output(%mean, (), (%left_out_0))
+    + output(%mean, (), (%left_out_0, %next_velocity_0))
 
 The mask forgets the velocity of what was sent, which is known where a compressor sends values as they are. Elsewhere,
 in dense buckets too, the whole velocity is kept:
 
-    %next_velocity_0  velocity  f32[12]            keep(%velocity_0, %corrected_0)
+    + %next_velocity_0  velocity  f32[12]  keep(%velocity_0, %corrected_0)
 
 A velocity is in its bucket's unit, and lies where the bucket is compressed: on the host behind the copy to it, in this
 rank's shard behind the reduction inside the host. Emitted code replaces it in place, with the bucket.

@@ -1,22 +1,19 @@
 """Compress what a bucket's strategy compresses; make the mean explicit where it does not.
 
-    %p   pack        f32[12]   pack([%g0, %g1], 1.0)
-    %r   collective  f32[12]   all_reduce(%p, avg, world)
-    %w   wait        f32[12]   wait_tensor(%r)
- -->
-    %p   pack        f32[12]   pack([%g0, %g1], 1.0)
-    %c   compress    (u8[20], f32[0], f32[0])  int8_compress(%p, None, [8, 4], 512)
-    %y   compress    u8[20]    %c[0]
-    %r   collective  u8[40]    all_gather(%y, 2, world)
-    %w0  wait        u8[40]    wait_tensor(%r)
-    %w   decompress  f32[12]   int8_decompress(%w0, 2, [8, 4], 512)
+      %pack_0             pack        f32[12]                   pack([%sum_1, %mm], 1.0)
+    - %all_reduce_0       collective  f32[12]                   all_reduce(%pack_0, avg, world)
+    - %wait_0             wait        f32[12]                   wait(%all_reduce_0)
+    + %compress_0         compress    (u8[20], f32[0], f32[0])  int8_compress(%pack_0, None, [4, 8], 512, False)
+    + %payload_0          compress    u8[20]                    %compress_0[0]
+    + %all_gather_0_int8  collective  u8[40]                    all_gather(%payload_0, 2, world)
+    + %payloads_0         wait        u8[40]                    wait(%all_gather_0_int8)
+    + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
 Where ranks agree before they compress, the agreement is a stage of its own, before the compression:
 
-    %q   propose     f32[2]    …_propose(%p, None, [8, 4], …)
-    %a0  collective  f32[2]    all_reduce(%q, max, world)
-    %a   wait        f32[2]    wait_tensor(%a0)
-    %c   compress    (…)       …_compress(%p, None, [8, 4], …, agreed=%a)
+    + %proposal_0             propose     f32[2]  shared_int8_propose(%pack_0, None, [4, 8], 512, False, 63)
+    + %all_reduce_0_proposal  collective  f32[2]  all_reduce(%proposal_0, max, world)
+    + %agreed_0               wait        f32[2]  wait(%all_reduce_0_proposal)
 
 A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
 A compressor on the cpu gets copies to the host and back around it. It is bound to the shapes that it compresses.

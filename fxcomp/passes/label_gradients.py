@@ -1,12 +1,10 @@
 """Give every node a role, and what belongs to one gradient that parameter's name.
 
-    %mm    gradient    f32[4,2]  aten.mm(%a, %x)                             fc.weight
-    %r     ?           f32[4,2]  all_reduce(%mm, avg, world)
-    %w     ?           f32[4,2]  wait_tensor(%r)
- -->
-    %mm    gradient    f32[4,2]  aten.mm(%a, %x)                             fc.weight
-    %r     collective  f32[4,2]  all_reduce(%mm, avg, world)                 fc.weight
-    %w     wait        f32[4,2]  wait_tensor(%r)                             fc.weight
+      %mul          gradient    f32[4]  aten.mul.Tensor(%x, 1.0)      fc.weight
+    - %all_reduce   ?           f32[4]  all_reduce(%mul, avg, world)
+    - %wait_tensor  ?           f32[4]  wait(%all_reduce)
+    + %all_reduce   collective  f32[4]  all_reduce(%mul, avg, world)  fc.weight
+    + %wait_tensor  wait        f32[4]  wait(%all_reduce)             fc.weight
 
 Capture labels what it alone knows (inputs, gradients, updates); this labels the rest.
 """

@@ -1,17 +1,21 @@
 """Start every collective as soon as its bucket is complete, and wait as late as the update.
 
-    %g1  gradient  %g0  gradient  %p  pack  %r  collective  %w  wait  %add_  update
- -->
-    compute down to the last gradient of bucket 0 │ pack, compress, start bucket 0
-    compute down to the last gradient of bucket 1 │ pack, compress, start bucket 1; next stage of bucket 0
-    …
-    rest of the compute
-    bucket 0: wait, decompress, update;  bucket 1: …        (with clipping: all waits, the norm, all updates)
-    (with a commit: all waits, other ranks' buffers, the commit, the norm, all updates)
+      %all_gather_1_int8         collective  u8[24]    25.1 us @inter   all_gather(%payload_1, 2, world)
+    + %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
+    + %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
+      %payloads_1                wait        u8[24]                     wait(%all_gather_1_int8)
+      %mean_1                    decompress  f32[8]    4.0 us @compute  int8_decompress(%payloads_1, 2, [8], 512, False)
+    - %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
+    - %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
+
+1. Compute down to the last gradient of a bucket; pack, compress and start it. Later stages of earlier buckets follow.
+2. The rest of the compute.
+3. Bucket by bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit: all
+   waits, other ranks' buffers, the commit, the norm, all updates.
 
 The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch;
 the broadcast of buffers goes before all of them or after all of them, as was agreed.
-Updates write parameters in place and come behind all compute that reads them.
+Updates write parameters in place and come after all compute that reads them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Drop every node whose value nobody needs.
 
-    %a  compute  f32[4]  relu(%x)
-    %b  compute  f32[4]  neg(%x)
-    output(%a)
- -->
-    %a  compute  f32[4]  relu(%x)
-    output(%a)
+      %relu  compute  f32[4]  aten.relu(%x)
+    - %neg   compute  f32[4]  aten.neg(%x)
+    - %exp   compute  f32[4]  aten.exp(%neg)
+      output(%relu, ())
 
 Nodes that write in place or draw random numbers stay: eager PyTorch would have written and drawn too. So do the loss
 function's own collectives: another rank may need the value.

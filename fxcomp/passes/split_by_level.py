@@ -1,15 +1,17 @@
 """Reduce inside the host first, then between hosts, where the plan says so.
 
-    %r   collective  f32[12]  all_reduce(%p, avg, world)
-    %w   wait        f32[12]  wait_tensor(%r)
- -->                                                             (2 hosts of 2 ranks; %p packed with scale 1/2)
-    %d   pack        f32[12]  pad(%p, 2)
-    %rs  collective  f32[6]   reduce_scatter(%d, sum, 2, intra)
-    %w0  wait        f32[6]   wait_tensor(%rs)
-    %r   collective  f32[6]   all_reduce(%w0, avg, inter)
-    %w1  wait        f32[6]   wait_tensor(%r)
-    %ag  collective  f32[12]  all_gather(%w1, 2, intra)
-    %w   wait        f32[12]  wait_tensor(%ag)
+    - %pack_0              pack        f32[12]  pack([%sum_1, %mm], 1.0)
+    - %all_reduce_0        collective  f32[12]  all_reduce(%pack_0, avg, world)
+    - %wait_0              wait        f32[12]  wait(%all_reduce_0)
+    + %pack_0              pack        f32[12]  pack([%sum_1, %mm], 0.5)
+    + %pad_0               pack        f32[12]  pad(%pack_0, 2)
+    + %reduce_scatter_0    collective  f32[6]   reduce_scatter(%pad_0, sum, 2, intra)
+    + %wait_0_1            wait        f32[6]   wait(%reduce_scatter_0)
+    + %all_reduce_0_inter  collective  f32[6]   all_reduce(%wait_0_1, avg, inter)
+    + %wait_0_2            wait        f32[6]   wait(%all_reduce_0_inter)
+    + %all_gather_0_intra  collective  f32[12]  all_gather(%wait_0_2, 2, intra)
+    + %wait_0_3            wait        f32[12]  wait(%all_gather_0_intra)
+    + %slice_tensor        unpack      f32[12]  aten.slice.Tensor(%wait_0_3, 0, 0, 12)
 
 Each rank of a host carries its share over the slow link, so every byte crosses it once.
 """

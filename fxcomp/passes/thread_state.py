@@ -1,18 +1,20 @@
 """Carry from step to step what compression leaves out, and what else a compressor keeps.
 
-    %c  compress  (u8[20], f32[0], f32[0])  sidco_compress(%p, None, [8, 4], 0.01)
-    output(%loss, ())
- -->
-    %residual_0    input     f32[12]
-    %state_0       input     f32[2]
-    %c             compress  (u8[20], f32[12], f32[2])  sidco_compress(%p, %residual_0, [8, 4], 0.01, state=%state_0)
-    %left_out_0    compress  f32[12]                    %c[1]
-    %next_state_0  compress  f32[2]                     %c[2]
-    output(%loss, (), (%left_out_0, %next_state_0))
+    + %residual_0         input       f32[12]                    residual 0
+    - %compress_0         compress    (u8[16], f32[0], f32[0])   int4_compress(%pack_0, None, [4, 8], 128, False)
+    + %compress_0         compress    (u8[16], f32[12], f32[0])  int4_compress(%pack_0, %residual_0, [4, 8], 128, False)
+    + %left_out_0         compress    f32[12]                    %compress_0[1]
+    - output(%mean, ())
+    + output(%mean, (), (%left_out_0))
 
-Where a compressor's next state is the payload summed over the ranks, that is kept instead:
+A compressor's state comes in and goes out likewise:
 
-    %next_state_0  keep      f32[2]                     keep(%state_0, %payloads_0)
+    + %state_0       input     i64[4]  compressor state 0
+    + %next_state_0  compress  i64[4]  %compress_0[2]
+
+Where the next state is the payload summed over the ranks, that is kept instead:
+
+    + %next_state_0  keep  f32[12]  keep(%state_0, %payloads_0)
 
 In the graph residual and state come in and go out; emitted code lets a fused kernel replace them in place.
 """

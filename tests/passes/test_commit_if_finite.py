@@ -12,9 +12,9 @@ from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.thread_state import thread_state
 
 DENSE = "all_reduce@world"
-INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 BF16 = "compress(bf16)@gpu > all_reduce@world > decompress@gpu"
-BY_LEVEL = "reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra"
+BY_LEVEL = "reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra"
 
 
 def looked_at(gm) -> list[str]:
@@ -23,13 +23,13 @@ def looked_at(gm) -> list[str]:
 
 
 def test_residuals_are_taken_back_and_means_looked_at(golden):
-    plan = one_bucket(INT8)
+    plan = one_bucket(INT4)
     text, _ = before_after(commit_if_finite, thread_state(compressed(plan, TWO)), True)
-    golden("commit_if_finite/int8.txt", text)
+    golden("commit_if_finite/int4.txt", text)
 
 
 def test_where_no_step_is_skipped_the_graph_stays():
-    before = priced(one_bucket(INT8), TWO)
+    before = priced(one_bucket(INT4), TWO)
     text = dump(before)
     assert dump(commit_if_finite(before, False)) == text
 
@@ -60,7 +60,7 @@ def test_a_bucket_that_crosses_levels_is_looked_at_where_it_is_whole_again():
 
 
 def test_all_updates_wait_for_the_commit():
-    plan = two_buckets(DENSE, INT8)
+    plan = two_buckets(DENSE, INT4)
     gm = commit_if_finite(priced(plan, TWO), True)
     _, after = before_after(order_for_overlap, gm, plan)
     order = list(after.graph.nodes)

@@ -8,7 +8,7 @@ from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import KEEP
 from fxcomp.passes.thread_state import thread_state
 
-INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 BF16 = "compress(bf16)@gpu > all_reduce@world > decompress@gpu"
 
 RANDOMK = "compress(randomk(0.3))@gpu > all_reduce@world > decompress@gpu"
@@ -21,13 +21,13 @@ def residuals(gm):
 
 
 def test_a_residual_comes_in_and_goes_out(golden):
-    plan = one_bucket(INT8)
+    plan = one_bucket(INT4)
     text, _ = before_after(thread_state, compressed(plan, TWO))
-    golden("thread_state/int8.txt", text)
+    golden("thread_state/int4.txt", text)
 
 
 def test_only_lossy_buckets_have_one():
-    plan = two_buckets(BF16, INT8)
+    plan = two_buckets(BF16, INT4)
     needs = [b.strategy.compressor.needs_error_feedback for b in plan.buckets]
     _, after = before_after(thread_state, compressed(plan, TWO))
     assert residuals(after) == [k for k, needed in enumerate(needs) if needed]
