@@ -86,6 +86,7 @@ class GraphBuilder:
         self.graph = Graph()
 
     def input(self, name: str, value: Any, source: Source) -> Node:
+        """Append an input of the graph."""
         clean = free_name(re.sub(r"\W", "_", name))
         node = self.graph.placeholder(f"_{clean}" if clean[0].isdigit() else clean)
         node.meta["val"] = value
@@ -113,13 +114,13 @@ class GraphBuilder:
         raise AssertionError("a traced piece has no output")
 
     def _adopt(self, constant: Tensor) -> str:
-        """Keep a constant of the step under a name of its own."""
+        """Keep a constant of a piece under a free name."""
         name = next(free for i in count() if not hasattr(self.root, free := f"constant_{i}"))
         setattr(self.root, name, constant)
         return name
 
     def mark_gradient(self, node: Node, parameter: str) -> Node:
-        """Label the node that makes a gradient; one that others use too, or an input, gets an alias of its own."""
+        """Label the node that makes a gradient; one that has other users, or is an input, gets an alias."""
         known: NodeInfo = node.meta["fxcomp"]
         if known.role is not Role.COMPUTE or node.users:
             with self.graph.inserting_after(node if node.op != "placeholder" else self._last_input()):
@@ -132,9 +133,11 @@ class GraphBuilder:
         return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
 
     def output(self, values: Sequence[Node]) -> None:
+        """End the graph: the loss, then the auxiliary results."""
         set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))
 
     def finish(self) -> GraphModule:
+        """Make the module of the whole graph."""
         self.graph.eliminate_dead_code(must_stay)
         module = compat.graph_module(self.root, self.graph, "TrainingStep")
         module.graph.lint()

@@ -1,4 +1,4 @@
-"""What tracing does otherwise than eager PyTorch: put right, or refused by name, while a forward pass is traced."""
+"""Run a forward pass on traced tensors as eager PyTorch would, and refuse by name what tracing does otherwise."""
 
 # torch's overrides have no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -24,14 +24,14 @@ _DATA: Any = inspect.getattr_static(Tensor, "data")
 def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[None]:
     """Run a forward pass as eager would. `names` are those of the model's tensors, by id.
 
-    `caches_casts` is what autocast does outside of tracing, which switches it off: with it a weight that is used twice
-    is cast once, and its gradient is summed in the lower precision before it is cast back.
+    `caches_casts` is autocast's setting outside of tracing, which switches it off: with the cache a weight that is used
+    twice is cast once, and its gradient is summed in the lower precision.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with _WithoutTraceRefused(names):
+        with _Refusing(names):
             yield
     finally:
         torch.clear_autocast_cache()
@@ -39,15 +39,15 @@ def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[None]
 
 
 _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
-"""Ways to a tensor's memory past all operators; while a step is traced there is nothing in it."""
+"""Ways to a tensor's memory past all operators; a traced tensor has none."""
 
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
-"""Operators that autocast leaves alone, and that call others which it casts."""
+"""Operators that autocast leaves alone, but not the operators that they call."""
 
 
-class _WithoutTraceRefused(TorchFunctionMode):
-    """Refuse what no operator does, so that the graph could not: `tensor.data = value`, and values read by numpy."""
+class _Refusing(TorchFunctionMode):
+    """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
     def __init__(self, names: Mapping[int, str]):
         super().__init__()
@@ -64,18 +64,20 @@ class _WithoutTraceRefused(TorchFunctionMode):
                 "  Write in place instead: with torch.no_grad(): tensor.copy_(value)."
             )
         if func in _VALUES:
-            line = compat.users_line()
             raise CaptureFailed(
-                f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n"
-                + (f"  {line}\n" if line else "")
-                + "  Compute with torch instead, or pass the number in the batch, as a plain value."
+                f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
+                "  Compute with torch instead, or pass the number in the batch, as a plain value."
             )
         if func in _CASTS_INSIDE and torch.is_autocast_enabled(args[0].device.type):
-            line = compat.users_line()
             raise CaptureFailed(
                 f"{func.__name__} runs under autocast, which reaches into it: a captured step would compute in another"
-                " precision.\n"
-                + (f"  {line}\n" if line else "")
-                + "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
+                f" precision.\n{_at()}"
+                "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
             )
         return func(*args, **(kwargs or {}))
+
+
+def _at() -> str:
+    """Give the user's line that is being traced, as a line of a message."""
+    line = compat.users_line()
+    return f"  {line}\n" if line else ""

@@ -1,12 +1,12 @@
-"""Fake tensors for tracing a step, with what torch's own do not know.
+"""Fake tensors for tracing a step, which know more than torch's own.
 
     torch.rand([]) < 0.0         False: no draw is below zero, so Python may decide by it
     torch.rand([]) < 0.1         refused: the data decides
     torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
     batch_norm of a transpose    is contiguous: torch's fake lies as its input does
 
-A value that is drawn from a known range carries that range through arithmetic with plain numbers and comparisons, all
-of them monotone; where both ends of a range agree, the value is one number, whatever is drawn.
+A random value carries its range through arithmetic with plain numbers and through comparisons, all monotone; where both
+ends of a range agree, the value is one number, whatever is drawn.
 """
 
 # What fakes are made of has half its types.
@@ -60,25 +60,25 @@ class Unknown:
     """A number or a size that only the data will tell."""
 
     maker: OpOverload | None
-    """What made the tensor, if an operator did."""
+    """The operator that made the tensor, if one did."""
     dtype: torch.dtype
     is_drawn: bool
     is_size: bool
 
 
 class StepFakes(compat.FakeMode):
-    """torch's fake tensors, told of ranges, and of operators whose fakes know less than they do."""
+    """torch's fake tensors with ranges, and with better fakes of some operators."""
 
     def __init__(self) -> None:
         # Constants of the model (tensors that are no buffers) may come into the graph.
         super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._ranges: dict[StorageWeakRef, Tensor] = {}
         self.unknown: dict[str, Unknown] = {}
-        """Where numbers and sizes come from that only the data will tell, by symbol."""
+        """The origins of numbers and sizes that only the data will tell, by symbol."""
 
     @property
     def shapes(self) -> ShapeEnv:
-        """What tracing assumes about symbols."""
+        """The assumptions of tracing about symbols."""
         assert self.shape_env is not None, "a step's fakes have symbols"
         return self.shape_env
 
@@ -105,7 +105,7 @@ class StepFakes(compat.FakeMode):
         return self._ranges.get(_storage(tensor)) if isinstance(tensor, Tensor) and self._ranges else None
 
     def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Note the range of what an operator made, and forget that of what it wrote."""
+        """Note the range of an operator's result, and forget those of tensors that it wrote."""
         ends = _drawn_between(func, args, kwargs, out)
         if ends is None and func in _MONOTONE:
             known = self._range_of(args[0])
@@ -128,7 +128,7 @@ class StepFakes(compat.FakeMode):
                 self._ranges.pop(_storage(tensor), None)
 
     def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any]) -> Any:
-        """A tensor's one value as a number of Python: a symbol, unless it is drawn and no draw changes it."""
+        """Read a tensor's one value: a symbol, unless its range is a single number."""
         tensor, ends = args[0], self._range_of(args[0])
         low = high = None
         if ends is not None:
@@ -144,7 +144,7 @@ class StepFakes(compat.FakeMode):
         return symbol
 
     def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Note what made a tensor, and what tells a size that only the data knows."""
+        """Note the operator that made a tensor, and the origin of sizes that only the data will tell."""
         if not isinstance(out, Tensor):
             return
         maker = getattr(args[0], _MAKER, func) if args and compat.is_view(func) else func
@@ -160,7 +160,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
-    """The ends of what an operator draws, both of which it may give; None if it draws nothing, or without bounds."""
+    """Find the range that an operator draws from, ends included; None if it draws nothing, or without bounds."""
     if func in _UNIT:
         low, high = 0.0, 1.0
     elif func in _UNIFORM:
@@ -177,11 +177,11 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return ends
 
 
-# Operators whose fakes know less
+# Better fakes
 
 
 def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
-    """Batch norm's result, or its input's gradient, as the CPU's kernel lays it out: channels_last, or contiguous."""
+    """Lay out batch norm's result, or its input's gradient, as the CPU's kernel does: channels_last, or contiguous."""
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
@@ -190,7 +190,7 @@ def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The result of a grouped product of any floating type; torch's fake gives it for bf16, without the padding."""
+    """Make the result of a grouped product of any floating type; torch's fake takes bf16 alone, without padding."""
     assert bias is None, "the operator refuses a bias"
     groups = 0 if offs is None else offs.shape[0]
     rows, columns = (a.shape[0] if a.dim() == 2 else a.shape[1]), b.shape[-1]

@@ -129,9 +129,9 @@ def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
 
 
 def _constant(leaf: Any) -> Constant | None:
-    """A leaf of the auxiliary result that is always the same for this capture; None if the graph returns it.
+    """Make a constant of a leaf of the auxiliary result; None for tensors, and for numbers that follow from sizes.
 
-    What follows from sizes that may vary is returned. Raises for what can be neither.
+    The graph returns those. Raises UnsupportedResult for other values.
     """
     if isinstance(leaf, Tensor) or compat.is_open(leaf):
         return None
@@ -159,8 +159,8 @@ _RANDOM_IN_PLACE = {
 def _restore_random_order(body: GraphModule) -> None:
     """Fill fresh tensors with random numbers in place again, as eager does.
 
-    The functional operator makes a contiguous result; in place, numbers go in the order of memory. For a transposed
-    tensor the same draws then land elsewhere, and a dropout mask would not be eager's.
+    The functional operator makes a contiguous result; in place, numbers go in the order of memory. In a transposed
+    tensor the same draws land elsewhere.
     """
     for node in body.graph.nodes:
         if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
@@ -168,7 +168,7 @@ def _restore_random_order(body: GraphModule) -> None:
 
 
 def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
-    """Refuse what traces, but would train wrongly."""
+    """Refuse a graph that would train wrongly."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
     loss = outputs[0]  # its last operator ends the forward pass

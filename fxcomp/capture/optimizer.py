@@ -1,4 +1,4 @@
-"""The optimizer as a capture sees it: numbers that stay live, state tensors, and what is refused."""
+"""The optimizer in a capture: numbers that stay live, state tensors, and refused options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxcomp.graph.work import is_sequence
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
-"""Hyper-parameters that are inputs of the graph. Whether one is zero is still part of the capture."""
+"""Hyper-parameters that are inputs of the graph, unless they are zero: zeros are baked in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Owned:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedOptimizer for a class, a hook or an option that is not captured."""
     known = ", ".join(cls.__name__ for cls in OPTIMIZERS)
     if type(optimizer) not in OPTIMIZERS:
         raise errors.UnsupportedOptimizer(
@@ -46,7 +47,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a parameter group that are inputs of the graph; betas count as two. Zeros are baked in."""
+    """Read the numbers of a parameter group that are inputs of the graph; betas count as two."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
         if key == "dampening" and not group.get("momentum"):
@@ -62,7 +63,7 @@ def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with other numbers in place of the live ones."""
+    """Copy a group's options with other numbers in place of the live ones."""
     options = {key: value for key, value in group.items() if key != "params"}
     for key, value in options.items():
         if is_sequence(value):
@@ -73,14 +74,14 @@ def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str,
 
 
 def state_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of the optimizer's state tensors of a parameter."""
+    """Name the optimizer's state tensors of a parameter."""
     return tuple(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
 
 
 def fresh_optimizer(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over one parameter."""
+    """Make an optimizer of the same class and options over one parameter."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {key: _number(value) for key, value in group.items() if key in accepted and key != "params"}
     make: Any = type(optimizer)
@@ -88,15 +89,14 @@ def fresh_optimizer(
 
 
 def _number(value: Any) -> Any:
-    """A tensor that holds a learning rate as the number that it is now; it stays live as an input of the graph."""
+    """Turn a tensor that holds a learning rate into its present number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, object]:
-    """Create the optimizer's state where its first step would, all zero; returns what is fresh, by parameter name.
+    """Create the optimizer's state where its first step would, all zero; returns the fresh states by parameter name.
 
-    Runs the optimizer's own class once on a zero parameter with a zero gradient for all that are alike, so no knowledge
-    of its state is needed.
+    The optimizer's own class steps once on a zero parameter with a zero gradient, for all that are alike.
     """
     fresh: dict[str, object] = {}
     of_likeness: dict[Any, dict[str, Any]] = {}
@@ -116,7 +116,7 @@ def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) 
 
 
 def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any]:
-    """The state that a step makes for a parameter like this one."""
+    """Make the state that a step makes for a parameter like this one."""
     with torch.inference_mode(False), torch.enable_grad():
         stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
         stand_in.grad = torch.zeros_like(stand_in)
@@ -126,6 +126,6 @@ def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any
 
 
 def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
+    """Ask if the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     return any(isinstance(value, Tensor) for value in state.values())

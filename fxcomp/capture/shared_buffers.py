@@ -24,7 +24,7 @@ from fxcomp.graph.info import Sharing, update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""So many bytes of buffers that nobody was seen to write travel all the same: as long as a few latencies (assumed)."""
+"""Bytes of buffers that travel although no rank was seen to write them: as long as a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SharedBuffers:
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
-        """Every rank calls it with its first capture."""
+        """Agree with all ranks, each with its first capture."""
         inputs = buffers(graph)
         names = {node: name for name, node in inputs.items()}
         mine: dict[str, Any] = {
@@ -66,7 +66,7 @@ class SharedBuffers:
 
 
 def check_parameters_are_read(graph: GraphModule) -> None:
-    """Raise CaptureFailed if the forward pass writes a parameter: each rank would, for its own batch, and all drift."""
+    """Raise CaptureFailed if the forward pass writes a parameter: ranks would drift apart, each by its own batch."""
     written = sorted(written_parameters(graph))
     if written:
         raise CaptureFailed(
@@ -77,7 +77,7 @@ def check_parameters_are_read(graph: GraphModule) -> None:
 
 
 def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
-    """Buffers that nobody was seen to write, in the model's order, as far as they are small together."""
+    """Choose buffers that nobody was seen to write, in the model's order, up to SMALL_BYTES together."""
     chosen: set[str] = set()
     left = SMALL_BYTES
     for name, node in inputs.items():
@@ -88,7 +88,7 @@ def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether several elements are the same memory, as in an expanded tensor: nobody can write such a buffer."""
+    """Ask if several elements share memory, as in an expanded tensor: nobody can write such a buffer."""
     return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 

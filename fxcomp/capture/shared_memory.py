@@ -1,4 +1,4 @@
-"""Notice tensors that lie in the same memory: a captured step takes each as an input of its own.
+"""Notice tensors that share memory: a captured step takes each as an input of its own.
 
 mean    f32[8]   buffer
 tail    f32[4]   buffer, mean[4:]     if the forward pass writes mean, eager sees the change in tail, a graph does not
@@ -35,20 +35,20 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:
-    """For each leaf of a batch the first place of the same tensor: Python may ask, and what is written is in both."""
+    """Find the first place of each leaf's tensor: Python may ask if two are one, and writing into one changes both."""
     first: dict[int, int] = {}
     return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
 
 
 def distinct(batch: Any) -> list[tuple[str, Any]]:
-    """The leaves of a batch with their paths; None where a tensor is that was there before."""
+    """List the leaves of a batch with their paths; None instead of a tensor that came before."""
     leaves = pytree.tree_flatten_with_path(batch)[0]
     first = first_places([leaf for _, leaf in leaves])
     return [(pytree.keystr(path), leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
 
 
 def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """Which parameters and buffers of a model are one tensor, or lie in one another's memory."""
+    """List the parameters and buffers of a model that are one tensor, or share memory."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     places: dict[int, list[tuple[str, int]]] = {}
     for name, tensor in named:

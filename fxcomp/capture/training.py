@@ -1,4 +1,4 @@
-"""The user's own objects that a step trains: model, loss function and optimizer; and what of them is refused."""
+"""The user's own objects that a step trains: model, loss function and optimizer. Some are refused."""
 
 # Tables of a module's tensors are private, and have no public way in.
 # pyright: reportPrivateUsage=false
@@ -51,7 +51,7 @@ class Training:
 
 
 def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Owned, ...]:
-    """Match the optimizer's parameters with the model's. Raises for everything that cannot be captured rightly."""
+    """Match the optimizer's parameters with the model's. Raises for those that cannot be captured rightly."""
     check_optimizer(optimizer)
     _check_is_bare(model)
     _check_devices(model)
@@ -85,11 +85,11 @@ def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch whose forward pass, or backward pass, communicates by itself."""
+"""Classes of torch that communicate in their forward or backward pass."""
 
 
 def _check_is_bare(model: nn.Module) -> None:
-    """Refuse a model that reduces or shards by itself: its gradients would be reduced twice, or not known whole."""
+    """Refuse a model that reduces or shards by itself: gradients would be reduced twice, or be parts."""
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):

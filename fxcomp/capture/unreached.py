@@ -1,7 +1,7 @@
 """Parameters that the loss does not reach: skipped with a warning, as eager PyTorch skips them, and watched.
 
-What a captured step does not reach gets no gradient. What a compiled call does not reach may yet be used outside of it;
-then its gradient, which no rank reduces, is refused when it arrives.
+A parameter that a compiled call does not reach may be used outside of it; its gradient, which no rank reduces, is
+refused when it arrives.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fxcomp.errors import CaptureFailed, FxcompError
 
 @contextmanager
 def explaining(fakes: StepFakes) -> Generator[None]:
-    """Turn whatever torch raises while it traces on these fakes into an error that says what to do."""
+    """Turn torch's errors of tracing on these fakes into errors that say what to do."""
     try:
         yield
     except FxcompError:
@@ -39,7 +39,7 @@ def explaining(fakes: StepFakes) -> Generator[None]:
 
 
 def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
-    """What the symbol stands for that an error complains about; torch says so in words alone."""
+    """Find the meaning of the symbol that an error complains about; torch names it in the text alone."""
     names = re.findall(r"\b(?:u|zuf)\d+\b", str(error))
     return next((fakes.unknown[name] for name in names if name in fakes.unknown), None)
 

@@ -70,8 +70,8 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What an in-place collective does: what it sends, and which tensors it fills."""
+class _Call:
+    """An in-place collective: the tensors that it sends and those that it fills."""
 
     kind: ExchangeKind
     sent: Sequence[Tensor]
@@ -83,52 +83,42 @@ class _Wanted:
         return self.sent if self.kind in IN_PLACE else self.received
 
 
-def _all_gather(a: Mapping[str, Any]) -> _Wanted:
-    return _Wanted(ExchangeKind.ALL_GATHER, a["input_tensors"], a["output_tensors"][0])
-
-
-def _reduce_scatter(a: Mapping[str, Any]) -> _Wanted:
-    return _Wanted(ExchangeKind.REDUCE_SCATTER, a["input_tensors"][0], a["output_tensors"])
-
-
-def _gather(a: Mapping[str, Any]) -> _Wanted:
+def _gather(a: Mapping[str, Any]) -> _Call:
     received = list(chain.from_iterable(a["output_tensors"]))
-    return _Wanted(ExchangeKind.GATHER, a["input_tensors"], received, [a["root_rank"]])
+    return _Call(ExchangeKind.GATHER, a["input_tensors"], received, [a["root_rank"]])
 
 
-def _scatter(a: Mapping[str, Any]) -> _Wanted:
+def _scatter(a: Mapping[str, Any]) -> _Call:
     sent = list(chain.from_iterable(a["input_tensors"]))
-    return _Wanted(ExchangeKind.SCATTER, sent, a["output_tensors"], [a["root_rank"]])
+    return _Call(ExchangeKind.SCATTER, sent, a["output_tensors"], [a["root_rank"]])
 
 
-def _all_to_all_single(a: Mapping[str, Any]) -> _Wanted:
+def _all_to_all_single(a: Mapping[str, Any]) -> _Call:
     splits = [*a["output_split_sizes"], *a["input_split_sizes"]]
-    return _Wanted(ExchangeKind.ALL_TO_ALL_SINGLE, [a["input"]], [a["output"]], splits)
+    return _Call(ExchangeKind.ALL_TO_ALL_SINGLE, [a["input"]], [a["output"]], splits)
 
 
-_READ: Mapping[str, Callable[[Mapping[str, Any]], _Wanted]] = {
-    "allreduce_": lambda a: _Wanted(ExchangeKind.ALL_REDUCE, a["tensors"]),
-    "allreduce_coalesced_": lambda a: _Wanted(ExchangeKind.ALL_REDUCE, a["tensors"]),
-    "broadcast_": lambda a: _Wanted(ExchangeKind.BROADCAST, a["tensors"], numbers=[a["root_rank"]]),
-    "reduce_": lambda a: _Wanted(ExchangeKind.REDUCE, a["tensors"], numbers=[a["root_rank"]]),
-    "allgather_": _all_gather,
-    "_allgather_base_": lambda a: _Wanted(ExchangeKind.ALL_GATHER_SINGLE, [a["input_tensor"]], [a["output_tensor"]]),
-    "allgather_into_tensor_coalesced_": lambda a: _Wanted(ExchangeKind.ALL_GATHER_SINGLE, a["inputs"], a["outputs"]),
-    "reduce_scatter_": _reduce_scatter,
-    "_reduce_scatter_base_": lambda a: _Wanted(
+_READ: Mapping[str, Callable[[Mapping[str, Any]], _Call]] = {
+    "allreduce_": lambda a: _Call(ExchangeKind.ALL_REDUCE, a["tensors"]),
+    "allreduce_coalesced_": lambda a: _Call(ExchangeKind.ALL_REDUCE, a["tensors"]),
+    "broadcast_": lambda a: _Call(ExchangeKind.BROADCAST, a["tensors"], numbers=[a["root_rank"]]),
+    "reduce_": lambda a: _Call(ExchangeKind.REDUCE, a["tensors"], numbers=[a["root_rank"]]),
+    "allgather_": lambda a: _Call(ExchangeKind.ALL_GATHER, a["input_tensors"], a["output_tensors"][0]),
+    "_allgather_base_": lambda a: _Call(ExchangeKind.ALL_GATHER_SINGLE, [a["input_tensor"]], [a["output_tensor"]]),
+    "allgather_into_tensor_coalesced_": lambda a: _Call(ExchangeKind.ALL_GATHER_SINGLE, a["inputs"], a["outputs"]),
+    "reduce_scatter_": lambda a: _Call(ExchangeKind.REDUCE_SCATTER, a["input_tensors"][0], a["output_tensors"]),
+    "_reduce_scatter_base_": lambda a: _Call(
         ExchangeKind.REDUCE_SCATTER_SINGLE, [a["input_tensor"]], [a["output_tensor"]]
     ),
-    "reduce_scatter_tensor_coalesced_": lambda a: _Wanted(
-        ExchangeKind.REDUCE_SCATTER_SINGLE, a["inputs"], a["outputs"]
-    ),
+    "reduce_scatter_tensor_coalesced_": lambda a: _Call(ExchangeKind.REDUCE_SCATTER_SINGLE, a["inputs"], a["outputs"]),
     "gather_": _gather,
     "scatter_": _scatter,
-    "alltoall_": lambda a: _Wanted(ExchangeKind.ALL_TO_ALL, a["input_tensors"], a["output_tensors"]),
+    "alltoall_": lambda a: _Call(ExchangeKind.ALL_TO_ALL, a["input_tensors"], a["output_tensors"]),
     "alltoall_base_": _all_to_all_single,
-    "barrier": lambda a: _Wanted(ExchangeKind.BARRIER, [a["tensor"]]),
-    "monitored_barrier_": lambda a: _Wanted(ExchangeKind.BARRIER, [a["tensor"]]),
+    "barrier": lambda a: _Call(ExchangeKind.BARRIER, [a["tensor"]]),
+    "monitored_barrier_": lambda a: _Call(ExchangeKind.BARRIER, [a["tensor"]]),
 }
-"""How each of torch's in-place operators is read, by name."""
+"""Readers of torch's in-place operators, by name."""
 
 _FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 _KEPT = ("wait_tensor", *_FUNCTIONAL, *(f"{name}_coalesced" for name in _FUNCTIONAL))
@@ -157,16 +147,16 @@ class _Keeping(compat.DispatchMode):
         return compat.finished_work(func, args)
 
 
-def _record(wanted: _Wanted, named: Mapping[str, Any]) -> None:
-    """Write a functional collective into the trace, and what it brings into the user's tensors."""
+def _record(collective: _Call, named: Mapping[str, Any]) -> None:
+    """Write a functional collective into the trace, and copy its results into the user's tensors."""
     how = ""
     if "reduce_op" in named:
         how = compat.reduction(named["reduce_op"]) or _refuse("a reduction with a factor (premul_sum)")
-    if not all(map(compat.is_fake, wanted.filled)):
+    if not all(map(compat.is_fake, collective.filled)):
         _refuse("a collective that fills a tensor which outlives the step")
     group = compat.group_name(named["process_group"])
-    results = EXCHANGE(wanted.kind.value, wanted.sent, wanted.received, group, how, wanted.numbers)
-    for tensor, result in zip(wanted.filled, results, strict=True):
+    results = EXCHANGE(collective.kind.value, collective.sent, collective.received, group, how, collective.numbers)
+    for tensor, result in zip(collective.filled, results, strict=True):
         tensor.copy_(result)
 
 
@@ -180,6 +170,6 @@ def _refuse(what: str) -> Any:
 
 
 def _where(error: BaseException | None = None) -> str:
-    """The user's line that is being traced, or failed, as the beginning of a sentence."""
+    """Name the user's line that is being traced, or that failed, as the beginning of a sentence."""
     line = compat.users_line(error)
     return f"at {line}: " if line else ""

@@ -34,7 +34,7 @@ class Named:
     names: frozenset[str]
     """Attributes and keys that are read: names, and every constant that could be one."""
     lines: tuple[tuple[str, str, int], ...]
-    """Where it reads a global: its name, the attribute that follows, the line."""
+    """Each reading of a global: its name, the attribute that follows, the line."""
 
 
 @lru_cache(maxsize=4096)

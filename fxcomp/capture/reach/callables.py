@@ -59,7 +59,7 @@ class FunctionPlace(Place):
 
     @property
     def lines(self) -> tuple[tuple[str, str, int], ...]:
-        """Where it reads a global: its name, the attribute that follows, the line."""
+        """Each reading of a global: its name, the attribute that follows, the line."""
         return self._named.lines
 
     def cells(self) -> Iterable[tuple[str, Any]]:

@@ -89,7 +89,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What is baked in of a tensor that is an input: everything but its values."""
+    """Everything but the values of a tensor that is an input: a capture bakes it in."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
