@@ -1,7 +1,8 @@
 """Capture a training step as one FX graph, and notice when the step has changed since.
 
-whole_step.py                               the table of contents: `capture`, `capture_first`, `capture_again`
-training.py, optimizer.py                   the user's own objects, and what of them is refused
+whole_step.py                               the table of contents of a capture: `capture`
+step_capture.py                             the first capture of a job, and later ones
+training.py, optimizer.py                   the user's own objects, checked
 step_inputs.py, fake_mode.py                fake stand-ins for what enters the step
 forward_backward.py, updates.py             trace the loss and its gradients; clipping and the optimizer's updates
 assemble.py                                 one graph of the pieces
@@ -10,5 +11,6 @@ user_collectives.py, untraceable.py         keep its collectives; say why it doe
 shared_memory.py, shared_buffers.py         tensors in the same memory; buffers that ranks share
 step_guard.py, structure_guard.py           compare what a capture baked in, before each step
 batch_type.py, change.py, unreached.py      the type of a batch; a difference; parameters without gradient
+found_parameters.py                         parameters among the inputs of a Dynamo graph
 reach/                                      everything that traced Python can read
 """

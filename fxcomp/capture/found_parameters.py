@@ -25,6 +25,7 @@ class FoundParameters:
 
     @classmethod
     def of(cls, gm: GraphModule, inputs: Sequence[Any], model: nn.Module | None) -> FoundParameters:
+        """Find them; those of a known model keep its names."""
         owned = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         parameters: dict[str, nn.Parameter] = {}
         names: dict[int, str] = {}
@@ -38,13 +39,13 @@ class FoundParameters:
         return cls(parameters, names, compat.graph_break(gm))
 
     def averaged(self, graph: GraphModule, ignore: Sequence[str]) -> list[int]:
-        """The places of the parameters whose gradients a backward graph makes."""
+        """Find the places of the parameters whose gradients a backward graph makes."""
         made = set(compat.gradient_places(graph).values())
         return [place for place, name in self.names.items() if place in made and name not in ignore]
 
 
 def _name(source: str) -> str:
-    """A parameter's name by its way through modules: `fc.weight` of `L['x']._modules['fc']._parameters['weight']`."""
+    """Name a parameter by its way through modules: `fc.weight` of `L['x']._modules['fc']._parameters['weight']`."""
     steps = [part.partition("'")[0] for part in source.split("['")[1:]]
     return ".".join(steps[1:]) or source
 

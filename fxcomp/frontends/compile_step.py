@@ -14,9 +14,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from fxcomp.capture.shared_buffers import check_parameters_are_read
-from fxcomp.capture.step_capture import StepCapture
+from fxcomp.capture.step_capture import StepCapture, capture_first, facts_to_agree_on
 from fxcomp.capture.training import LossFn, Training
-from fxcomp.capture.whole_step import capture_first, facts_to_agree_on
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.captured import Captured
