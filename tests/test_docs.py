@@ -121,21 +121,20 @@ def test_commands_about_the_smallest_job_run(monkeypatch: pytest.MonkeyPatch, ca
         assert capsys.readouterr().out
 
 
-PATH = re.compile(r"(\.\./)*[\w.-]+(/[\w.-]+)*(/|\.(py|md|json|jsonl|toml|cpp|cu|h|txt))(:\w+)?")
+PATH = re.compile(
+    r"((\.\./)*([\w.-]+/)+([\w.-]+\.(py|md|json|jsonl|toml|cpp|h|txt))?|\w+\.py|(fxcomp|tests)(/\w+)+)(:\w+)?"
+)
+PLACEHOLDER = "train.py"
 
 
 def paths_in(page: Path) -> Iterator[str]:
-    """Links, files in backticks, and files among the words of commands."""
+    """Links, and files in backticks and blocks."""
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
             yield target
-    words = [word for text in (*in_backticks(text), *in_blocks(text)) for word in text.split()]
-    for word in words:
-        is_path = ("/" in word and PATH.fullmatch(word)) or re.fullmatch(
-            r"\w+\.py|(fxcomp|tests|benchmarks)(/\w+)+", word
-        )
-        if is_path and word not in ("train.py", "train.py:job"):
+    for word in " ".join((*in_backticks(text), *in_blocks(text))).split():
+        if PATH.fullmatch(word) and not word.startswith(PLACEHOLDER):
             yield word.partition(":")[0]
 
 
@@ -152,6 +151,6 @@ def test_paths_that_pages_name_exist():
 def test_a_path_that_does_not_exist_is_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
-        "Read `fxcomp/pipeline.py`, `graph/edit.py`, `graph/none.py`, [this](none.md), `a/b`, `emit.py` and `x.py`."
+        "`fxcomp/pipeline.py`, `graph/edit.py`, `graph/no.py`, `fxcomp/no`, [no](no.md), `a/b`, `emit.py`, `no.py`"
     )
-    assert missing(page) == ["none.md", "graph/none.py", "x.py"]
+    assert missing(page) == ["no.md", "graph/no.py", "fxcomp/no", "no.py"]
