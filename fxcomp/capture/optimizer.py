@@ -88,6 +88,16 @@ def fresh_optimizer(
     return make([parameter], **options)
 
 
+def step_alone(
+    shadow: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any], state: Mapping[str, Any]
+) -> None:
+    """Step a fresh optimizer for one parameter that has a gradient, with other options and from another state."""
+    shadow.param_groups[0].update(options, params=[parameter])
+    shadow.state.clear()
+    shadow.state[parameter] = dict(state)
+    shadow.step()
+
+
 def _number(value: Any) -> Any:
     """Turn a tensor that holds a learning rate into its present number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat, errors
-from fxcomp.capture.optimizer import Owned, fresh_optimizer, live_numbers, state_keys, with_live
+from fxcomp.capture.optimizer import Owned, fresh_optimizer, live_numbers, state_keys, step_alone, with_live
 from fxcomp.capture.step_inputs import StepInputs
 from fxcomp.graph.edit import call, clone
 from fxcomp.graph.info import NodeInfo, Role
@@ -57,13 +57,10 @@ def trace_update(
     shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
 
     def update(parameter: Tensor, gradient: Tensor, tensors: list[Tensor], live: list[Any]) -> tuple[()]:
-        options = with_live(group, dict(zip(numbers, live, strict=True)))
-        shadow.param_groups[0].update(options | plain, params=[parameter])
-        shadow.state.clear()
-        shadow.state[parameter] = {**state, **dict(zip(keys, tensors, strict=True))}
+        options = with_live(group, dict(zip(numbers, live, strict=True))) | plain
         parameter.grad = gradient
         with torch.no_grad():
-            shadow.step()
+            step_alone(shadow, parameter, options, {**state, **dict(zip(keys, tensors, strict=True))})
         return ()
 
     parameter = inputs.of_update(owner.parameter)

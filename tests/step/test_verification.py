@@ -282,7 +282,7 @@ def test_gradients_that_share_memory_are_clipped_once_each():
         step(torch.ones(3))
 
 
-@pytest.mark.parametrize("name", ["_is_expected", "_step_own"])
+@pytest.mark.parametrize("name", ["is_expected", "step_own"])
 def test_an_update_that_cannot_be_copied_for_want_of_memory_is_taken(monkeypatch: pytest.MonkeyPatch, name: str):
     model, other = mlp(), mlp()
     other.load_state_dict(model.state_dict())

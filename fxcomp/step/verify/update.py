@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import Owned, fresh_optimizer
+from fxcomp.capture.optimizer import Owned, fresh_optimizer, step_alone
 from fxcomp.capture.training import Training
 from fxcomp.step.verify.compare import FLOOR, difference, largest, moved_otherwise
 from fxcomp.step.verify.means import Means, square_sum
@@ -37,11 +37,7 @@ class OwnOptimizer:
             self._shadows[group] = fresh_optimizer(self._optimizer, options, nn.Parameter(torch.zeros(1)))
         shadow, stand_in = self._shadows[group], nn.Parameter(value)
         stand_in.grad = gradient
-        own = {key: option for key, option in options.items() if key != "params"}
-        shadow.param_groups[0].update(own | {"foreach": False, "fused": False}, params=[stand_in])
-        shadow.state.clear()
-        shadow.state[stand_in] = dict(state)
-        shadow.step()
+        step_alone(shadow, stand_in, {**options, "foreach": False, "fused": False}, state)
         return dict(shadow.state.pop(stand_in))
 
 
@@ -121,10 +117,10 @@ class UpdateCheck:
         state: dict[str, Any] = self._training.optimizer.state.get(owner.parameter, {})
         tensors = {"": parameter.detach(), **{key: v for key, v in state.items() if isinstance(v, Tensor)}}
         try:
-            if not self._is_expected(owner.name, gradient):
+            if not self.is_expected(owner.name, gradient):
                 return
             before = {key: value.clone() for key, value in tensors.items()}
-            own = self._step_own(owner, state, before, gradient)
+            own = self.step_own(owner, state, before, gradient)
         except compat.OUT_OF_MEMORY:  # then this one goes unseen
             run()
             self._count(owner)
@@ -142,7 +138,7 @@ class UpdateCheck:
         else:
             self._count(owner)
 
-    def _step_own(
+    def step_own(
         self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor
     ) -> dict[str, Any]:
         """Let the user's optimizer update a copy; returns the parameter, under the key "", and its state."""
@@ -155,7 +151,7 @@ class UpdateCheck:
         self._times[owner.name] += 1
         self.updated += 1
 
-    def _is_expected(self, name: str, gradient: Tensor) -> bool:
+    def is_expected(self, name: str, gradient: Tensor) -> bool:
         """Check that a gradient is the one that eager PyTorch would have after averaging and clipping."""
         if self._arrived > 0:
             self._sent += square_sum(gradient)
