@@ -19,7 +19,7 @@ from fxcomp.graph.work import is_sequence
 WIDTH = 120
 
 Names = Mapping[Any, str]
-"""What nodes and compressors are called, where that is not the node's own name."""
+"""Names of compressors, and of nodes that are not called by their own name."""
 
 OWN_NAMES: Names = {}
 

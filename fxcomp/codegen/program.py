@@ -24,8 +24,8 @@ Replay = Callable[[], Mapping[str, GraphModule]]
 """The graph after each pass, by the pass's name."""
 
 INDUCTOR_DEVICES = ("cuda",)
-"""Where Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and took minutes to
-compile (measured, 2026-11); on CUDA it is assumed to win: not measured."""
+"""Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
+took minutes to compile (measured, 2026-11); on CUDA it is assumed to win: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Program:
     timeline: Timeline
     """The predicted step."""
     inputs: tuple[Source, ...]
-    """What the graph's inputs stand for, in their order."""
+    """The sources of the graph's inputs, in their order."""
 
     def run(self, runtime: Runtime, arguments: Sequence[Any]) -> Any:
         """Run one step; returns what the emitted function does, the loss and the auxiliary results."""

@@ -1,4 +1,4 @@
-"""Which of the model's buffers a step writes, and where their new values are known."""
+"""Find the model's buffers that a step writes, and where their new values are known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Write:
 
     node: Node
     value: Node
-    """What the buffer holds afterwards: the value that is copied into it, or the buffer itself."""
+    """The value that is copied into the buffer, or the buffer itself."""
 
     @property
     def ready(self) -> Node:
@@ -60,7 +60,7 @@ def last_writes(gm: GraphModule) -> dict[Node, Write]:
 
 
 def is_known_early(gm: GraphModule) -> bool:
-    """Whether all new values are known before the first gradient is."""
+    """Tell whether all new values are known before the first gradient is."""
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     first = min((order[n] for n in order if info(n).role is Role.GRADIENT), default=len(order))
     return all(order[write.ready] < first for write in last_writes(gm).values())

@@ -51,7 +51,7 @@ def refresh_value(node: Node) -> Node:
 
 
 def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -> Node:
-    """Add an input behind the last one."""
+    """Add an input after the last one."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
@@ -60,22 +60,22 @@ def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -
 
 
 def gradients(gm: GraphModule) -> dict[str, Node]:
-    """The nodes that make the local gradients, by parameter name, in ready order."""
+    """Find the nodes that make the local gradients, by parameter name, in ready order."""
     return {str(info(n).parameter): n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.GRADIENT}
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node moves gradients or buffers; what the loss function exchanges is none of ours."""
+    """Tell whether a node moves gradients or buffers, and not what the loss function itself exchanges."""
     return node.op == "call_function" and node.target in COLLECTIVE_KINDS and not is_exchange(node)
 
 
 def is_exchange(node: Node) -> bool:
-    """Whether a node communicates because the loss function says so."""
+    """Tell whether a node communicates because the loss function says so."""
     return has_info(node) and info(node).role is Role.EXCHANGE
 
 
 def must_stay(node: Node) -> bool:
-    """Whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
+    """Tell whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
     return compat.has_effect(node) or is_exchange(node)
 
 
@@ -85,19 +85,19 @@ def collective_kind(collective: Node) -> CollectiveKind:
 
 
 def level_of(collective: Node) -> Level:
-    """The level of the network over which a collective runs."""
+    """Read the level of the network over which a collective runs."""
     return Level(str(collective.args[-1]))
 
 
 def value_bytes(node: object) -> int:
-    """The size of a node's value, a tensor."""
+    """Count the bytes of a node's value, a tensor."""
     assert isinstance(node, Node), "a collective carries a node"
     value = node.meta["val"]
     return value.numel() * value.element_size()
 
 
 def nodes_on_host(gm: GraphModule) -> set[Node]:
-    """The nodes between a copy to the host and the copy back."""
+    """Find the nodes between a copy to the host and the copy back."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         follows = bool(found) and node.target is not H2D and any(source in found for source in node.all_input_nodes)
@@ -107,19 +107,19 @@ def nodes_on_host(gm: GraphModule) -> set[Node]:
 
 
 def wait_of(collective: Node) -> Node:
-    """The node that waits for a collective."""
+    """Find the node that waits for a collective."""
     waits = [user for user in collective.users if user.target is WAIT]
     assert len(waits) == 1, f"{collective.name} is awaited {len(waits)} times"
     return waits[0]
 
 
 def collective_of(gradient: Node) -> Node | None:
-    """The collective that reduces a gradient or bucket, if there is one."""
+    """Find the collective that reduces a gradient or bucket, if there is one."""
     return next((user for user in gradient.users if is_collective(user)), None)
 
 
 def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
-    """The pack nodes of gradient buckets, with the bucket's number."""
+    """List the pack nodes of gradient buckets, with the bucket's number."""
     for node in gm.graph.nodes:
         if node.target is PACK and (number := info(node).bucket) is not None:
             yield number, node

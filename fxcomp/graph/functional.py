@@ -11,8 +11,8 @@
     %counted    i64[]     add(%num_batches, 1)
     %copy_      i64[]     copy_(%num_batches, %counted)    at the end
 
-Where a written value is read by nobody else, this is a matter of names. Where views of it are about, the whole pass is
-traced again under torch.func.functionalize, which takes as long as the first trace.
+Where nobody else reads a written value, operators are only exchanged. Where views of it exist, the whole pass is traced
+again under torch.func.functionalize, which takes as long as the first trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxcomp import compat
 
 
 def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """The same graph without operators that write, but for random fills of fresh memory and copies into inputs."""
+    """Rewrite a graph without operators that write, but for random fills of fresh memory and copies into inputs."""
     _look_instead_of_turning(traced)
     writes = [
         node for node in traced.graph.nodes if compat.is_operator(node.target) and compat.is_in_place(node.target)
@@ -60,7 +60,7 @@ _VIEWS: dict[Any, Any] = {
     torch.ops.aten.as_strided_.default: torch.ops.aten.as_strided.default,
     torch.ops.aten.detach_.default: torch.ops.aten.detach.default,
 }
-"""Operators that change how a tensor looks at its memory, and those that look at it anew."""
+"""In-place changes of a tensor's shape, and the views that do the same."""
 
 
 def _look_instead_of_turning(traced: GraphModule) -> None:
@@ -75,9 +75,9 @@ def _look_instead_of_turning(traced: GraphModule) -> None:
 
 
 def _keep_strides(traced: GraphModule, writes: Sequence[Node]) -> None:
-    """Let what is written stay as it lies in memory: `masked_fill(%x)` is contiguous where `masked_fill_(%x)` was not.
+    """Keep the strides of what is written: `masked_fill(%x)` is contiguous where `masked_fill_(%x)` was not.
 
-    Random numbers drawn like it later go in the order of memory, and would land elsewhere.
+    Random numbers that are drawn like it later follow the order of memory, and would land elsewhere.
     """
     for node in writes:
         new, place = compat.functional_operator(cast("Any", node.target)), node.args[0] if node.args else None
@@ -99,7 +99,7 @@ _Plain = dict[Node, tuple[Any, Any]]
 
 
 def _plain_writes(writes: Sequence[Node]) -> _Plain | None:
-    """What the writes become where nobody else can see them; None if that is not plain for one of them."""
+    """Find what writes become where nobody else can see them; None if one of them is not that simple."""
     plain: _Plain = {}
     for node in writes:
         target, place = cast("Any", node.target), node.args[0] if node.args else None
@@ -121,14 +121,14 @@ def _plain_writes(writes: Sequence[Node]) -> _Plain | None:
 
 
 def _root(node: Node, plain: _Plain) -> Node:
-    """What a chain of writes began with."""
+    """Find the value that a chain of writes began with."""
     while node in plain:
         node = cast("Node", node.args[0])
     return node
 
 
 def _is_fresh(place: Node) -> bool:
-    """Whether an operator made memory of its own that nothing else refers to."""
+    """Tell whether an operator made memory of its own that nothing else refers to."""
     target = place.target
     if place.op != "call_function" or not compat.is_operator(target):
         return False
@@ -149,7 +149,7 @@ def _value(target: Any, node: Node, plain: _Plain) -> Any:
 
 
 def _alike(value: Any, before: Any) -> bool:
-    """Whether a new value lies in memory as the written one does: later operators were traced for that."""
+    """Tell whether a new value lies in memory as the written one does: later operators were traced for that."""
     if not isinstance(value, Tensor) or not isinstance(before, Tensor):
         return False
     return value.dtype is before.dtype and value.shape == before.shape and value.stride() == before.stride()

@@ -1,4 +1,4 @@
-"""What fxcomp knows about one node, under the one meta key that is ours."""
+"""Facts about one node, under the one meta key that is ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "fxcomp"
 
 
 class Role(Enum):
-    """What a node is there for."""
+    """The purpose of a node."""
 
     INPUT = "input"
     COMPUTE = "compute"
@@ -40,7 +40,7 @@ class Role(Enum):
 
 
 class InputKind(Enum):
-    """Where the step finds the value of a graph input."""
+    """The place where the step finds the value of a graph input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -82,19 +82,19 @@ class NodeInfo:
     stage: int = 0
     cost_us: float | None = None
     starting_us: float = 0.0
-    """What the thread that launches a collective spends on that."""
+    """The time that a thread spends on launching a collective."""
     load: float = 0.0
-    """How many of compute's processors it takes while it runs."""
+    """The number of compute's processors that it takes while it runs."""
     overlap_speed: float = 1.0
     """Its speed while compute runs, if it is a collective and no processor is left to it."""
     launcher_load: float = 0.0
-    """How many the thread takes that launches it, if that is the pool's."""
+    """The number that its launching thread takes, if that is the pool's."""
     stream: Stream | None = None
     source: Source | None = None
     sharing: Sharing | None = None
     """Of a buffer that all ranks take from rank 0."""
     work: Work | None = None
-    """What a plain operator does, once annotate_costs has asked; a node with another operator is another node."""
+    """A plain operator's work, once annotate_costs has asked; it stays, since nodes do not change their operator."""
 
     def __str__(self) -> str:
         parts = [self.role.value, self.parameter, f"{self.cost_us:.1f} us" if self.cost_us else None]
@@ -102,7 +102,7 @@ class NodeInfo:
 
 
 def info(node: Node) -> NodeInfo:
-    """What is known about a node; an unlabelled one is a mistake of the compiler."""
+    """Read the facts about a node; an unlabelled one is a mistake of the compiler."""
     assert KEY in node.meta, f"node {node.name} has no NodeInfo: label_gradients runs first"
     return node.meta[KEY]
 

@@ -182,11 +182,11 @@ class Line:
     """The runtime's method that runs it."""
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     cost: CostKind | None = None
-    """What its time is counted as; None for lines that wait, or move what another line makes."""
+    """The kind of cost that its time counts as; None for lines that wait, or move what another line makes."""
     price: Callable[[Prices, Node, Device], float] = _free
     """The predicted time, in us. Collectives are priced by their links instead."""
     stream: Stream = Stream.COMPUTE
-    """Where it runs. On the cpu only if its input lies there; a collective inside one host on `intra`."""
+    """The stream that it runs on: the cpu only if its input lies there; `intra` for a collective inside one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """The runtime keeps its result in a buffer under the line's name, which is the first argument then."""
@@ -195,7 +195,7 @@ class Line:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its time is compared with what was predicted."""
+        """True for lines whose time is compared with what was predicted."""
         return not self.is_undoing and self.method != "exchange"
 
 
@@ -239,7 +239,7 @@ TIMED_METHODS = tuple(
 
 
 def line_of(node: Node) -> Line | None:
-    """The kind of line that is written for a node; None for plain operators and for parts of a line's result."""
+    """Look up a node's kind of line; None for plain operators and for parts of a line's result."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     role, target = info(node).role, cast("Any", node.target)
@@ -251,19 +251,19 @@ def line_of(node: Node) -> Line | None:
 
 
 def compressor_at(node: Node) -> Compressor:
-    """The compressor that a node proposes, compresses or decompresses with, and its parameters."""
+    """Make the compressor that a node proposes, compresses or decompresses with."""
     target, arguments = cast("Any", node.target), cast("Any", node.args)
     return compressor_of(target, arguments[3:])
 
 
 def compressed_elements(node: Node) -> int:
-    """How many values a node proposes for, compresses or decompresses."""
+    """Count the values that a node proposes for, compresses or decompresses."""
     sizes: Any = node.args[2]
     return sum(sizes)
 
 
 def before_replacement(value: Any) -> Any:
-    """What emitted code calls a residual or state that a compress line has replaced in place: by its input's name."""
+    """Find the input that a compress line replaces in place: emitted code calls a residual or state by its name."""
     if not isinstance(value, Node) or value.target is not operator.getitem or info(value).role is not Role.COMPRESS:
         return value
     compress, place = cast("tuple[Node, int]", value.args)

@@ -1,4 +1,4 @@
-"""Which names emitted source keeps for itself, so that a model's names for its tensors do not hide them."""
+"""Reserve the names that emitted source uses itself, so that a model's names for its tensors do not hide them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARGUMENTS = {
     InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",
 }
-"""What a step function takes behind its runtime, by what is in it."""
+"""The arguments of a step function after its runtime, by the kind of input in each."""
 
 _OWN = {"step", "rt", "aten", "math", "operator", "torch", "float", "slice", "complex", *ARGUMENTS.values()}
 
@@ -25,5 +25,5 @@ _FUNCTION = re.compile(r"(region|update|optimizer_step)(_\d+)?")
 
 
 def free_name(name: str) -> str:
-    """A name that may stand for a value in emitted source: the same, with an underscore behind it if it is taken."""
+    """Make a name usable for a value in emitted source, with an underscore after it if it is reserved."""
     return f"{name}_" if name in _OWN or _FUNCTION.fullmatch(name) else name

@@ -37,7 +37,7 @@ class Region:
 
     @property
     def updates(self) -> bool:
-        """Whether the region belongs to the update: it unpacks, clips or changes parameters."""
+        """True for regions that unpack, clip or change parameters."""
         return info(self.nodes[0]).role not in BODY
 
 

@@ -1,4 +1,4 @@
-"""Reshape where a view was traced and nobody is certain how its tensor will lie in memory.
+"""Reshape where a view was traced of a tensor whose strides are uncertain.
 
     %norm  f32[4,8,16]  native_batch_norm(%x, ...)       its fake keeps the strides of %x, the operator does not
     %view  f32[32,16]   view(%norm, [32, 16])
@@ -81,7 +81,7 @@ def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = Tru
 
 
 def _is_certain(node: Node, certain: set[Node]) -> bool:
-    """Whether a node's results surely lie in memory as their fakes do."""
+    """Tell whether a node's results surely lie in memory as their fakes do."""
     target, inputs_are = node.target, all(used in certain for used in node.all_input_nodes)
     if not compat.is_operator(target):  # getitem, arithmetic of sizes
         return inputs_are
@@ -92,14 +92,14 @@ def _is_certain(node: Node, certain: set[Node]) -> bool:
 
 
 def _lies_in_one_way(value: object) -> bool:
-    """Whether no other strides are possible: a number, or a vector without gaps."""
+    """Tell whether no other strides are possible: a number, or a vector without gaps."""
     return not isinstance(value, Tensor | tuple | list) or (
         isinstance(value, Tensor) and (value.dim() == 0 or (value.dim() == 1 and value.stride(0) == 1))
     )
 
 
 def _refuse_unless_nothing_moves(node: Node, tensor: Node) -> None:
-    """Pooling to one pixel sets strides of dimensions that have one element: every value stays where it is."""
+    """Allow as_strided that moves nothing: pooling to one pixel sets strides of dimensions with one element."""
     size, stride, *offset = node.args[1:]
     value: Any = tensor.meta["val"]
     wanted, present = (

@@ -1,4 +1,4 @@
-"""How much work a plain operator is: the key of its measured cost, its floating-point operations, bytes it touches."""
+"""Count a plain operator's work: floating-point operations, bytes touched, and the key of its measured cost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", to
 
 
 def is_sequence(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Whether an argument or a value of a node is made of several."""
+    """Tell whether a node's argument or value is made of several."""
     return isinstance(value, list | tuple)
 
 
 def type_text(value: Any) -> str:
-    """A fake value as text: `f32[8,16]`, or a tuple of such."""
+    """Write a fake value's type: `f32[8,16]`, or a tuple of such."""
     if isinstance(value, Tensor):
         dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{','.join(map(str, value.shape))}]"
@@ -37,7 +37,7 @@ def type_text(value: Any) -> str:
 
 
 def operator_text(target: Any) -> str:
-    """An operator as people write it: `aten.mm`, `all_gather`."""
+    """Write an operator as people do: `aten.mm`, `all_gather`."""
     if not compat.is_operator(target):
         return getattr(target, "__name__", str(target))
     namespace, name, variant = str(target).split(".")
@@ -48,14 +48,14 @@ def operator_text(target: Any) -> str:
 
 
 def work_key(node: Node) -> str:
-    """What a measured cost is filed under: operator and argument types."""
+    """Build the key of a measured cost: operator and argument types."""
     types = [type_text(n.meta["val"]) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     return " ".join([operator_text(node.target), *types])
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a plain operator's price is looked up by or estimated from."""
+    """The data that a plain operator's price is looked up by or estimated from."""
 
     key: str
     flops: float
@@ -64,12 +64,12 @@ class Work:
 
 
 def work(node: Node) -> Work:
-    """All that prices a node, which says it once: `NodeInfo.work` keeps it."""
+    """Collect what prices a node; `NodeInfo.work` keeps it."""
     return Work(work_key(node), flops(node), touched_bytes(node), math_type(node))
 
 
 class Basis(Enum):
-    """What a plain operator's time can be estimated from."""
+    """The grounds on which a plain operator's time can be estimated."""
 
     NOTHING_TO_DO = "free"  # a view, an allocation, or arithmetic on plain numbers
     WORK = "floating-point operations and bytes"  # torch's formula, or an operator known to be bound by memory
@@ -78,7 +78,7 @@ class Basis(Enum):
 
 
 def basis(node: Node) -> Basis:
-    """What this node's time can be estimated from. Never fails, whatever the operator."""
+    """Say what this node's time can be estimated from. Never fails, whatever the operator."""
     known = _basis_of(node.target)
     if known is not Basis.BYTES:
         return known
@@ -87,13 +87,13 @@ def basis(node: Node) -> Basis:
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
+    """Tell whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
     return basis(node) is Basis.NOTHING_TO_DO
 
 
 @cache
 def _basis_of(target: Any) -> Basis:
-    """The same of an operator, as if it had tensors to count."""
+    """Say it of an operator, as if it had tensors to count."""
     if compat.is_higher_order(target):
         return Basis.BYTES
     if not compat.is_operator(target):
@@ -136,7 +136,7 @@ def unknowns(gm: GraphModule) -> Unknowns:
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations; 0 where there is no formula (then bytes decide).
+    """Count floating-point operations; 0 where there is no formula (then bytes decide).
 
     Torch's own counter, and its formula for attention on CPUs too, which it does not list. A causal mask halves
     attention: kernels skip the blocks that it hides.
@@ -150,7 +150,7 @@ def flops(node: Node) -> float:
 
 
 def math_type(node: Node) -> str:
-    """The number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it."""
+    """Name the number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it."""
     types = [t.dtype for n in node.all_input_nodes for t in _tensors(n.meta.get("val")) if t.is_floating_point()]
     if not types:
         return "f32"
@@ -160,7 +160,7 @@ def math_type(node: Node) -> str:
 
 
 def touched_bytes(node: Node) -> float:
-    """Bytes that the operator must read and write: its arguments and what it makes, but for what it can leave alone.
+    """Count the bytes that the operator must read and write: arguments and results, but for what it can leave alone.
 
     A lookup reads the rows that it returns, a fill reads nothing, a copy overwrites its first argument, batch norm
     reads its input once for the statistics and once more to apply them.
@@ -209,7 +209,7 @@ _READ_TWICE = {
     "native_batch_norm_backward": 2, "cudnn_batch_norm_backward": 2, "miopen_batch_norm_backward": 2,
     "batch_norm_backward": 2, "embedding_dense_backward": 1, "native_group_norm": 1,
 }  # fmt: skip
-"""How many of the first arguments are read a second time."""
+"""The number of first arguments that are read a second time."""
 
 _BOUND_BY_MEMORY = frozenset(
     {*_FILLS, *_LOOKUPS, *_SCATTERS, *_READ_TWICE,
@@ -275,7 +275,7 @@ def _attention_flops(node: Node) -> float:
 
 
 def _argument(node: Node, name: str) -> Any:
-    """The argument of that name; None if the operator has none, or it was left out."""
+    """Find an argument by name; None if the operator has none, or it was left out."""
     if name in node.kwargs:
         return node.kwargs[name]
     place = compat.places_of_arguments(node.target).get(name) if compat.is_operator(node.target) else None
@@ -283,7 +283,7 @@ def _argument(node: Node, name: str) -> Any:
 
 
 def _written(node: Node) -> list[Any]:
-    """What an operator without results writes."""
+    """List what an operator without results writes."""
     return [_values(_argument(node, name)) for name in compat.written_arguments(node.target)]
 
 

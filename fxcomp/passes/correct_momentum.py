@@ -45,7 +45,7 @@ def correct_momentum(gm: GraphModule, momentum: float) -> GraphModule:
 
 
 def _correct(gm: GraphModule, number: int, momentum: float) -> Node:
-    """Returns the bucket's next velocity."""
+    """Thread one bucket's velocity; returns the next one."""
     graph, readers = gm.graph, _readers(gm, number)
     first, value = readers[0], readers[0].args[0]
     assert isinstance(value, Node), "what is sent is a node"
@@ -67,14 +67,14 @@ def _correct(gm: GraphModule, number: int, momentum: float) -> Node:
 
 
 def _readers(gm: GraphModule, number: int) -> list[Node]:
-    """What sees the bucket before it is averaged, in order: propose and compress, or the reduction of a dense one."""
+    """List the nodes that see the bucket before it is averaged: propose and compress, or a dense bucket's reduction."""
     own = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).bucket == number]
     found = [n for n in own if info(n).role in (Role.PROPOSE, Role.COMPRESS) and n.target is not operator.getitem]
     return found or [next(n for n in own if n.target is ALL_REDUCE)]
 
 
 def _left_out_of_values(reader: Node) -> Node | None:
-    """The new residual of a compressor that sends values as they are; None for everything else."""
+    """Find the new residual of a compressor that sends values as they are; None for others."""
     if info(reader).role is not Role.COMPRESS:
         return None
     if not compressor_at(reader).sends_values:
@@ -83,7 +83,7 @@ def _left_out_of_values(reader: Node) -> Node | None:
 
 
 def _sender(reader: Node) -> Node:
-    """The collective that sends what a compressor made; a dense bucket's own."""
+    """Find the collective that sends the payload, or a dense bucket."""
     if info(reader).role is not Role.COMPRESS:
         return reader
     payload = next(user for user in reader.users if user.target is operator.getitem and user.args[1] == 0)

@@ -53,18 +53,18 @@ def insert_compression(gm: GraphModule, plan: Plan, cluster: Cluster, local_rank
 
 
 def _mean_of(gm: GraphModule, number: int) -> Node:
-    """The collective of a bucket that averages, at whatever level."""
+    """Find the collective of a bucket that averages, at whatever level."""
     return next(n for n in gm.graph.nodes if n.target is ALL_REDUCE and info(n).bucket == number)
 
 
 def _segments(bucket: Bucket, cluster: Cluster, local_rank: int) -> list[int]:
-    """The sizes of the parameters' parts that this rank compresses: all of them, or its shard's."""
+    """List the sizes of the parts that this rank compresses: whole parameters, or its shard's."""
     shards = cluster.ranks_per_host if bucket.strategy.is_hierarchical else 1
     return [size for _, size in bucket.segments(shards, local_rank if shards > 1 else 0)]
 
 
 def _shapes(bucket: Bucket, pack: Node, segments: list[int]) -> list[tuple[int, ...]]:
-    """The shapes of what is compressed: whole parameters, or flat parts of them."""
+    """List the shapes that are compressed: whole parameters, or flat parts of them."""
     if bucket.strategy.is_hierarchical:
         return [(size,) for size in segments]
     gradients: Any = pack.args[0]
@@ -73,7 +73,7 @@ def _shapes(bucket: Bucket, pack: Node, segments: list[int]) -> list[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Compression:
-    """What one bucket's lines are made of."""
+    """The ingredients of one bucket's lines."""
 
     number: int
     bucket: Bucket
@@ -151,7 +151,7 @@ def _agree(graph: Graph, it: _Compression, value: Node) -> Node:
 
 
 def _delay_later_stages(gm: GraphModule, it: _Compression) -> None:
-    """What follows the mean in a hierarchical strategy comes one stage later."""
+    """Move the collectives after a hierarchical strategy's mean one stage later."""
     for node in gm.graph.nodes:
         if info(node).bucket == it.number and info(node).stage > it.stage:
             update_info(node, stage=info(node).stage + 1)

@@ -1,4 +1,4 @@
-"""Let all ranks know what one rank knows, through the store, with a timeout: nothing here can hang.
+"""Exchange answers between all ranks through the store, with a timeout: nothing here can hang.
 
 A collective that one rank never reaches blocks the others; a key that never appears only runs into its timeout. Ranks
 answer each topic in turn, and answers are numbered: rank 1's third answer is the third thing that the others wait for
@@ -29,19 +29,19 @@ class Agreement:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.store = store
         self._answered = 0
-        """So many answers this rank has given to all."""
+        """The number of answers that this rank has given to all."""
         self._told = 0
-        """So many answers of rank 0 alone have been given, or heard."""
+        """The number of answers of rank 0 alone that have been given, or heard."""
         self._known: BaseException | None = None
 
     def named(self, name: str) -> Agreement:
-        """Another conversation of the same ranks."""
+        """Start another conversation of the same ranks."""
         return Agreement(self.store, name, self.rank, self.world_size, self.timeout)
 
     # Topics
 
     def attempt(self, topic: str, work: Callable[[], Any]) -> list[Any]:
-        """Do something that may fail here, and learn how it went everywhere: the results in rank order.
+        """Do work that may fail here, and return every rank's result in rank order.
 
         `work` returns plain data. A rank whose work raises tells the others before it raises; they raise PeerFailed.
         """
@@ -59,7 +59,7 @@ class Agreement:
         return [answer["value"] for answer in answers]
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
-        """What rank 0 computes, on every rank. `work` runs on rank 0 alone and returns plain data."""
+        """Compute on rank 0 and return the result on every rank; it is plain data."""
         number = self._told
         if self.rank == 0:
             try:
@@ -92,11 +92,11 @@ class Agreement:
     # Failing
 
     def knows(self, error: BaseException) -> bool:
-        """Whether all ranks raise at the same topic as this rank raised this error: none of them is anywhere else."""
+        """Tell whether all ranks raise at the topic where this rank raised this error."""
         return self._known is error
 
     def described(self, what: str, error: BaseException) -> str:
-        """An error as the other ranks will read it; what this rank has heard from another one, in that one's words."""
+        """Describe an error for the other ranks; one heard from another rank keeps that rank's words."""
         if isinstance(error, PeerFailed):
             return str(error)
         return f"rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
@@ -114,11 +114,11 @@ class Agreement:
 
     @property
     def was_missed(self) -> bool:
-        """Whether another rank has waited here for this one in vain, and given up: there is nobody to meet any more."""
+        """True if another rank has waited here for this one in vain, and given up."""
         return self.store.check([f"{self.name}/missed/{self.rank}"])
 
     def forget(self) -> None:
-        """Clear the store of what this rank has said before its last answer, which all ranks have read by now."""
+        """Clear this rank's answers before its last one from the store: all ranks have read them."""
         keys = [f"{number}/{self.rank}" for number in range(self._answered - 1)]
         keys += [f"told/{number}" for number in range(self._told)] if self.rank == 0 else []
         for key in keys:
@@ -163,7 +163,7 @@ class Agreement:
         self._told += 1
 
     def read(self, key: str, topic: str, rank: int) -> dict[str, Any]:
-        """What a rank writes about a topic. Raises PeerFailed if it does not come in time."""
+        """Read a rank's answer about a topic. Raises PeerFailed if it does not come in time."""
         try:
             self.store.wait([f"{self.name}/{key}"], self.timeout)
         except Exception as error:  # the store raises DistStoreError or RuntimeError, by version and kind

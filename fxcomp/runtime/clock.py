@@ -21,7 +21,7 @@ class Clock(Protocol):
     """Reads the time. What a look gives is only for `us`."""
 
     sees_threads: bool
-    """Whether other threads may look at it, so that the end of a collective can be known."""
+    """True if other threads may look at it, so that the end of a collective can be known."""
 
     def look(self) -> Any: ...
 
@@ -59,5 +59,5 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What times work on a device."""
+    """Make the clock that times work on a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()

@@ -36,11 +36,11 @@ class ExchangeKind(Enum):
 
 
 IN_PLACE = (ExchangeKind.ALL_REDUCE, ExchangeKind.BROADCAST, ExchangeKind.REDUCE)
-"""What is sent is overwritten."""
+"""Collectives that overwrite what is sent."""
 
 
 def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors that eager code would fill."""
+    """Choose the tensors that eager code would fill."""
     return sent if ExchangeKind(kind) in IN_PLACE else received
 
 

@@ -40,7 +40,7 @@ class HostPool:
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._failures: list[BaseException] = []
-        """What was raised on the thread: nobody may read the result."""
+        """Errors raised on the thread: nobody may read the result."""
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Hand work over."""

@@ -27,7 +27,7 @@ Members = Mapping[str, Sequence[Sequence[int]]]
 """The groups of ranks at each level."""
 
 SPARE = 1
-"""So many idle sets of a kind are kept beside the one that is lent: two steps in turns need no more."""
+"""The number of idle sets of a kind that are kept beside the one that is lent: two steps in turns need no more."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Lender:
         self._next = 0
 
     def borrow(self, agreement: Agreement, lane: str, members: Members, direct: Collection[str]) -> Lease:
-        """A set of groups for a lane; every rank calls this with the same arguments."""
+        """Lend a set of groups for a lane; every rank calls this with the same arguments."""
         kind = f"{lane} {sorted(members.items())} {sorted(direct)}"
         if not self.idle.get(kind) and self.known:
             gc.collect()  # a step that nobody has may still have its groups, if it is part of a cycle
@@ -91,7 +91,7 @@ class Lender:
     def _clear(
         self, kind: str, *, spare: set[int], taken: int | None, on_all: Collection[int], living: Collection[int]
     ) -> None:
-        """Close idle sets that some rank has closed, and those that are more than are kept; all ranks the same ones."""
+        """Close idle sets that some rank has closed, and surplus ones; all ranks close the same."""
         idle = self.idle.get(kind, {})
         for number in list(idle):
             is_surplus = number in on_all and number != taken and number not in spare
@@ -112,7 +112,7 @@ _current: tuple[weakref.ref[Any], Lender] | None = None
 
 
 def lender() -> Lender:
-    """The sets of the default process group that there is now."""
+    """Return the lender of the present default process group."""
     global _current
     world = compat.default_group()
     if _current is None or _current[0]() is not world:

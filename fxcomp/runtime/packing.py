@@ -12,19 +12,19 @@ _AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def packed_dtype(values: Sequence[Tensor]) -> torch.dtype:
-    """Numbers of one floating type travel as that; of several types, or any other, the bytes do."""
+    """Choose the buffer's type: numbers of one floating type travel as that, everything else as bytes."""
     first = values[0].dtype
     return first if first in _AS_THEY_ARE and all(value.dtype is first for value in values) else torch.uint8
 
 
 def packed_sizes(values: Sequence[Tensor]) -> list[int]:
-    """How many elements of the flat buffer each tensor takes."""
+    """Count the elements of the flat buffer that each tensor takes."""
     size = packed_dtype(values).itemsize
     return [value.numel() * value.element_size() // size for value in values]
 
 
 def slots(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat buffer, in the tensors' types and shapes. Wider types come first, or none fits its place."""
+    """View the parts of a flat buffer in the tensors' types and shapes. Wider types must come first, to be aligned."""
     sizes = packed_sizes(values)
     ends = itertools.accumulate(sizes)
     parts = zip(ends, sizes, values, strict=True)

@@ -49,14 +49,14 @@ class HostFlight:
 
 @dataclass(slots=True)
 class Counters:
-    """What one step did."""
+    """Measurements of one step."""
 
     waits: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
-    """Where it stood still for the network: two looks at the device's clock each."""
+    """Times of standing still for the network: two looks at the device's clock each."""
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
     skipped: bool = False
-    """Whether something that arrived was not finite."""
+    """True if something that arrived was not finite."""
 
 
 class Runtime:
@@ -71,7 +71,7 @@ class Runtime:
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
         self.undelivered: dict[str, Tensor] = {}
-        """What another plan left out of parameters' gradients, flat: packing adds it, until somebody clears it."""
+        """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.pool = HostPool()
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
@@ -122,7 +122,7 @@ class Runtime:
         *,
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
-        """Make what the ranks reduce to an agreement before they compress."""
+        """Make the proposal that ranks reduce to an agreement before they compress."""
 
         def run(value: Tensor) -> Tensor:
             elements = compressor.proposal_elements(segments)
@@ -217,7 +217,7 @@ class Runtime:
         return self.pool.after(run, value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Whether parameters may change. Every rank sees the same values, and so finds the same."""
+        """Tell whether parameters may change. Every rank sees the same values, and so finds the same."""
         self.counters.skipped = not all(map(arithmetic.is_finite, values))
         return not self.counters.skipped
 
@@ -240,7 +240,7 @@ class Runtime:
                 self.on_gradient(parameter, gradient)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Show gradients that no bucket carries, and add what waited for them: one rank alone has no buckets."""
+        """Show gradients that no bucket carries, and add what is undelivered: one rank alone has no buckets."""
         self.see(parameters, gradients)
         if not self.undelivered:
             return list(gradients)
@@ -257,7 +257,7 @@ class Runtime:
     # Behind the lines
 
     def take_counters(self) -> Counters:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         counted, self.counters = self.counters, Counters()
         return counted
 

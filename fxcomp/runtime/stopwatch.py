@@ -24,14 +24,14 @@ Call = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """When each line of one step began and ended, in µs after its beginning."""
+    """The begin and end of each line of one step, in us after the step's beginning."""
 
     main: dict[Call, tuple[float, float]]
     """On the main thread, or where that keeps a device busy, on the device."""
     pool: dict[Call, tuple[float, float]]
-    """What a line has handed to the pool; on the pool's own clock, which began at the same time."""
+    """Work that a line has handed to the pool; on the pool's own clock, which began at the same time."""
     ends: dict[Call, float]
-    """When the collective of a launch was done, where somebody was told: gloo tells of all but sends and receives."""
+    """The end of a launch's collective, where the backend told of it: gloo does for all but sends and receives."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.state import CompressorStates, Residuals, Velocities
+from fxcomp.runtime.arena import Residuals, Velocities
+from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.site import Site
 from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.layouts import residual_layout, state_layout, velocity_layout

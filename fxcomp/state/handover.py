@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fxcomp.runtime.state import Slice
+from fxcomp.runtime.arena import Slice
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Device
-from fxcomp.runtime.state import BucketLayout, StateLayout
+from fxcomp.runtime.arena import BucketLayout
+from fxcomp.runtime.compressor_states import StateLayout
 
 
 def residual_layout(

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.state import CompressorStates, Slice
+from fxcomp.runtime.arena import Slice
+from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
 

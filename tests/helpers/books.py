@@ -18,7 +18,8 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.state import CompressorStates, Residuals
+from fxcomp.runtime.arena import Residuals
+from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.layouts import residual_layout, shard_of, state_layout
 from fxcomp.state.saved_state import Here, read_together, restore, state_dict

@@ -25,7 +25,14 @@ TALKING = (
     *("planning/decide", "planning/measure_job", "planning/measure_step", "planning/measure_contention"),
     *("step/compiled_step", "step/steering", "step/monitor", "step/plan_in_force", "step/lockstep", "step/programs"),
     *("state/gradient_state", "state/inputs", "state/saved_state"),
-    *("runtime/agree", "runtime/lending", "runtime/runtime", "runtime/transport", "runtime/state"),
+    *(
+        "runtime/agree",
+        "runtime/lending",
+        "runtime/runtime",
+        "runtime/transport",
+        "runtime/arena",
+        "runtime/compressor_states",
+    ),
 )
 CALLERS = {str((Path(PACKAGE) / f"{name}.py").resolve(strict=True)) for name in TALKING}
 

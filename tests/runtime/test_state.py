@@ -12,7 +12,7 @@ from torch import Tensor
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.randomness import key_of
 from fxcomp.errors import BadState
-from fxcomp.runtime.state import CompressorStates, StateLayout
+from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
 
 CPU = torch.device("cpu")
 INT8 = parse_compressor("int8(stochastic=true)")

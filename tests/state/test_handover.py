@@ -16,7 +16,7 @@ from virtual_ranks import VirtualRank, run_virtual
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.state import BucketLayout, Residuals, Slice, Velocities
+from fxcomp.runtime.arena import BucketLayout, Residuals, Slice, Velocities
 from fxcomp.state.handover import Holding, hand_over
 from fxcomp.state.layouts import velocity_layout
 

@@ -26,8 +26,8 @@ from fxcomp.plan.check_feedback import check_momentum
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.state import Slice
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.decision import Decision
 from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS

@@ -76,7 +76,7 @@ class Finding:
 
     @property
     def cause(self) -> str:
-        """What is wrong, whatever its size."""
+        """The kind of mistake, whatever its size."""
         return f"{self.cost.kind.value} {self.cost.what}"
 
 

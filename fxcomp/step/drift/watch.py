@@ -42,7 +42,7 @@ class Schedule:
     every: int
     window: int = WINDOW
     verified: VerifiedSteps = NO_STEPS
-    """Which steps are verified, counted from the first of the job."""
+    """The steps that are verified, counted from the first of the job."""
 
     @classmethod
     def of(cls, step_us: float, verify_every: int | str = NEVER) -> Schedule:
@@ -53,11 +53,11 @@ class Schedule:
         return cls(min(MOST_SELDOM, max(least, math.ceil(share))), verified=verified)
 
     def is_verified(self, step: int) -> bool:
-        """Whether a step is compared with eager PyTorch."""
+        """Tell whether a step is compared with eager PyTorch."""
         return step in self.verified
 
     def is_timed(self, step: int, begun: int) -> bool:
-        """Whether a step of a plan that is followed since `begun` is timed: the first of each `every` that can be."""
+        """Tell whether a step of a plan followed since `begun` is timed: the first of each `every` that can be."""
         place = (step - begun) % self.every
         return not self.is_verified(step) and all(self.is_verified(step - k) for k in range(1, place + 1))
 
@@ -88,7 +88,7 @@ class Watch:
         self._pending: int | None = None
         """The step that was timed last, while it has not been read."""
         self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * schedule.window)
-        """What each cost took, by the step's number."""
+        """The measured costs of timed steps, with the step's number."""
         self._begun = 0
 
     def restart(self, step: int) -> None:
@@ -97,11 +97,11 @@ class Watch:
         self._samples.clear()
 
     def wants(self, step: int) -> bool:
-        """Whether a step is timed."""
+        """Tell whether a step is timed."""
         return self.schedule.is_timed(step, self._begun)
 
     def is_due(self, steps: int) -> bool:
-        """Whether ranks judge after so many steps: all at the same one."""
+        """Tell whether ranks judge after so many steps: all at the same one."""
         passed = steps - self._begun
         return passed > 0 and passed % self.schedule.judged_every == 0
 
@@ -122,7 +122,7 @@ class Watch:
         return result
 
     def rows(self, steps: int, predicted: PredictedCosts) -> list[float]:
-        """What ranks compare after so many steps: for each cost the prediction and two windows' medians, -1 if unknown.
+        """List the numbers that ranks compare: for each cost the prediction and two windows' medians, -1 if unknown.
 
         A window in which half of the steps or more could not be timed knows nothing.
         """
