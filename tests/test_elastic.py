@@ -38,9 +38,9 @@ class World:
 
 WORLDS = [
     World(4, ["topk(0.1)", None]),
-    World(4, ["int8"], by_level=True, gives_up=True),
+    World(4, ["int4"], by_level=True, gives_up=True),
     World(4, ["topk(0.1)", "randomk(0.2)"], by_level=True, options={"verify_every": 1}),
-    World(2, ["powersgd(2)", "int8"]),
+    World(2, ["powersgd(2)", "int4"]),
     World(1, [], options={"verify_every": 1}),
     World(2, ["randomk(0.1)"], gives_up=True, options={"error_feedback": fxcomp.ErrorFeedback(density_steps=40)}),
     World(3, [None]),

@@ -597,7 +597,7 @@ def wrong_on_one(_: Path) -> None:
 
 
 def one_state_on_all_ranks(_: Path) -> None:
-    step = compile_here(mlp(), plan="int8")
+    step = compile_here(mlp(), plan="int4")
     states: list[Any] = [None, None]
     dist.all_gather_object(states, step.state_dict())
     step.load_state_dict(states[0])
@@ -605,7 +605,7 @@ def one_state_on_all_ranks(_: Path) -> None:
 
 def state_of_another_model(_: Path) -> None:
     big, small = mlp(), nn.Linear(20, 10)
-    compile_here(small, plan="int8").load_state_dict(compile_here(big, plan="int8").state_dict())
+    compile_here(small, plan="int4").load_state_dict(compile_here(big, plan="int4").state_dict())
 
 
 def works(_: Path) -> None:

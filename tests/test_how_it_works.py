@@ -36,10 +36,10 @@ COSTS = CostTable(
     roofline=Roofline(gflops=10.0, gb_per_s=10.0, launch_us=20.0, source="made up"),
     compressors={
         **dict.fromkeys(
-            ("bf16@gpu", "int8@gpu"),
+            ("bf16@gpu", "int4@gpu"),
             CompressorCost.of(CompressorPoint(1, 60.0, 40.0), CompressorPoint(1_000_000, 360.0, 140.0)),
         ),
-        "int4@gpu": CompressorCost.of(CompressorPoint(1, 1e6, 1e6)),  # too slow here to be chosen
+        "int8@gpu": CompressorCost.of(CompressorPoint(1, 1e6, 1e6)),  # too slow here to be chosen
     },
     processors=Processors(1.0, 1.0),
     error=0.05,
@@ -58,7 +58,7 @@ def listings() -> dict[str, str]:
 
     workload = Compiler(CLUSTER).analyze(captured.graph, COSTS)
     plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)
-    assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int8")]
+    assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int4")]
     program = Compiler(CLUSTER).emit(captured, plan, COSTS)
     history = program.replay()
     labelled = history["label_gradients"]

@@ -30,7 +30,7 @@ def compress_node(gm: GraphModule) -> Node:
 
 
 def change_block(gm: GraphModule) -> None:
-    """Scales for 64 values instead of 512, on both sides of the wire."""
+    """Scales for 64 values instead of 1024, on both sides of the wire."""
     for node in gm.graph.nodes:
         if node.target in (Int8.compress_op, Int8.decompress_op):
             node.update_arg(3, 64)
@@ -77,7 +77,7 @@ def effect(name: str) -> dict[str, Any]:
     """Two steps of an int8 plan; the second one runs the edited graph."""
     job, rank = JOBS["mlp"], dist.get_rank()
     model = job.build()
-    plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int8"))], per_bucket=4)
+    plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int8(block=1024)"))], per_bucket=4)
     optimizer = OPTIMIZERS["plain"](model.parameters())
     step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
     step(job.batch(0, rank))
@@ -118,7 +118,7 @@ def test_an_edited_node_changes_source_and_behaviour(found: Any, name: str):
 
 def test_a_smaller_block_sends_more_scales(found: Any):
     sizes = [20 * 300, 300, 300 * 10, 10]
-    for name, block in (("nothing", 512), ("change_block", 64)):
+    for name, block in (("nothing", 1024), ("change_block", 64)):
         assert found[name]["payload"] == Int8(block).payload_bytes(sizes)
 
 

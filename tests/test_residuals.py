@@ -19,7 +19,7 @@ from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.step.compiled_step import CompiledStep
 
 STEPS = 20
-COMPRESSORS = ["int8", "sign", "topk(0.05)"]
+COMPRESSORS = ["int4", "sign", "topk(0.05)"]
 DEVICES = [Device.GPU, Device.CPU]
 
 
@@ -118,9 +118,9 @@ def test_the_applied_means_lack_exactly_the_mean_of_the_residuals(flat: Any, com
 
 
 def test_between_hosts_each_ranks_shard_balances():
-    for rank in run_ranks(4, balances, [("int8", Device.GPU)], True):
-        assert rank["int8", Device.GPU]["own"] <= 1e-6
-        assert rank["int8", Device.GPU]["left_out"] > 0
+    for rank in run_ranks(4, balances, [("int4", Device.GPU)], True):
+        assert rank["int4", Device.GPU]["own"] <= 1e-6
+        assert rank["int4", Device.GPU]["left_out"] > 0
 
 
 # A planted bug: the sum instead of the mean
@@ -131,7 +131,7 @@ def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
     job, rank = JOBS["mlp"], dist.get_rank()
     model = job.build()
     optimizer = OPTIMIZERS["plain"](model.parameters())
-    plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int8"))], per_bucket=4)
+    plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int4"))], per_bucket=4)
     step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
     ledger = Ledger(step)
     if sum_instead_of_mean:

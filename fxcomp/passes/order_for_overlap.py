@@ -1,10 +1,10 @@
 """Start every collective as soon as its bucket is complete, and wait as late as the update.
 
-      %all_gather_1_int8         collective  u8[24]    25.1 us @inter   all_gather(%payload_1, 2, world)
+      %all_gather_1_int4         collective  u8[16]    25.1 us @inter   all_gather(%payload_1, 2, world)
     + %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     + %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
-      %payloads_1                wait        u8[24]                     wait(%all_gather_1_int8)
-      %mean_1                    decompress  f32[8]    4.0 us @compute  int8_decompress(%payloads_1, 2, [8], 512, False)
+      %payloads_1                wait        u8[16]                     wait(%all_gather_1_int4)
+      %mean_1                    decompress  f32[8]    4.0 us @compute  int4_decompress(%payloads_1, 2, [8], 128, False)
     - %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     - %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
 

@@ -52,8 +52,8 @@ class ErrorFeedback:
     The optimizer's weight decay stays behind it, outside of the velocity: what `SGD(momentum=m, weight_decay=w)`
     does needs about w / (1 - m) here.
 
-    `everywhere`: also around compressors that can do without, such as bf16: what a rank rounds away is not lost, for
-    one more pass. Sums on the wire still round.
+    `everywhere`: also around compressors that can do without, such as bf16 and int8: what a rank rounds away is not
+    lost, for one more pass. Sums on the wire still round.
 
     `off`: no feedback. `allow_diverging`: run what is refused otherwise. Both are for experiments, with `plan=`.
     """

@@ -13,7 +13,7 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 
 DENSE = "all_reduce@world"
-INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 ON_CPU = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
 
 
@@ -28,7 +28,7 @@ def lines_of(source: str, call: str) -> list[str]:
 
 
 def test_a_step_with_a_dense_and_a_compressed_bucket(golden):
-    golden("emit/two_buckets.py.txt", emitted(two_buckets(DENSE, INT8), TWO))
+    golden("emit/two_buckets.py.txt", emitted(two_buckets(DENSE, INT4), TWO))
 
 
 def test_an_offloaded_hierarchical_step(golden):
@@ -39,7 +39,7 @@ def test_a_step_with_buffers_and_clipping(golden):
     golden("emit/buffers_and_clipping.py.txt", emitted(one_bucket(DENSE), TWO, buffer=True, clip=True))
 
 
-@pytest.mark.parametrize("plan", [two_buckets(DENSE, INT8), one_bucket(INT8), two_buckets(INT8, DENSE)])
+@pytest.mark.parametrize("plan", [two_buckets(DENSE, INT4), one_bucket(INT4), two_buckets(INT4, DENSE)])
 def test_every_launch_is_awaited_and_no_value_is_used_after_it_is_deleted(plan: Plan):
     source = emitted(plan, TWO)
     assert len(lines_of(source, "launch")) == len(lines_of(source, "wait")) == len(plan.buckets)
@@ -53,7 +53,7 @@ def test_every_launch_is_awaited_and_no_value_is_used_after_it_is_deleted(plan: 
 
 
 def test_updates_begin_behind_the_line_that_announces_them():
-    lines = emitted(two_buckets(DENSE, INT8), TWO).splitlines()
+    lines = emitted(two_buckets(DENSE, INT4), TWO).splitlines()
     announced = next(i for i, line in enumerate(lines) if "rt.before_update(" in line)
     updates = [i for i, line in enumerate(lines) if line.startswith("    update_") or " = update_" in line]
     assert updates
@@ -61,7 +61,7 @@ def test_updates_begin_behind_the_line_that_announces_them():
 
 
 def test_what_is_emitted_imports_compressors_and_torch_alone():
-    tree = ast.parse(emitted(two_buckets(DENSE, INT8), TWO))
+    tree = ast.parse(emitted(two_buckets(DENSE, INT4), TWO))
     modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     plain = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     assert modules == {"fxcomp.compressors"}

@@ -132,7 +132,7 @@ def test_rounding_at_random_is_right_in_the_mean(compressor: Compressor) -> None
 
 
 def test_what_can_grow_under_feedback_is_forbidden_to_be_fed_back() -> None:
-    assert Int8().feedback is Int4().feedback is Int2().feedback is Feedback.REQUIRED
+    assert Int4().feedback is Int2().feedback is Feedback.REQUIRED
     assert Int8(stochastic=True).feedback is Feedback.OPTIONAL
     assert Int4(stochastic=True).feedback is Feedback.OPTIONAL
     assert Int4(196, stochastic=True).feedback is Feedback.OPTIONAL
@@ -140,6 +140,11 @@ def test_what_can_grow_under_feedback_is_forbidden_to_be_fed_back() -> None:
     assert Int2(stochastic=True).feedback is Feedback.FORBIDDEN
     assert Int2(8, stochastic=True).feedback is Feedback.OPTIONAL
     assert Int2(stochastic=True).bias is Bias.UNBIASED
+
+
+def test_int8_does_without_feedback_in_blocks_in_which_its_loss_was_measured() -> None:
+    assert Int8().feedback is Int8(64).feedback is Feedback.OPTIONAL
+    assert Int8(513).feedback is Feedback.REQUIRED
 
 
 def test_only_a_random_quantiser_has_state() -> None:

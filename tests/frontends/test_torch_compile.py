@@ -136,7 +136,7 @@ def compressed(name: str) -> tuple[str, float, float, float]:
 
     def wrap(model: nn.Module) -> Callable[..., Any]:
         models.append(model)
-        return compiled(model, plan="int8", model=model)
+        return compiled(model, plan="int8(block=1024)", model=model)
 
     lossy = train(job, wrap)
     kept = backend.compiled_model(models[0])

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def compressed() -> GraphModule:
-    plan = one_bucket("compress(int8)@gpu > all_gather@world > decompress@gpu")
+    plan = one_bucket("compress(int4)@gpu > all_gather@world > decompress@gpu")
     gm = bucket_gradients(canonicalize_sync(linear_step(), 2), plan)
     return thread_state(insert_compression(gm, plan, TWO, 0))
 

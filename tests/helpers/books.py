@@ -32,7 +32,6 @@ SIZES = {name: int(torch.tensor(shape).prod()) for name, shape in SHAPES.items()
 CLUSTERS = {shape: Cluster(*shape, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1)) for shape in
             ((1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (3, 1))}  # fmt: skip
 COMPRESSORS = [
-    "int8",
     "topk(0.1)",
     "topk(0.3)",
     "sign",

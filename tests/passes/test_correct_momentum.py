@@ -15,7 +15,7 @@ from fxcomp.passes.thread_state import thread_state
 from fxcomp.plan.plan import Plan
 
 TOPK = "compress(topk(0.1))@gpu > all_gather@world > decompress@gpu"
-INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 DENSE = "all_reduce@world"
 SHARDED = "reduce_scatter@intra > compress(topk(0.1))@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
 AGREED = "propose(shared_int8)@gpu > all_reduce@world > compress(shared_int8)@gpu > all_reduce@world > decompress@gpu"
@@ -40,7 +40,7 @@ def test_a_dense_bucket_keeps_its_velocity(golden):
 
 
 def test_only_values_that_are_sent_as_they_are_are_forgotten():
-    _, gm = corrected(two_buckets(INT8, TOPK))
+    _, gm = corrected(two_buckets(INT4, TOPK))
     assert [info(node).bucket for node in calls(gm, ACCUMULATE)] == [0, 1]
     assert [info(node).bucket for node in calls(gm, MASK_VELOCITY)] == [1]
     assert [info(node).bucket for node in calls(gm, KEEP)] == [0]
@@ -79,7 +79,7 @@ def test_a_step_that_is_taken_back_has_its_velocities_back():
         assert order.index(f"saved_velocity_{number}") < order.index(f"corrected_{number}")
 
 
-@pytest.mark.parametrize("strategy", [DENSE, INT8, TOPK])
+@pytest.mark.parametrize("strategy", [DENSE, INT4, TOPK])
 def test_velocities_are_priced(strategy: str):
     _, gm = corrected(one_bucket(strategy))
     annotate_costs(gm, COSTS, TWO)

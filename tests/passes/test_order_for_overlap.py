@@ -13,12 +13,12 @@ from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.order_for_overlap import order_for_overlap
 
 DENSE = "all_reduce@world"
-INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
+INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 HIERARCHICAL = "reduce_scatter@intra > all_reduce@inter > all_gather@intra"
 
 
 def test_each_bucket_leaves_behind_its_last_gradient(golden):
-    plan = two_buckets(DENSE, INT8)
+    plan = two_buckets(DENSE, INT4)
     text, _ = before_after(order_for_overlap, priced(plan, TWO), plan)
     golden("order_for_overlap/two_buckets.txt", text)
 

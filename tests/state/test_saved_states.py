@@ -51,17 +51,17 @@ def refusals(given: list[Any], ranks: int = 2) -> list[str]:
 
 
 def test_one_state_on_two_ranks_is_refused_on_all():
-    job, _ = trained(compressed("int8"))
+    job, _ = trained(compressed("int4"))
     first, second = job.saved()
     for text in refusals([first, [second, first]]):
         assert "rank 0 and rank 1 load the state of rank 0: what that rank owes would count twice" in text
 
 
 def test_states_of_other_steps_or_of_another_number_of_ranks_are_refused_on_all():
-    two, more = trained(compressed("int8"))[0].saved(), trained(compressed("int8"), 3)[0].saved()
+    two, more = trained(compressed("int4"))[0].saved(), trained(compressed("int4"), 3)[0].saved()
     for text in refusals([two[0], more[1]]):
         assert "they differ in number of steps (3 and 2)" in text
-    three = trained(compressed("int8", (1, 3)))[0].saved()
+    three = trained(compressed("int4", (1, 3)))[0].saved()
     for text in refusals([two[0], three[1]]):
         assert "they differ in number of ranks (3 and 2)" in text
 
@@ -94,7 +94,7 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
     ],
 )
 def test_a_state_of_something_else_is_refused_on_all(change: Any, what: str):
-    states = trained(compressed("int8"))[0].saved()
+    states = trained(compressed("int4"))[0].saved()
     one, other = refusals([states[0], change(states[1])])
     assert one.startswith("rank 1 failed in a topic: reading: BadState")
     assert re.search(what, other)
@@ -104,15 +104,15 @@ def test_a_state_of_something_else_is_refused_on_all(change: Any, what: str):
 
 
 def test_what_nobody_loads_is_told():
-    job, _ = trained(compressed("int8", (1, 3)))
+    job, _ = trained(compressed("int4", (1, 3)))
     states = job.saved()
     with pytest.warns(UserWarning, match=r"nobody loads what rank 1, 2 of 3 saved: .*\[state, another\]"):
         compressed("topk(0.1)").load([states[0], None])
 
 
 def test_what_was_left_out_of_a_parameter_that_is_frozen_now_is_dropped_with_a_warning():
-    states = trained(compressed("int8"))[0].saved()
-    job = compressed("int8")
+    states = trained(compressed("int4"))[0].saved()
+    job = compressed("int4")
 
     def work(peer: Any) -> None:
         from fxcomp.state.saved_state import restore
@@ -128,7 +128,7 @@ def test_what_was_left_out_of_a_parameter_that_is_frozen_now_is_dropped_with_a_w
 
 
 def test_where_nobody_has_a_state_nothing_changes():
-    job, books = trained(compressed("int8"))
+    job, books = trained(compressed("int4"))
 
     def work(peer: Any) -> Any:
         return read_together(None, Here(SIZES, sorted(SIZES), set(), {}), peer.exchange())
@@ -141,7 +141,7 @@ def test_where_nobody_has_a_state_nothing_changes():
 
 
 def test_only_buckets_that_are_fed_back_take_memory():
-    dense, int8 = Strategy.flat(None), Strategy.flat(parse_compressor("int8"))
+    dense, int8 = Strategy.flat(None), Strategy.flat(parse_compressor("int4"))
     names = sorted(SIZES)
     plan = Plan(tuple(Bucket((n,), (SIZES[n],), int8 if n in "ac" else dense) for n in names))
     for kept in Job(CLUSTERS[1, 2], plan).carried:
@@ -153,7 +153,7 @@ def test_only_buckets_that_are_fed_back_take_memory():
 
 
 def test_where_hosts_share_a_bucket_a_rank_keeps_its_shard_alone():
-    job = compressed("int8", (2, 2), by_level=True)
+    job = compressed("int4", (2, 2), by_level=True)
     assert [kept.residuals.arena.numel() for kept in job.carried] == [sum(SIZES.values()) // 2] * 4
 
 
@@ -191,8 +191,8 @@ def aged(job: Job) -> list[State]:
 
 @pytest.mark.parametrize("by_level", [False, True])
 def test_a_state_of_version_1_goes_on_where_it_was_saved(by_level: bool):
-    job, books = trained(compressed("int8", (2, 2), by_level=by_level))
-    again = compressed("int8", (2, 2), by_level=by_level)
+    job, books = trained(compressed("int4", (2, 2), by_level=by_level))
+    again = compressed("int4", (2, 2), by_level=by_level)
     again.load(aged(job))
     assert books.off_by(again.owed()) < 1e-5
     for one, other in zip(job.carried, again.carried, strict=True):
@@ -201,18 +201,18 @@ def test_a_state_of_version_1_goes_on_where_it_was_saved(by_level: bool):
 
 def test_a_state_of_version_1_of_a_whole_bucket_goes_on_by_level():
     job, books = trained(compressed("topk(0.1)", (2, 2)))
-    again = compressed("int8", (2, 2), by_level=True)
+    again = compressed("int4", (2, 2), by_level=True)
     again.load(aged(job))
     assert books.off_by(again.owed()) < 1e-5
 
 
 def test_a_state_of_version_1_that_does_not_say_enough_is_refused():
-    job, _ = trained(compressed("int8"))
+    job, _ = trained(compressed("int4"))
     first, second = aged(job)
     one, other = refusals([second, first])
     assert "this is the state of rank 1, this is rank 0: an earlier fxcomp saved it" in one
     assert "save it again, and load that here" in other
-    by_level, _ = trained(compressed("int8", (2, 2), by_level=True))
+    by_level, _ = trained(compressed("int4", (2, 2), by_level=True))
     for text in refusals(aged(by_level), ranks=4):
         assert (
             "did not say which part of 'a' is this rank's.\n  Load it where it was saved, under the same plan" in text

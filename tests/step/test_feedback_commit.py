@@ -30,8 +30,8 @@ def flat(name: str, device: Device = Device.GPU) -> Strategy:
 
 
 PLANS = {
-    "mixed": [flat("int8"), DENSE, flat("sign"), flat("topk(0.1)")],
-    "pool": [DENSE, flat("int8", Device.CPU), flat("topk(0.1)", Device.CPU), flat("bf16")],
+    "mixed": [flat("int4"), DENSE, flat("sign"), flat("topk(0.1)")],
+    "pool": [DENSE, flat("int4", Device.CPU), flat("topk(0.1)", Device.CPU), flat("bf16")],
     "linear": [flat("bf16"), flat("bf16", Device.CPU), DENSE, flat("int4")],
     "states": [flat("shared_int8(block=8)"), flat("powersgd(1)"), flat("sidco(0.3)"), flat("int8(stochastic=true)")],
     "states on the pool": [
@@ -207,7 +207,7 @@ def without_skipping() -> bool:
     case = Case("mixed", "0.weight", NAN, 1)
     torch.manual_seed(5)
     model = mlp()
-    step = fxcomp.compile_step(model, loss_fn, OPTIMIZERS["plain"](model.parameters()), batch(0, None), plan="int8")
+    step = fxcomp.compile_step(model, loss_fn, OPTIMIZERS["plain"](model.parameters()), batch(0, None), plan="int4")
     step(batch(0, case))
     return bool(nn.utils.parameters_to_vector(model.parameters()).isfinite().all()) or step.skipped_steps > 0
 

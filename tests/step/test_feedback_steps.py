@@ -100,7 +100,7 @@ def resumed() -> list[bool]:
     """A state saved behind the warm-up, loaded into a fresh step, goes on where it was."""
     rank = dist.get_rank()
     options = ErrorFeedback(dense_steps=2)
-    step, fresh = (compiled(["int8"], "plain", options) for _ in range(2))
+    step, fresh = (compiled(["int4"], "plain", options) for _ in range(2))
     for i in range(3):
         step(JOB.batch(i, rank))
     fresh.load_state_dict(step.state_dict())
@@ -171,7 +171,7 @@ def books(names: list[str], scale_with_lr: bool, everywhere: bool) -> float:
 
 @pytest.mark.parametrize(
     ("names", "everywhere"),
-    [(["int8", "sign", "topk(0.05)", "int4"], False), (["topk(0.01)"], True)],
+    [(["int4", "sign", "topk(0.05)", "int4"], False), (["topk(0.01)"], True)],
 )
 def test_over_skipped_steps_and_learning_rates_nothing_is_lost(names: list[str], everywhere: bool):
     for worst in run_ranks(2, books, names, True, everywhere):

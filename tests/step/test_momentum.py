@@ -188,13 +188,13 @@ def simulate(names: list[str | None], device: Device, options: dict[str, int]) -
     [
         (2, ["topk(0.05)"], Device.GPU, {}),
         (2, ["dgc(0.05)"], Device.GPU, {}),
-        (2, ["int8"], Device.GPU, {}),
+        (2, ["int4"], Device.GPU, {}),
         (2, ["topk(0.05)", "sign", None, "randomk(0.1)"], Device.GPU, {}),
         (3, ["topk(0.05)", "sign", None, "randomk(0.1)"], Device.GPU, {}),
-        (3, ["topk(0.05)", "int8"], Device.CPU, {}),
+        (3, ["topk(0.05)", "int4"], Device.CPU, {}),
         (2, ["topk(0.02)", "randomk(0.1)"], Device.GPU, {"dense_steps": 4, "density_steps": 5}),
     ],
-    ids=["topk", "dgc", "int8", "mixed", "mixed, three", "pool, three", "warm-up"],
+    ids=["topk", "dgc", "int4", "mixed", "mixed, three", "pool, three", "warm-up"],
 )
 def test_a_compressed_plan_follows_the_formulas(ranks: int, names: Any, device: Device, options: Any):
     found = run_ranks(ranks, simulate, names, device, options)
@@ -203,7 +203,7 @@ def test_a_compressed_plan_follows_the_formulas(ranks: int, names: Any, device: 
         assert rank["moved"] > 1e-2
         assert rank["unsent"] > 0.5
         assert rank["source"].count("rt.accumulate") == 2 if len(names) < 3 else 4
-        assert "rt.mask_velocity" in rank["source"] or names == ["int8"]
+        assert "rt.mask_velocity" in rank["source"] or names == ["int4"]
     assert len({rank["fingerprint"] for rank in found}) == 1
 
 
@@ -224,7 +224,7 @@ def sharded() -> str:
     return replica_fingerprint(step.training.model)
 
 
-SHARDED = [("topk(0.05)", Device.GPU), ("int8", Device.GPU), ("topk(0.05)", Device.CPU), ("bf16", Device.GPU)]
+SHARDED = [("topk(0.05)", Device.GPU), ("int4", Device.GPU), ("topk(0.05)", Device.CPU), ("bf16", Device.GPU)]
 
 
 def test_between_hosts_velocities_are_the_shards():
@@ -283,7 +283,7 @@ def left_out(names: list[str | None], device: Device) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", [Device.GPU, Device.CPU])
 def test_a_step_that_is_left_out_leaves_velocities_as_they_were(device: Device):
-    found = run_ranks(2, left_out, ["topk(0.05)", None, "int8", "randomk(0.1)"], device)
+    found = run_ranks(2, left_out, ["topk(0.05)", None, "int4", "randomk(0.1)"], device)
     for rank in found:
         assert rank["unchanged"]
         assert rank["finite"]
@@ -357,7 +357,7 @@ def mean_of(step: fxcomp.CompiledStep, what: str) -> Tensor:
 @pytest.mark.parametrize(
     ("ranks", "names", "others", "cluster"),
     [
-        (2, ["topk(0.05)", "int8"], [Strategy.flat(None)], None),
+        (2, ["topk(0.05)", "int4"], [Strategy.flat(None)], None),
         (3, ["randomk(0.1)", "topk(0.05)"], [Strategy.flat(None)], None),
         (4, ["topk(0.05)", "bf16"], [Strategy.flat(None), Strategy.hierarchical(None)], TWO_HOSTS),
     ],
