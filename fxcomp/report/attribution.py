@@ -8,22 +8,13 @@ from fxcomp.cost.critical import critical_path, exposed_by_task
 from fxcomp.cost.timeline import Timeline
 from fxcomp.plan.streams import Stream
 
-_KINDS = {
-    "region": "compute",
-    "backward": "compute",
-    "update": "compute",
-    "finish": "compute",
-    "accumulate": "compute",  # the optimizer's momentum, before the wire
-    "corrected": "compute",  # the graph's name for it
-    "mask": "compression",
-    "propose": "compression",
-    "proposal": "compression",  # the graph's name for it
-    "compress": "compression",
-    "next": "compression",  # a compressor's next state
-    "decompress": "compression",
-    "mean": "compression",  # the graph's name for a decompressed bucket
-    "exchange": "exchanges",  # the loss function's own collectives
+_NAMES = {
+    # The graph says corrected, proposal and mean for what the search calls accumulate, propose and decompress.
+    "compute": ("region", "backward", "update", "finish", "accumulate", "corrected"),
+    "compression": ("mask", "propose", "proposal", "compress", "next", "decompress", "mean"),
+    "exchanges": ("exchange",),  # the loss function's own collectives
 }
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 
 
 def kind_of(task: str) -> str:

@@ -226,7 +226,7 @@ def _best_other(others: Sequence[Alternative]) -> Alternative | None:
     return min(possible, key=lambda other: other.step_us, default=None)
 
 
-# What the numbers rest on
+# Sources
 
 
 def _collectives(explanation: Explanation) -> list[Block]:

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, 14.3 M parameters: what the demo, the benchmark and the example train."""
+"""A small GPT over bytes with 14.3 M parameters, for the demo, the benchmarks and an example."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Imitate several hosts on one machine: a network namespace each, joined by links of a chosen bandwidth.
 
     with ShapedHosts(2, "300mbit") as hosts:
-        run_ranks(["train.py"], hosts=hosts)             # launch_ranks.py: one process a host
-        hosts.set_rate("1gbit")                           # may be called while ranks run
+        run_ranks(["train.py"], hosts=hosts)      # launch_ranks.py: one process a host
+                                                  # a rank changes its host's rate with shape_this_host("1gbit")
 
     host 0 [eth0 10.77.0.1] ── tbf ──┐
                                       switch (a bridge in a namespace of its own)
@@ -37,7 +37,7 @@ _counter = itertools.count()
 
 
 class ShapedHosts:
-    """Hosts joined by links of one bandwidth, as long as the `with` block lasts. `rate` None is unshaped."""
+    """Hosts joined by links of one bandwidth, while the `with` block lasts. With `rate=None` links are unshaped."""
 
     def __init__(self, count: int, rate: str | None = None) -> None:
         if count < 1:
@@ -64,15 +64,8 @@ class ShapedHosts:
     ) -> None:
         self._remove()
 
-    def set_rate(self, rate: str | None) -> None:
-        """Change the bandwidth of every host; connections stay open."""
-        for namespace in self.namespaces:
-            for command in _shaping_commands(rate):
-                _run("ip", "netns", "exec", namespace, *command)
-        self.rate = rate
-
     def wire_bytes(self) -> list[int]:
-        """How many bytes each host has sent, headers included."""
+        """Count the bytes that each host has sent, headers included."""
         return [
             _sent_bytes(_run("ip", "netns", "exec", namespace, "cat", "/proc/net/dev"), INTERFACE)
             for namespace in self.namespaces
@@ -82,7 +75,7 @@ class ShapedHosts:
         return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
     def processors(self, host: int) -> list[int]:
-        """The numbers of a host's processors: its share of those that this process may use, or one with others."""
+        """Number a host's processors: its share of those that this process may use, or one shared with others."""
         usable = sorted(os.sched_getaffinity(0))
         if len(usable) < self.count:
             return [usable[host % len(usable)]]
@@ -90,7 +83,7 @@ class ShapedHosts:
         return usable[first:after]
 
     def command_on(self, host: int) -> list[str]:
-        """What a command begins with to run on a host."""
+        """Give the words with which a command begins to run on a host."""
         numbers = ",".join(map(str, self.processors(host)))
         return ["taskset", "--cpu-list", numbers, "ip", "netns", "exec", self.namespaces[host]]
 
@@ -110,7 +103,8 @@ class ShapedHosts:
             _run("ip", "-n", namespace, "addr", "add", f"{self.address(host)}/16", "dev", INTERFACE)
             _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
-        self.set_rate(self.rate)
+            for command in _shaping_commands(self.rate):
+                _run("ip", "netns", "exec", namespace, *command)
 
     def _remove(self) -> None:
         # Both ends of a link go with their namespaces. One that was never made is no fault here.
@@ -135,18 +129,18 @@ def why_not() -> str | None:
 
 
 def shape_this_host(rate: str | None) -> None:
-    """Change the bandwidth of the host that the calling rank lives on. One rank a host is enough."""
+    """Change the bandwidth of the calling rank's host; connections stay open. One rank a host is enough."""
     for command in _shaping_commands(rate):
         _run(*command)
 
 
 def sent_by_this_host(interface: str = INTERFACE) -> int:
-    """How many bytes the host of the calling rank has sent, headers included."""
+    """Count the bytes that the calling rank's host has sent, headers included."""
     return _sent_bytes(Path("/proc/self/net/dev").read_text(), interface)
 
 
 def _shaping_commands(rate: str | None) -> list[tuple[str, ...]]:
-    """What limits a host to a rate. Packets leave in trains, as from a network card that cuts them itself.
+    """Make the commands that limit a host's rate. Packets leave in trains, as from a network card that segments them.
 
     A train longer than the burst would be cut by the kernel, packet by packet: 6 to 12 ms of processor time for each MB
     instead of 2 to 3, and 70 MB/s instead of 104 over 1 Gbit/s, both ways at once (measured, 2026-11).
@@ -174,7 +168,7 @@ def _sent_bytes(table: str, interface: str) -> int:
 
 
 def _remove_leftovers() -> None:
-    """Delete namespaces of earlier processes that were killed before they could."""
+    """Delete the namespaces of earlier processes that were killed."""
     for name in _run("ip", "netns", "list").split():
         match = re.fullmatch(rf"{_PREFIX}(\d+)-\d+-\w+", name)
         if match and not Path("/proc", match[1]).exists():

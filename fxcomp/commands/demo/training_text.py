@@ -61,7 +61,7 @@ def draw_batch(
 
 
 def _python_files(folder: Path) -> list[Path]:
-    """By their names; folders that are skipped are not looked into: most files are there."""
+    """List Python files by name. Skipped folders are not entered, because most files are there."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED]
