@@ -22,7 +22,7 @@ from fxcomp.cost.timeline import Task
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.streams import Stream
-from fxcomp.search.choose import choose, choose_plan
+from fxcomp.search.choose import choose
 
 
 def prices() -> str:
@@ -50,7 +50,7 @@ def draws() -> str:
 
 def plans() -> list[str]:
     layers, where = workloads.layers(12), workloads.cluster(2, 2, "1gbit")
-    return [choose_plan(layers, workloads.COSTS, where, mode).digest for mode in Mode]
+    return [choose(layers, workloads.COSTS, where, mode).plan.digest for mode in Mode]
 
 
 def step() -> str:

@@ -24,7 +24,7 @@ from fxcomp.graph.edit import clone
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.modes import Mode
-from fxcomp.search.choose import choose_plan
+from fxcomp.search.choose import choose
 from fxcomp.search.plan_tasks import plan_tasks
 
 PAGE = Path(__file__).parent.parent / "docs" / "how_it_works.md"
@@ -57,7 +57,7 @@ def listings() -> dict[str, str]:
     captured = capture(training, batch)
 
     workload = Compiler(CLUSTER).analyze(captured.graph, COSTS)
-    plan = choose_plan(workload, COSTS, CLUSTER, Mode.BALANCED)
+    plan = choose(workload, COSTS, CLUSTER, Mode.BALANCED).plan
     assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int4")]
     program = Compiler(CLUSTER).emit(captured, plan, COSTS)
     history = program.replay()

@@ -9,16 +9,15 @@ A tree: ranks are its leaves, and every unit (host, rack, what lies above) share
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from fxcomp.cluster.limits import MOST_RANKS, check_ranks, parse_digits, shortened
+from fxcomp.cluster.limits import MOST_RANKS, check_ranks, shortened
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.shape import join_units, parse_shape, shape_text
+from fxcomp.cluster.shape import join_units, parse_clauses, parse_shape, shape_text
 from fxcomp.cluster.topology import GroupTopology, Tree
 from fxcomp.errors import BadCluster
 
@@ -246,20 +245,7 @@ class Cluster:
         Links may follow, as `str(cluster)` writes them: `8x4, inter 25gbit@8us, intra 100gbit`. Then also
         `rack 50gbit` for the racks' uplinks, and `placed 0 1 1 0` for the host of each rank.
         """
-        shape, *clauses = (part.strip() for part in text.split(","))
-        links: dict[str, Link] = {}
-        placement: tuple[int, ...] = ()
-        for clause in clauses:
-            name, _, rest = clause.partition(" ")
-            if name in ("inter", "intra", "rack"):
-                links[name] = Link.parse(rest)
-            elif name == "placed" and re.fullmatch(r"[\d ]+", rest):
-                placement = tuple(map(parse_digits, rest.split()))
-            else:
-                raise BadCluster(
-                    f"cannot read {clause!r} in the cluster {text!r}: behind the hosts write inter, intra or rack with"
-                    " a link, or placed with the host of each rank, like: 2x2, inter 25gbit, placed 0 1 1 0"
-                )
+        shape, links, placement = parse_clauses(text)
         intra, inter = links.get("intra", intra), links.get("inter", inter)
         if intra is None or inter is None:
             missing = "inter" if inter is None else "intra"

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from fxcomp.cluster.limits import check_ranks, parse_digits, shortened
+from fxcomp.cluster.link import Link
 from fxcomp.errors import BadCluster
 
 
@@ -56,3 +57,22 @@ def parse_shape(text: str) -> tuple[int, list[int]]:
         check_ranks(sum(sizes) + count * size)
         sizes += [size] * count
     return 1, sizes
+
+
+def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
+    """Read a cluster's text as its shape, its links by name, and the host of each rank if given. Raises BadCluster."""
+    shape, *clauses = (part.strip() for part in text.split(","))
+    links: dict[str, Link] = {}
+    placement: tuple[int, ...] = ()
+    for clause in clauses:
+        name, _, rest = clause.partition(" ")
+        if name in ("inter", "intra", "rack"):
+            links[name] = Link.parse(rest)
+        elif name == "placed" and re.fullmatch(r"[\d ]+", rest):
+            placement = tuple(map(parse_digits, rest.split()))
+        else:
+            raise BadCluster(
+                f"cannot read {clause!r} in the cluster {text!r}: behind the hosts write inter, intra or rack with"
+                " a link, or placed with the host of each rank, like: 2x2, inter 25gbit, placed 0 1 1 0"
+            )
+    return shape, links, placement

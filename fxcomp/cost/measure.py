@@ -16,7 +16,7 @@ from fxcomp.cost.compressor_keys import compressor_key
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, format_bytes
 from fxcomp.cost.roofline import Roofline
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
 from fxcomp.plan.strategy import Device
 
 TimeCollective = Callable[[CollectiveKind, Level, int], float]
@@ -29,11 +29,6 @@ MOST_RECEIVED = 256 << 20
 GROWTH = 4
 REPEATS = 3
 RANKS = 2  # whose payloads a compressor is timed with
-
-IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
-"""What most plans are made of."""
-
-_RECEIVES_ALL = (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
 
 
 # Collectives
@@ -59,15 +54,15 @@ def measure_collectives(
     pairs = [(kind, level) for level in _levels(cluster) for kind in kinds]
     fits: dict[tuple[CollectiveKind, str], MeasuredCollective] = {}
     for k, (kind, level) in enumerate(pairs):
-        reach = cluster.topology_at(level)
-        if reach.ranks == 1 or (kind, reach.text) in fits:
+        group = cluster.topology_at(level)
+        if group.ranks == 1 or (kind, group.text) in fits:
             continue
-        tell(f"measuring {kind.value} among {reach.ranks} ranks ({reach.text})")
-        received = reach.ranks if kind in _RECEIVES_ALL else 1
+        tell(f"measuring {kind.value} among {group.ranks} ranks ({group.text})")
+        received = group.ranks if kind.gathers else 1
         sizes = _rounds(min(largest, MOST_RECEIVED // received), rounds)
         samples, spent = _sample(partial(time_collective, kind, level), sizes, budget_s / (len(pairs) - k))
         budget_s -= spent
-        fits[kind, reach.text] = fitted_collective(reach.ranks, samples)
+        fits[kind, group.text] = fitted_collective(group.ranks, samples)
     return fits
 
 

@@ -261,25 +261,6 @@ class CostTable:
         except BadOption as error:
             raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
-    def sharing(self) -> list[tuple[str, str]]:
-        """Write how compute and communication slow each other, as (name, text)."""
-        told = [
-            (
-                "transport",
-                f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB; beside compute"
-                f" {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us",
-            )
-            for kind, taken in self.transport.items()
-        ]
-        if not math.isinf(self.processors.count):
-            shared = self.processors
-            told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
-        told += [
-            ("contention", f"{kind.value}: {found.load:.3g} times that load, {found.speed:.3g} times that speed")
-            for kind, found in self.contention.items()
-        ]
-        return told
-
     # Lookup
 
     def _measured(

@@ -116,16 +116,11 @@ def _overlap_speed(task: Task, processors: Processors) -> float:
 
 def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], list[float]]:
     """Compute when each task starts and ends."""
-    queues = [[k for k, task in enumerate(tasks) if task.stream is stream] for stream in Stream]
-    number = {task.name: k for k, task in enumerate(tasks)}
-    after = [[number[name] for name in task.after] for task in tasks]
-    done = [False] * len(tasks)
-    starts, ends = [0.0] * len(tasks), [math.inf] * len(tasks)
+    state = _State(tasks)
     rates = [1.0] * len(tasks)
-    heads, running = [0] * len(queues), [-1] * len(queues)
-    clock = 0.0
+    ends, running = state.ends, state.running
     while True:
-        _start_what_may(tasks, queues, after, heads, running, done, starts, ends, clock)
+        state.start_what_may()
         now = [k for k in running if k >= 0]
         if not now:
             break
@@ -134,45 +129,51 @@ def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], li
         shares = _shares([_demand(tasks[k], processors) for k in now], limits, processors.count)
         for k, rate in zip(now, shares, strict=True):
             if math.isinf(ends[k]):
-                ends[k] = clock + tasks[k].duration_us / rate
+                ends[k] = state.clock + tasks[k].duration_us / rate
             elif rate != rates[k]:
-                ends[k] = clock + (ends[k] - clock) * rates[k] / rate
+                ends[k] = state.clock + (ends[k] - state.clock) * rates[k] / rate
             rates[k] = rate
-        clock = min(ends[k] for k in now)
-        for place, k in enumerate(running):
-            if k >= 0 and ends[k] <= clock:
-                done[k], running[place] = True, -1
-    assert all(done), "tasks wait for each other"
-    return starts, ends
+        state.end_at(min(ends[k] for k in now))
+    assert all(state.done), "tasks wait for each other"
+    return state.starts, ends
 
 
-def _start_what_may(
-    tasks: Sequence[Task],
-    queues: Sequence[Sequence[int]],
-    after: Sequence[Sequence[int]],
-    heads: list[int],
-    running: list[int],
-    done: list[bool],
-    starts: list[float],
-    ends: list[float],
-    clock: float,
-) -> None:
-    """Start the head of every idle stream whose predecessors are done; what takes no time is done at once."""
-    moved = True
-    while moved:
-        moved = False
-        for place, queue in enumerate(queues):
-            while running[place] < 0 and heads[place] < len(queue):
-                k = queue[heads[place]]
-                if not all(done[j] for j in after[k]):
-                    break
-                heads[place] += 1
-                starts[k] = clock
-                moved = True
-                if tasks[k].duration_us > 0:
-                    running[place] = k
-                else:
-                    ends[k], done[k] = clock, True
+class _State:
+    """The tasks that run and that have run, by number, and the clock."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        number = {task.name: k for k, task in enumerate(tasks)}
+        self.tasks = tasks
+        self.after = [[number[name] for name in task.after] for task in tasks]
+        self.queues = [[k for k, task in enumerate(tasks) if task.stream is stream] for stream in Stream]
+        self.heads, self.running = [0] * len(self.queues), [-1] * len(self.queues)
+        self.starts, self.ends, self.done = [0.0] * len(tasks), [math.inf] * len(tasks), [False] * len(tasks)
+        self.clock = 0.0
+
+    def start_what_may(self) -> None:
+        """Start the head of every idle stream whose predecessors are done; what takes no time is done at once."""
+        moved = True
+        while moved:
+            moved = False
+            for place, queue in enumerate(self.queues):
+                while self.running[place] < 0 and self.heads[place] < len(queue):
+                    k = queue[self.heads[place]]
+                    if not all(self.done[j] for j in self.after[k]):
+                        break
+                    self.heads[place] += 1
+                    self.starts[k] = self.clock
+                    moved = True
+                    if self.tasks[k].duration_us > 0:
+                        self.running[place] = k
+                    else:
+                        self.ends[k], self.done[k] = self.clock, True
+
+    def end_at(self, clock: float) -> None:
+        """Advance the clock, and end what is over by then."""
+        self.clock = clock
+        for place, k in enumerate(self.running):
+            if k >= 0 and self.ends[k] <= clock:
+                self.done[k], self.running[place] = True, -1
 
 
 LEAST = 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from fxcomp.cost.measured import CompressorCost, format_bytes
@@ -65,4 +66,24 @@ def _machine(costs: CostTable) -> Pairs:
     if costs.copy_gb_per_s is not None:
         rows.append(("host to device", f"{costs.copy_gb_per_s:.4g} GB/s"))
     rows.append(("starting", f"{costs.launch_us:.3g} us for a collective"))
-    return Pairs([*rows, *costs.sharing()])
+    return Pairs([*rows, *_sharing(costs)])
+
+
+def _sharing(costs: CostTable) -> list[tuple[str, str]]:
+    """Write how compute and communication slow each other, as (name, text)."""
+    told = [
+        (
+            "transport",
+            f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB; beside compute"
+            f" {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us",
+        )
+        for kind, taken in costs.transport.items()
+    ]
+    if not math.isinf(costs.processors.count):
+        shared = costs.processors
+        told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
+    told += [
+        ("contention", f"{kind.value}: {found.load:.3g} times that load, {found.speed:.3g} times that speed")
+        for kind, found in costs.contention.items()
+    ]
+    return told

@@ -124,14 +124,7 @@ class Candidates:
             members = [self.workload.gradients[k] for k in self._positions(part)]
             # Named by the last gradient and not by the place in the plan, which other buckets' changes move.
             tasks = self.priced[part] = price_bucket(
-                self.last(part),
-                [gradient.shape for gradient in members],
-                self.strategy(part),
-                sum(gradient.update_us for gradient in members),
-                self.costs,
-                self.cluster,
-                commits=self.workload.commits,
-                velocity=self.workload.keeps_velocity,
+                self.last(part), members, self.strategy(part), self.workload, self.costs, self.cluster
             )
         return tasks
 

@@ -47,7 +47,6 @@ class Choice:
     """The prediction's own relative error, which a gain must exceed."""
     alternatives: tuple[tuple[Alternative, ...], ...]
     """For each bucket of the plan, the other strategies."""
-    evaluations: int
 
     @property
     def gain(self) -> float:
@@ -73,11 +72,6 @@ class Choice:
         return "\n".join([*lines, self.reason, str(self.plan)])
 
 
-def choose_plan(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode) -> Plan:
-    """Choose the plan with the shortest predicted step; dense unless the gain exceeds the prediction's error."""
-    return choose(workload, costs, cluster, mode).plan
-
-
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> Choice:
     """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts."""
     plans = Candidates(workload, costs, cluster, mode, bursts=bursts)
@@ -98,7 +92,6 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
         free_us=workload.free_us,
         error=error,
         alternatives=_alternatives(plans, parts),
-        evaluations=len(plans.known),
     )
 
 

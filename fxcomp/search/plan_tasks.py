@@ -22,7 +22,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan, launch_order
 from fxcomp.plan.strategy import Collective, Compress, Decompress, Device, Propose, Step, Strategy
 from fxcomp.plan.streams import Stream
-from fxcomp.search.workload import Workload
+from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
 BROADCAST = "broadcast buffers"
@@ -32,7 +32,7 @@ _ROUNDING_US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BucketTasks:
-    """All that one bucket adds to a step: tasks behind each launch, those behind the last collective, the update."""
+    """The tasks of one bucket: those of each launch, those after the last collective, the update."""
 
     stages: tuple[tuple[Task, ...], ...]
     final: tuple[Task, ...]
@@ -121,59 +121,45 @@ def _behind(task: Task, before: Task) -> Task:
 
 
 def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
-    """Price bucket k of a plan. What comes out depends on nothing else in the plan."""
-    names, shapes = set(bucket.names), workload.shapes
-    update_us = sum(gradient.update_us for gradient in workload.gradients if gradient.name in names)
-    return price_bucket(
-        k,
-        [shapes[name] for name in bucket.names],
-        bucket.strategy,
-        update_us,
-        costs,
-        cluster,
-        commits=workload.commits,
-        velocity=workload.keeps_velocity,
-    )
+    """Price bucket k of a plan. The result depends on nothing else in the plan."""
+    by_name = {gradient.name: gradient for gradient in workload.gradients}
+    return price_bucket(k, [by_name[name] for name in bucket.names], bucket.strategy, workload, costs, cluster)
 
 
 def price_bucket(
     k: int,
-    shapes: Sequence[Sequence[int]],
+    gradients: Sequence[Gradient],
     strategy: Strategy,
-    update_us: float,
+    workload: Workload,
     costs: CostTable,
     cluster: Cluster,
-    *,
-    commits: bool,
-    velocity: bool,
 ) -> BucketTasks:
-    """Make a bucket's tasks for a search, which numbers its gradients. `velocity`: momentum is corrected."""
+    """Make the tasks of a bucket of these gradients, numbered k."""
+    update_us = sum(gradient.update_us for gradient in gradients)
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    writer = _Writer(k, shapes, strategy, costs, cluster, commits=commits, velocity=velocity)
+    writer = _Writer(k, [gradient.shape for gradient in gradients], strategy, workload, costs, cluster)
     stages = tuple(writer.stage(number) for number in range(len(writer.stages) - 1))
     final = writer.final()
     return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
 
 
 class _Writer:
-    """Writes one bucket's tasks from its first step to its last; remembers what the tensor is at each point."""
+    """Writes one bucket's tasks from its first step to its last, and tracks the tensor's state between them."""
 
     def __init__(
         self,
         k: int,
         shapes: Sequence[Sequence[int]],
         strategy: Strategy,
+        workload: Workload,
         costs: CostTable,
         cluster: Cluster,
-        *,
-        commits: bool,
-        velocity: bool,
     ) -> None:
-        self.commits = commits
+        self.commits = workload.commits
         self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
         self.bound = strategy.bound(shapes, cluster)
-        self.velocity, self.accumulated = velocity, False
+        self.velocity, self.accumulated = workload.keeps_velocity, False
         self.stages = strategy.stages
         self.segments = tuple(map(math.prod, shapes))
         self.proposal_bytes: int | None = None  # None but for what the ranks are agreeing on
@@ -287,7 +273,7 @@ class _Writer:
         return [task, self._task("h2d", Stream.H2D, copy_us)] if copy_us else [task]
 
     def _collective(self, step: Collective) -> list[Task]:
-        """Price a collective over what is there now, with what it takes from compute; note what is there then."""
+        """Price a collective over the tensor as it is now, and note what it is then."""
         if self.proposal_bytes is not None:
             size, self.proposal_bytes = self.proposal_bytes, None
             return self._sent(AGREE, step, size)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fxcomp import __main__ as command
 from fxcomp.cluster.cluster import Cluster, Tier
 from fxcomp.cluster.cluster_file import load_cluster, parse_ratio
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.link_presets import LINK_PRESETS
+from fxcomp.commands.job_options import add_job_options, chosen_cluster
 from fxcomp.errors import BadCluster, BadOption
 
 ROOT = Path(__file__).parents[2]
@@ -142,8 +142,8 @@ def test_what_is_no_ratio_is_refused(text: str):
 
 def asked(*words: str) -> tuple[Cluster, tuple[str, ...]]:
     parser = argparse.ArgumentParser()
-    command._add_job(parser)
-    return command._cluster(parser.parse_args(["job.py", *words]))
+    add_job_options(parser)
+    return chosen_cluster(parser.parse_args(["job.py", *words]))
 
 
 def test_the_command_line_says_all_that_a_cluster_can_be():

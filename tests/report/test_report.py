@@ -120,7 +120,6 @@ def by_hand(**changes: object) -> Explanation:
             (Alternative(int8, math.inf),),
             (Alternative(DENSE, 31_000.0), Alternative(int8, math.inf)),
         ),
-        evaluations=9,
     )
     where = cluster("1gbit", 4, 2)
     explained = Explanation(

@@ -14,7 +14,7 @@ from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
-from fxcomp.search.choose import choose, choose_plan, flip_gbit, predict_us, uniform
+from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
 from fxcomp.search.workload import Gradient, Workload
 
 
@@ -66,20 +66,20 @@ def test_a_choice_with_levels_is_within_two_percent_of_brute_force():
 
 def test_a_fast_network_stays_dense_and_a_slow_one_takes_int4():
     workload = layers(20)
-    assert choose_plan(workload, COSTS, cluster(2, 1, "400gbit"), Mode.BALANCED).is_dense
-    slow = choose_plan(workload, COSTS, cluster(2, 1, "100mbit"), Mode.BALANCED)
+    assert choose(workload, COSTS, cluster(2, 1, "400gbit"), Mode.BALANCED).plan.is_dense
+    slow = choose(workload, COSTS, cluster(2, 1, "100mbit"), Mode.BALANCED).plan
     sizes = {bucket.strategy.compressor.name: bucket.elements for bucket in slow.buckets if bucket.strategy.compressor}
     assert sizes["int4"] > 1_000_000
 
 
 def test_lossless_is_always_dense():
-    assert choose_plan(layers(20), COSTS, cluster(2, 2, "10mbit"), Mode.LOSSLESS).is_dense
+    assert choose(layers(20), COSTS, cluster(2, 2, "10mbit"), Mode.LOSSLESS).plan.is_dense
 
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_plan_names_every_gradient_once_in_ready_order_and_mixes_no_vectors(mode: Mode):
     workload, where = layers(20), cluster(2, 2, "1gbit")
-    plan = choose_plan(workload, COSTS, where, mode)
+    plan = choose(workload, COSTS, where, mode).plan
     position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
     vectors = {gradient.name for gradient in workload.gradients if gradient.is_vector}
     assert sorted(plan.names) == sorted(position)
@@ -95,7 +95,7 @@ def test_a_plan_names_every_gradient_once_in_ready_order_and_mixes_no_vectors(mo
 def test_a_gradient_that_has_the_time_to_travel_loses_nothing():
     gradients = (Gradient("early", (1000, 1000), 100.0, 1.0), Gradient("late", (2000, 1000), 100_000.0, 1.0))
     workload = Workload(gradients, 100_000.0)
-    plan = choose_plan(workload, replace(COSTS, error=0.0, launch_us=0.0), cluster(2, 1, "1gbit"), Mode.BALANCED)
+    plan = choose(workload, replace(COSTS, error=0.0, launch_us=0.0), cluster(2, 1, "1gbit"), Mode.BALANCED).plan
     assert not plan.is_dense
     assert plan.buckets[0] == Bucket(("early",), (1_000_000,), DENSE)  # has all of backward to travel
 
@@ -156,8 +156,8 @@ def test_the_verdict_flips_at_a_bandwidth():
     flip = flip_gbit(workload, COSTS, where, Mode.BALANCED)
     assert flip is not None
     faster, slower = (cluster(2, 1, f"{flip * factor}gbit") for factor in (1.05, 1 / 1.05))
-    assert choose_plan(workload, COSTS, faster, Mode.BALANCED).is_dense
-    assert not choose_plan(workload, COSTS, slower, Mode.BALANCED).is_dense
+    assert choose(workload, COSTS, faster, Mode.BALANCED).plan.is_dense
+    assert not choose(workload, COSTS, slower, Mode.BALANCED).plan.is_dense
     assert flip_gbit(workload, COSTS, where, Mode.LOSSLESS) is None
 
 
