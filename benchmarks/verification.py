@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 import fxcomp
 from fxcomp.commands.demo.gpt import gpt_job
 from fxcomp.plan.verified_steps import VerifiedSteps
-from fxcomp.step.verify.room import needed_bytes
+from fxcomp.step.verify.verifier import needed_bytes
 
 JOB_STEPS = 2000
 WARM = 2

@@ -81,20 +81,21 @@ class CompiledStep:
         return result
 
     def _run(self, program: Program, leaves: Sequence[Any], observer: Watch | Verification | None) -> Any:
+        inputs, state, runtime = self.in_force.inputs, self.in_force.state, self.in_force.runtime
         if self._options.feedback.scale_with_lr:
-            self.in_force.state.scale_to_rates(self.in_force.inputs.rates(), self.in_force.inputs.names_by_group())
-        arguments = self.in_force.inputs.of(program, leaves, self.in_force.state)
+            state.scale_to_rates(inputs.rates(), inputs.names_by_group())
+        arguments = inputs.of(program, leaves, state)
         self._lockstep.has_begun = True
         if observer is None:
-            loss, aux = program.module.step(self.in_force.runtime, *arguments)
+            loss, aux = program.run(runtime, arguments)
         elif isinstance(observer, Verification):
             loss, aux = observer.run(arguments)
         else:
-            loss, aux = observer.run(self.steps, program, self.in_force.runtime, arguments)
-        self.in_force.runtime.finish()
-        if not self.in_force.runtime.counters.skipped:
-            self.in_force.inputs.has_stepped()
-            self.in_force.state.settle()
+            loss, aux = observer.run(self.steps, program, runtime, arguments)
+        runtime.finish()
+        if not runtime.counters.skipped:
+            inputs.has_stepped()
+            state.settle()
         captured = program.captured
         if captured.has_aux:
             assert captured.aux_spec is not None, "a step with aux knows its structure"

@@ -11,6 +11,7 @@ from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.check_feedback import check_momentum
 from fxcomp.plan.error_feedback import Stage
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.runtime import Runtime
@@ -145,6 +146,7 @@ class PlanInForce:
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
         """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
+        check_momentum(self._compiler.feedback, self.inputs.training.optimizer)  # its options may have changed
         self.inputs.expect_other_state()
         with torch.inference_mode(False):
             captured = self._capture.again(batch, varying)

@@ -269,7 +269,7 @@ def left_out(names: list[str | None], device: Device) -> dict[str, Any]:
             unchanged = all(map(torch.equal, before, after))
         for each in (step, clean):
             each((inputs, target))
-    assert clean.velocities is not None
+    assert clean.in_force.state.velocities is not None
     return {
         "unchanged": unchanged,
         "skipped": (step.skipped_steps, clean.skipped_steps),
