@@ -40,7 +40,7 @@ def tolerance_of(program: Program) -> float:
 
 def first_difference(ours: World, theirs: World, results: tuple[Any, Any], batches: tuple[Any, Any]) -> str:
     """The first thing in which the worlds differ, in words; empty where they are the same."""
-    tolerance = tolerance_of(ours.in_force.program)
+    tolerance = tolerance_of(ours.program)
     if leaked := next(_fakes(ours.model), ""):
         return f"a fake tensor stays in {leaked}"
     return (
