@@ -1,18 +1,5 @@
 """The graph's own operators: what the collectives need around them, functional and visible as nodes.
 
-    fxcomp::pack(Tensor[] gradients, float scale) -> Tensor      one flat bucket, scaled; buffers of many types as bytes
-    fxcomp::shard(Tensor bucket, int ranks) -> Tensor            pads a bucket so that it splits evenly
-    fxcomp::d2h(Tensor value) -> Tensor                          to the host, for a compressor that runs there
-    fxcomp::h2d(Tensor value) -> Tensor                          back
-    fxcomp::save(Tensor value) -> Tensor                         a copy of what will be overwritten
-    fxcomp::all_finite(Tensor[] values) -> Tensor                whether parameters may change
-    fxcomp::roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor    the residual before it was replaced
-    fxcomp::keep(Tensor state, Tensor value) -> Tensor           the next state: the value where it is finite
-    fxcomp::accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor    momentum · velocity + bucket
-    fxcomp::mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor        the next one: 0 where it was sent
-    fxcomp::exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, int[] numbers) -> Tensor[]
-                                                                 a collective that the loss function asks for
-
 They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
 """
 
@@ -38,31 +25,31 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
     torch.library.register_fake(f"fxcomp::{name}", fake, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]  # untyped
 
 
+def _like_first(value: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(value)
+
+
 def _pack(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    flat = torch.empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients), device=gradients[0].device)
+    flat = _pack_fake(gradients)
     for slot, gradient in zip(slots(flat, gradients), gradients, strict=True):
         slot.copy_(gradient)
     return flat if scale == 1.0 else flat * scale
 
 
-def _pack_fake(gradients: Sequence[Tensor], scale: float) -> Tensor:  # noqa: ARG001
+def _pack_fake(gradients: Sequence[Tensor], *_: Any) -> Tensor:
     return gradients[0].new_empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients))
 
 
-def _shard(bucket: Tensor, ranks: int) -> Tensor:
+def _pad(bucket: Tensor, ranks: int) -> Tensor:
     return torch.nn.functional.pad(bucket, (0, -bucket.numel() % ranks)).clone()
 
 
-def _shard_fake(bucket: Tensor, ranks: int) -> Tensor:
+def _pad_fake(bucket: Tensor, ranks: int) -> Tensor:
     return bucket.new_empty(bucket.numel() + -bucket.numel() % ranks)
 
 
-def _same(value: Tensor) -> Tensor:
+def _copy(value: Tensor) -> Tensor:
     return value.clone()
-
-
-def _same_fake(value: Tensor) -> Tensor:
-    return torch.empty_like(value)
 
 
 def _all_finite(values: Sequence[Tensor]) -> Tensor:
@@ -78,48 +65,42 @@ def _roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> Tensor:
     return torch.where(before.isfinite(), before, residual)
 
 
-def _roll_back_fake(residual: Tensor, own: Tensor, bucket: Tensor) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(residual)
-
-
 def _keep(state: Tensor, value: Tensor) -> Tensor:
     return torch.where(value.isfinite(), value.to(state.dtype), state)
-
-
-def _keep_fake(state: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(state)
 
 
 def _accumulate(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:
     return velocity * momentum + bucket
 
 
-def _accumulate_fake(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(bucket)
-
-
 def _mask_velocity(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:
     return torch.where(new.isfinite(), torch.where(residual == 0, 0.0, new), old)
-
-
-def _mask_velocity_fake(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(old)
 
 
 def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], *_: Any) -> list[Tensor]:
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in filled(kind, sent, received)]
 
 
+# One flat bucket, scaled; buffers of many types as bytes.
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
-_define("pad(Tensor bucket, int ranks) -> Tensor", _shard, _shard_fake)
-_define("d2h(Tensor value) -> Tensor", _same, _same_fake)
-_define("h2d(Tensor value) -> Tensor", _same, _same_fake)
-_define("save(Tensor value) -> Tensor", _same, _same_fake)
+# A bucket that splits evenly, zeros at its end.
+_define("pad(Tensor bucket, int ranks) -> Tensor", _pad, _pad_fake)
+# To the host, for a compressor that runs there, and back.
+_define("d2h(Tensor value) -> Tensor", _copy, _like_first)
+_define("h2d(Tensor value) -> Tensor", _copy, _like_first)
+# A copy of what will be overwritten.
+_define("save(Tensor value) -> Tensor", _copy, _like_first)
+# Whether parameters may change.
 _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
-_define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _roll_back_fake)
-_define("keep(Tensor state, Tensor value) -> Tensor", _keep, _keep_fake)
-_define("accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor", _accumulate, _accumulate_fake)
-_define("mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor", _mask_velocity, _mask_velocity_fake)
+# The residual before it was replaced.
+_define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _like_first)
+# The next state: the value where it is finite.
+_define("keep(Tensor state, Tensor value) -> Tensor", _keep, _like_first)
+# momentum · velocity + bucket.
+_define("accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor", _accumulate, _like_first)
+# The next velocity: 0 where the value was sent.
+_define("mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor", _mask_velocity, _like_first)
+# A collective that the loss function asks for.
 _define(
     "exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, SymInt[] numbers) -> Tensor[]",
     exchange,

@@ -231,7 +231,6 @@ _BOUND_BY_MEMORY = frozenset(
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _ATTENTION_BACKWARD = f"{_ATTENTION}_backward"
-_ALL_OF_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 
 
 def _is_torchs(target: Any) -> bool:

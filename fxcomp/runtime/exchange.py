@@ -6,7 +6,7 @@ code would have filled; `received` says their shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -58,84 +58,49 @@ def exchange(
         out = [value.clone() if value is given else value for value, given in zip(shaped, sent, strict=True)]
     else:
         out = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in received]
-    _RUN[chosen](out, shaped, handle, how, numbers)
+    _run(chosen, out, shaped, handle, how, numbers)
     return out
 
 
 _dist: Any = dist  # half of its arguments have no types
 
-Run = Callable[[list[Tensor], list[Tensor], Any, str, Sequence[int]], object]
 
-
-def _all_reduce(out: list[Tensor], _: list[Tensor], group: Any, how: str, __: Sequence[int]) -> None:
-    for value in out:
-        _dist.all_reduce(value, _operation(how), group)
-
-
-def _broadcast(out: list[Tensor], _: list[Tensor], group: Any, __: str, numbers: Sequence[int]) -> None:
-    for value in out:
-        _dist.broadcast(value, _root(group, numbers), group)
-
-
-def _reduce(out: list[Tensor], _: list[Tensor], group: Any, how: str, numbers: Sequence[int]) -> None:
-    for value in out:
-        _dist.reduce(value, _root(group, numbers), _operation(how), group)
-
-
-def _all_gather(out: list[Tensor], sent: list[Tensor], group: Any, _: str, __: Sequence[int]) -> None:
-    _dist.all_gather(out, sent[0], group)
-
-
-def _all_gather_single(out: list[Tensor], sent: list[Tensor], group: Any, _: str, __: Sequence[int]) -> None:
-    for whole, part in zip(out, sent, strict=True):
-        compat.all_gather(whole, part, group=group)
-
-
-def _reduce_scatter(out: list[Tensor], sent: list[Tensor], group: Any, how: str, _: Sequence[int]) -> None:
-    _dist.reduce_scatter(out[0], sent, _operation(how), group)
-
-
-def _reduce_scatter_single(out: list[Tensor], sent: list[Tensor], group: Any, how: str, _: Sequence[int]) -> None:
-    for part, whole in zip(out, sent, strict=True):
-        compat.reduce_scatter(part, whole, _operation(how), group=group)
-
-
-def _gather(out: list[Tensor], sent: list[Tensor], group: Any, _: str, numbers: Sequence[int]) -> None:
-    _dist.gather(sent[0], out or None, _root(group, numbers), group)  # the root alone has a list
-
-
-def _scatter(out: list[Tensor], sent: list[Tensor], group: Any, _: str, numbers: Sequence[int]) -> None:
-    _dist.scatter(out[0], sent or None, _root(group, numbers), group)
-
-
-def _all_to_all(out: list[Tensor], sent: list[Tensor], group: Any, _: str, __: Sequence[int]) -> None:
-    _dist.all_to_all(out, sent, group)
-
-
-def _all_to_all_single(out: list[Tensor], sent: list[Tensor], group: Any, _: str, numbers: Sequence[int]) -> None:
-    half = len(numbers) // 2
-    coming, going = list(numbers[:half]), list(numbers[half:])
-    _dist.all_to_all_single(out[0], sent[0], coming or None, going or None, group)
-
-
-def _barrier(out: list[Tensor], sent: list[Tensor], group: Any, _: str, __: Sequence[int]) -> None:  # noqa: ARG001
-    _dist.barrier(group)
-
-
-_RUN: Mapping[ExchangeKind, Run] = {
-    ExchangeKind.ALL_REDUCE: _all_reduce,
-    ExchangeKind.BROADCAST: _broadcast,
-    ExchangeKind.REDUCE: _reduce,
-    ExchangeKind.ALL_GATHER: _all_gather,
-    ExchangeKind.ALL_GATHER_SINGLE: _all_gather_single,
-    ExchangeKind.REDUCE_SCATTER: _reduce_scatter,
-    ExchangeKind.REDUCE_SCATTER_SINGLE: _reduce_scatter_single,
-    ExchangeKind.GATHER: _gather,
-    ExchangeKind.SCATTER: _scatter,
-    ExchangeKind.ALL_TO_ALL: _all_to_all,
-    ExchangeKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
-    ExchangeKind.BARRIER: _barrier,
-}
+def _run(
+    kind: ExchangeKind, out: list[Tensor], sent: list[Tensor], group: Any, how: str, numbers: Sequence[int]
+) -> None:
+    """Run the collective; `out` holds what is overwritten, or what is received."""
+    match kind:
+        case ExchangeKind.ALL_REDUCE:
+            for value in out:
+                _dist.all_reduce(value, _operation(how), group)
+        case ExchangeKind.BROADCAST:
+            for value in out:
+                _dist.broadcast(value, _root(group, numbers), group)
+        case ExchangeKind.REDUCE:
+            for value in out:
+                _dist.reduce(value, _root(group, numbers), _operation(how), group)
+        case ExchangeKind.ALL_GATHER:
+            _dist.all_gather(out, sent[0], group)
+        case ExchangeKind.ALL_GATHER_SINGLE:
+            for whole, part in zip(out, sent, strict=True):
+                compat.all_gather(whole, part, group=group)
+        case ExchangeKind.REDUCE_SCATTER:
+            _dist.reduce_scatter(out[0], sent, _operation(how), group)
+        case ExchangeKind.REDUCE_SCATTER_SINGLE:
+            for part, whole in zip(out, sent, strict=True):
+                compat.reduce_scatter(part, whole, _operation(how), group=group)
+        case ExchangeKind.GATHER:
+            _dist.gather(sent[0], out or None, _root(group, numbers), group)  # the root alone has a list
+        case ExchangeKind.SCATTER:
+            _dist.scatter(out[0], sent or None, _root(group, numbers), group)
+        case ExchangeKind.ALL_TO_ALL:
+            _dist.all_to_all(out, sent, group)
+        case ExchangeKind.ALL_TO_ALL_SINGLE:
+            half = len(numbers) // 2
+            coming, going = list(numbers[:half]), list(numbers[half:])
+            _dist.all_to_all_single(out[0], sent[0], coming or None, going or None, group)
+        case ExchangeKind.BARRIER:
+            _dist.barrier(group)
 
 
 def _group(name: str) -> Any:
