@@ -1,14 +1,31 @@
 """Every compressor passes every check of fxcomp.testing, and known sizes are what they are."""
 
+from typing import Any
+
 import pytest
 from compressor_cases import COMPRESSORS
 
 from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, kernels
 from fxcomp.testing import CHECKS
 
+FIRST_OF_CLASS = {type(compressor): compressor for compressor in COMPRESSORS[::-1]}
+"""With other parameters, the same code runs on large tensors."""
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            compressor,
+            check,
+            id=f"{compressor}-{check}",
+            marks=[pytest.mark.slow] if "million" in check and compressor != FIRST_OF_CLASS[type(compressor)] else [],
+        )
+        for compressor in COMPRESSORS
+        for check in CHECKS
+    ]
+
+
+@pytest.mark.parametrize(("compressor", "check"), cases())
 def test_conforms(compressor: Compressor, check: str) -> None:
     if check.startswith("kernels") and not kernels.available():
         pytest.skip("no kernels are built")

@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fxcomp import compat
+
 
 def replica_fingerprint(model: nn.Module) -> str:
     """Digest the bits of all parameters and floating-point buffers."""
@@ -24,7 +26,7 @@ def flat_parameters(model: nn.Module) -> Tensor:
 
 def everyone(topic: str, value: Any) -> list[Any]:
     """Return every rank's value, whatever has become of process groups."""
-    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    store, ranks = compat.default_store(), range(dist.get_world_size())
     store.set(f"test/{topic}/{dist.get_rank()}", json.dumps(value))
     store.wait([f"test/{topic}/{rank}" for rank in ranks], timedelta(seconds=60))
     return [json.loads(store.get(f"test/{topic}/{rank}")) for rank in ranks]
