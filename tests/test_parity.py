@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.capture import whole_step
+from fxcomp.capture import step_capture
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
@@ -180,18 +180,18 @@ class counted_captures:
     """Counts how often a step is captured while it is open."""
 
     def __enter__(self) -> list[str]:
-        self.original = whole_step.capture
+        self.original = step_capture.capture
         captures: list[str] = []
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             captures.append("capture")
             return self.original(*args, **kwargs)
 
-        whole_step.capture = counting
+        step_capture.capture = counting
         return captures
 
     def __exit__(self, *_: object) -> None:
-        whole_step.capture = self.original
+        step_capture.capture = self.original
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
