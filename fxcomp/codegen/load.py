@@ -48,34 +48,43 @@ def compile_regions(module: ModuleType, gm: GraphModule) -> None:
     replace_regions(module, compiled)
 
 
-def replace_regions(module: ModuleType, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put something in place of each region's function: a compiled one, or one that measures."""
+Replacement = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that stands in for the one of that name: a compiled one, or one that measures."""
+
+
+def replace_regions(module: ModuleType, replacement: Replacement) -> None:
+    """Put something in place of each region's function."""
     for name, value in list(module.__dict__.items()):
         if callable(value) and name.startswith(("region_", "update_")):
             module.__dict__[name] = replacement(name, value)
 
 
-def rebound(module: ModuleType, replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """The module's step over other functions in place of its regions; the module's own stays as it is."""
-    other = ModuleType(module.__name__)
-    other.__dict__.update(module.__dict__)
+def rebound(module: ModuleType, replacement: Replacement) -> Any:
+    """Return the module's step over other functions in place of its regions; the module stays as it is."""
+    other = _copy(module)
     replace_regions(other, replacement)
-    return FunctionType(module.step.__code__, other.__dict__, "step")
+    return _step_of(module, other)
 
 
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-
-
-def observed(module: ModuleType, *, rule: Wrap, update: Wrap) -> Any:
-    """The module's step with the optimizer's rules, and the regions that call them, wrapped; its own stay as they are.
+def observed(module: ModuleType, *, rule: Replacement, update: Replacement) -> Any:
+    """Return the module's step with the optimizer's rules and the regions that call them wrapped.
 
     Updates are plain functions: Inductor compiles the other regions alone.
     """
-    other = ModuleType(module.__name__)
-    other.__dict__.update(module.__dict__)
+    other = _copy(module)
     for name, value in module.__dict__.items():
         if name.startswith("optimizer_step_"):
             other.__dict__[name] = rule(name, value)
         elif name.startswith("update_"):
             other.__dict__[name] = update(name, FunctionType(value.__code__, other.__dict__, name))
-    return FunctionType(module.step.__code__, other.__dict__, "step")
+    return _step_of(module, other)
+
+
+def _copy(module: ModuleType) -> ModuleType:
+    other = ModuleType(module.__name__)
+    other.__dict__.update(module.__dict__)
+    return other
+
+
+def _step_of(module: ModuleType, functions: ModuleType) -> Any:
+    return FunctionType(module.step.__code__, functions.__dict__, "step")

@@ -1,0 +1,36 @@
+"""Each kind of line has a method of the runtime, and one place."""
+
+import inspect
+
+import pytest
+from graphs import TWO_BY_TWO, one_bucket
+from stages import priced
+
+from fxcomp.graph.info import info
+from fxcomp.graph.lines import BY_OPERATOR, BY_ROLE, TIMED_METHODS, UNDOING, Line, line_of
+from fxcomp.graph.regions import PLAIN
+from fxcomp.runtime.runtime import Runtime
+
+LINES = list(dict.fromkeys([*BY_OPERATOR.values(), *BY_ROLE.values(), *UNDOING.values()]))
+BY_LEVEL = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.method)
+def test_the_runtime_runs_every_line(line: Line):
+    arguments = list(inspect.signature(getattr(Runtime, line.method)).parameters)
+    assert arguments[0] == "self"
+    assert (arguments[1] == "name") is line.has_buffer
+
+
+def test_a_method_runs_one_kind_of_line():
+    methods = [line.method for line in LINES]
+    assert len(methods) == len(set(methods))
+    assert set(TIMED_METHODS) == set(methods) - {"exchange", "roll_back", "restore"}
+
+
+def test_every_call_that_is_no_region_is_a_line_or_a_part_of_one():
+    graph = priced(one_bucket(BY_LEVEL), TWO_BY_TWO).graph
+    calls = [node for node in graph.nodes if node.op == "call_function" and info(node).role not in PLAIN]
+    without = [node.name for node in calls if line_of(node) is None]
+    assert without
+    assert all(name.startswith(("payload", "left_out")) for name in without)
