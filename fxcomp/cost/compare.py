@@ -81,7 +81,7 @@ def _keys(table: CostTable) -> list[str]:
         *(name for name, is_there in parts.items() if is_there),
         *(f"a roofline for {name}" for name in table.roofline.others),
         *(f"what {kind.value} takes of the processors" for kind in table.transport),
-        *(f"{kind.value}@{reach}" for kind, reach in table.collectives),
+        *(f"{kind.value}@{topology}" for kind, topology in table.collectives),
         *table.compressors,
         *table.compute,
     ]

@@ -145,8 +145,8 @@ def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
     if len(x) <= _parameters(breaks):
         return False
     first = [0, *(int(np.searchsorted(x, new.at, "left")) for new in breaks)]
-    behind = [*(int(np.searchsorted(x, new.at, "right")) for new in breaks), len(x)]
-    return all(end - begin >= FEWEST_POINTS for begin, end in zip(first, behind, strict=True))
+    after = [*(int(np.searchsorted(x, new.at, "right")) for new in breaks), len(x)]
+    return all(end - begin >= FEWEST_POINTS for begin, end in zip(first, after, strict=True))
 
 
 def _parameters(breaks: Sequence[_Break]) -> int:

@@ -166,7 +166,7 @@ def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Te
     def median(run: Callable[[], object]) -> float:
         return median_us(run, on=on, before=other.sum)
 
-    def median_behind_packing(run: Callable[[], object]) -> float:
+    def median_after_packing(run: Callable[[], object]) -> float:
         return median_us(run, on=on, before=lambda: (other.sum(), bucket.copy_(source)))
 
     residual = torch.zeros_like(bucket) if compressor.needs_error_feedback else None
@@ -174,10 +174,10 @@ def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Te
     proposal = torch.zeros(compressor.proposal_elements(segments), dtype=facts.proposal_dtype, device=on)
     propose_us, agreed = 0.0, None
     if facts.agreement is not None:
-        propose_us = median_behind_packing(lambda: compressor.propose(bucket, residual, segments, state, proposal))
+        propose_us = median_after_packing(lambda: compressor.propose(bucket, residual, segments, state, proposal))
         agreed = proposal
     payload = torch.zeros(compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=on)
-    encode_us = median_behind_packing(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed))
+    encode_us = median_after_packing(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed))
     copies, out = 1 if compressor.is_linear else RANKS, torch.zeros_like(bucket)
     payloads, known = payload.repeat(copies), state if facts.decode_needs_state else None
     decode_us = median(lambda: compressor.decode(payloads, copies, segments, out, agreed, known))

@@ -36,7 +36,7 @@ class CostTable:
 
     `compute` is keyed by operation and shapes: `aten.mm f32[512,384] f32[384,384]`.
     `compressors` is keyed by compressor and device as a strategy writes them, and by threads: `int8@gpu`, `int8@cpu*2`.
-    `collectives` holds live measurements, keyed by how the ranks sit (`Cluster.reach`): `all_reduce@4x1`. They win over
+    `collectives` holds live measurements, keyed by topology: `all_reduce@4x1`. They win over
     the cluster's links.
     """
 
@@ -91,9 +91,8 @@ class CostTable:
         taken = self._transport(kind)
         if taken is None:
             return 1.0
-        return min(
-            1.0, self._contention(kind).speed * taken.overlap_speed(self.collective_us(kind, level, size, cluster))
-        )
+        us = self.collective_us(kind, level, size, cluster)
+        return min(1.0, self._contention(kind).speed * taken.overlap_speed(us))
 
     def _contention(self, kind: CollectiveKind) -> Contention:
         return self.contention.get(kind) or self.contention.get(CollectiveKind.ALL_REDUCE, UNCHANGED)
@@ -121,11 +120,11 @@ class CostTable:
 
     def collective_formula(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
         """Write how `collective_us` gets its number: the formula, and the numbers put in."""
-        reach, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
+        group, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
         if measured is not None:
             known, found = measured
             return found.format_us(known, kind, size)
-        return formulas.format_collective_us(kind, size, reach)
+        return formulas.format_collective_us(kind, size, group)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """Time a rank's compression of its own gradient."""
@@ -188,13 +187,11 @@ class CostTable:
         """Time moving `size` bytes between host and device; nothing if they are the same."""
         return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
-    # Variants
-
     def link(self, *, between_hosts: bool) -> Link | None:
         """Return the link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
         shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
-        for (kind, reach), measured in self.collectives.items():
-            match = re.fullmatch(shape, reach)
+        for (kind, topology), measured in self.collectives.items():
+            match = re.fullmatch(shape, topology)
             if kind is CollectiveKind.ALL_REDUCE and match:
                 beside = int(match[1] or 1)  # groups that shared the link while it was measured
                 return Link(measured.alpha_us(kind), beside * measured.gb_per_s(kind))
@@ -224,7 +221,9 @@ class CostTable:
             "estimate": self.estimate,
             "roofline": asdict(self.roofline),
             "compute": {key: asdict(value) for key, value in self.compute.items()},
-            "collectives": {f"{kind.value}@{reach}": v.to_json() for (kind, reach), v in self.collectives.items()},
+            "collectives": {
+                f"{kind.value}@{topology}": v.to_json() for (kind, topology), v in self.collectives.items()
+            },
             "compressors": {key: known.to_json() for key, known in self.compressors.items()},
             "threads": self.threads,
         }
@@ -261,17 +260,15 @@ class CostTable:
         except BadOption as error:
             raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
-    # Lookup
-
     def _measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
     ) -> tuple[CollectiveKind, MeasuredCollective] | None:
         """Find this collective as measured in the same topology, or another one over the same links."""
         if not self.collectives:
             return None
-        reach = cluster.topology_at(level).text
+        topology = cluster.topology_at(level).text
         for known in (kind, CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER):
-            found = self.collectives.get((known, reach))
+            found = self.collectives.get((known, topology))
             if found is not None:
                 return known, found
         return None
@@ -296,10 +293,10 @@ def _kind(value: Any, place: str) -> CollectiveKind:
 
 
 def _collective_key(value: Any, place: str) -> tuple[CollectiveKind, str]:
-    name, _, reach = TEXT(value, place).partition("@")
-    if re.fullmatch(TOPOLOGY_TEXT, reach) is None:
+    name, _, topology = TEXT(value, place).partition("@")
+    if re.fullmatch(TOPOLOGY_TEXT, topology) is None:
         raise wrong(place, "a collective and how its ranks sit, like all_reduce@4x1", value)
-    return _kind(name, place), reach
+    return _kind(name, place), topology
 
 
 def _compressor_key(value: Any, place: str) -> str:

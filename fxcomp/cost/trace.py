@@ -110,9 +110,9 @@ def _collectives(traces: Sequence[RankTrace], notes: list[str]) -> dict[tuple[Co
     for (kind, ranks), pairs in samples.items():
         largest = max(size for size, _ in pairs)
         source = f"{_source(len(traces))}, {len(pairs)} samples up to {format_bytes(largest)}"
-        reach = cluster.topology_of(ranks).text
-        if (kind, reach) not in found or len(pairs) > found[kind, reach].fit.samples:
-            found[kind, reach] = MeasuredCollective(len(ranks), fit(pairs), source)
+        topology = cluster.topology_of(ranks).text
+        if (kind, topology) not in found or len(pairs) > found[kind, topology].fit.samples:
+            found[kind, topology] = MeasuredCollective(len(ranks), fit(pairs), source)
     return found
 
 

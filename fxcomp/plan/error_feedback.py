@@ -3,7 +3,7 @@
     p = g + e            what a rank compresses: its gradient and its residual
     e <- p - C(p)        what the payload C(p) does not stand for
 
-A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs behind the mean of the
+A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs after the mean of the
 payloads. Over all steps, payloads and the last residual add up to the gradients (Stich et al. 2018, Karimireddy et al.
 2019). With momentum correction a rank compresses its own momentum instead of its gradient (Lin et al. 2018):
 
@@ -41,15 +41,15 @@ class ErrorFeedback:
 
     `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
 
-    `density_steps`: over so many steps, behind the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
+    `density_steps`: over so many steps, after the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
     on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
 
     `momentum`: each rank keeps the momentum of its own gradients before compression, in the place of the optimizer's,
     which must have none (Lin et al. 2018). What waits in a residual then gathers momentum as it would have if it had
     been sent at once. Where compressors send values as they are, such as topk, the velocity of what was sent starts
-    anew. In all other buckets, dense ones too, the mean of the ranks' velocities is the velocity of the mean: a dense
+    again. In all other buckets, dense ones too, the mean of the ranks' velocities is the velocity of the mean: a dense
     plan trains as with the optimizer's momentum. One more fp32 value an element and rank, in the optimizer's stead.
-    The optimizer's weight decay stays behind it, outside of the velocity: what `SGD(momentum=m, weight_decay=w)`
+    The optimizer's weight decay stays after it, outside of the velocity: what `SGD(momentum=m, weight_decay=w)`
     does needs about w / (1 - m) here.
 
     `everywhere`: also around compressors that can do without, such as bf16 and int8: what a rank rounds away is not

@@ -63,7 +63,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One entry of a plan's schedule: run stage `stage` of bucket `bucket` behind compute region `region`."""
+    """One entry of a plan's schedule: run stage `stage` of bucket `bucket` after compute region `region`."""
 
     region: int
     bucket: int
@@ -113,9 +113,9 @@ class Plan:
     def schedule(self) -> tuple[Launch, ...]:
         """Return the order in which stages start, a function of the plan alone, so the same on every rank.
 
-        Region k is the compute down to the last gradient of bucket k. Behind it stage 0 of bucket k starts, then
+        Region k is the compute down to the last gradient of bucket k. After it stage 0 of bucket k starts, then
         stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
-        Behind the last region the rest follows in the same order. Final stages (the updates) are not in here.
+        After the last region the rest follows in the same order. Final stages (the updates) are not in here.
         """
         return launch_order(tuple(len(bucket.strategy.collectives) for bucket in self.buckets))
 

@@ -107,7 +107,7 @@ class Strategy:
 
     @property
     def stages(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps cut behind each collective, where the next step waits for the wire.
+        """The steps cut after each collective, where the next step waits for the wire.
 
         The last stage holds what follows the last collective and may be empty.
         """

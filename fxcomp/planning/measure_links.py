@@ -71,7 +71,7 @@ class TimedCollectives:
         self._buffers: dict[int, Tensor] = {}
         self._launches_us: list[float] = []
         self._processor_us: dict[CollectiveKind, list[tuple[int, float]]] = {}
-        """(bytes, µs) of processor time, behind the launch, of collectives over all ranks."""
+        """(bytes, µs) of processor time, after the launch, of collectives over all ranks."""
 
     def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
         """Time one collective over `size` bytes, in seconds: the same number on every rank."""

@@ -2,7 +2,7 @@
 
     region 0, pack 0, compress 0, all_gather 0      compute down to bucket 0's last gradient; its first stage
     region 1, pack 1, all_reduce 1                  ...
-    backward                                        the rest of backward, behind every launch
+    backward                                        the rest of backward, after every launch
     decompress 0, update 0, update 1                what follows the last collective, bucket by bucket
 
 The order of launches is `Plan.schedule()`; the emitted code follows the same.
@@ -79,7 +79,7 @@ def assemble(
             region = regions[entered]
             if broadcast is not None and done_us + region.duration_us + _ROUNDING_US >= workload.broadcast_ready_us:
                 head, region = _cut(region, workload.broadcast_ready_us - done_us)
-                tasks += [head, _behind(broadcast, head)]
+                tasks += [head, _after(broadcast, head)]
                 done_us += head.duration_us
                 broadcast = None
             tasks.append(region)
@@ -91,7 +91,7 @@ def assemble(
     rest = Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us))
     tasks.append(rest)
     if broadcast is not None:
-        tasks.append(_behind(broadcast, rest))
+        tasks.append(_after(broadcast, rest))
     shares = any(task.name == BROADCAST for task in tasks)
     for bucket in buckets:
         tasks.extend(bucket.final)
@@ -116,7 +116,7 @@ def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
     return head, Task(region.name, region.stream, region.duration_us - first_us)
 
 
-def _behind(task: Task, before: Task) -> Task:
+def _after(task: Task, before: Task) -> Task:
     return replace(task, after=(before.name,))
 
 
@@ -278,7 +278,7 @@ class _Writer:
             size, self.proposal_bytes = self.proposal_bytes, None
             return self._sent(AGREE, step, size)
         before: list[Task] = []
-        behind = self._mask() if self.payload_bytes is not None else []
+        alongside = self._mask() if self.payload_bytes is not None else []
         if self.payload_bytes is None and step.kind is CollectiveKind.ALL_REDUCE:
             before = self._accumulate(Device.GPU)
         if step.kind is CollectiveKind.REDUCE_SCATTER:
@@ -293,7 +293,7 @@ class _Writer:
         # A strategy may gather twice: between hosts, then inside them.
         is_second = self.gathered and step.kind is CollectiveKind.ALL_GATHER
         self.gathered |= step.kind is CollectiveKind.ALL_GATHER
-        return [*before, *self._sent(str(step) if is_second else step.kind.value, step, size), *behind]
+        return [*before, *self._sent(str(step) if is_second else step.kind.value, step, size), *alongside]
 
     def _sent(self, name: str, step: Collective, size: int) -> list[Task]:
         us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
