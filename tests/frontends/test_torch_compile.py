@@ -140,11 +140,11 @@ def compressed(name: str) -> tuple[str, float, float, float]:
 
     lossy = train(job, wrap)
     kept = backend.compiled_model(models[0])
-    left_out, saved = kept.residuals.arena.clone(), kept.state_dict()
+    left_out, saved = kept.state.residuals.arena.clone(), kept.state_dict()
     for _ in range(2):
-        kept.residuals.arena.zero_()
+        kept.state.residuals.arena.zero_()
         kept.load_state_dict(saved)
-        assert torch.equal(kept.residuals.arena, left_out)
+        assert torch.equal(kept.state.residuals.arena, left_out)
     return (
         lossy.fingerprint,
         abs(lossy.losses[-1] - dense.losses[-1]),
@@ -434,7 +434,7 @@ def texts() -> list[dict[str, str]]:
             "break",
             [
                 "CaptureFailed: a second graph has other trainable",
-                "test_backend.py:",
+                "test_torch_compile.py:",
                 "fullgraph=True",
                 "ends early, at",
             ],
