@@ -297,8 +297,8 @@ def test_an_update_that_cannot_be_copied_for_want_of_memory_is_taken(monkeypatch
 
 
 def test_what_is_noise_depends_on_the_precision():
-    exact = compiled(mlp(), verify_every=0).program
-    rounded = compiled(mlp(), autocast_loss, verify_every=0).program
+    exact = compiled(mlp(), verify_every=0).in_force.program
+    rounded = compiled(mlp(), autocast_loss, verify_every=0).in_force.program
     assert exact is not None
     assert rounded is not None
     assert compare.tolerance_of(exact.captured) == compare.FLOAT32
