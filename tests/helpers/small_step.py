@@ -17,6 +17,7 @@ from fxcomp.graph.lines import CostKind
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.drift.predicted_costs import Cost
+from fxcomp.step.monitor import Monitor
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:
@@ -38,14 +39,14 @@ def replanning() -> Callable[[], CompiledStep]:
     """Plan again at each call, for a reason that all ranks see each time, with a pool to be added."""
     step = compiled()
     findings = (Finding(Cost(CostKind.COMPUTE), 1000.0, 3000.0, ((0, 1000.0, 3000.0),)),)
-    compare = CompiledStep._compare
+    compare = Monitor.compare
 
-    def seen(self: CompiledStep, following: Any) -> Any:
-        compare(self, following)
+    def seen(self: Monitor, step: int) -> Any:
+        compare(self, step)
         return findings
 
     def plan() -> CompiledStep:
-        with patch.object(CompiledStep, "_compare", seen), patch.object(CompiledStep, "_check_timed"):
+        with patch.object(Monitor, "compare", seen), patch.object(Monitor, "check_timed"):
             step.replan()
         return step
 
