@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jobs import JOBS, cross_entropy
+from jobs import JOBS, OPTIMIZERS, cross_entropy
 from torch import nn
 
 import fxcomp
@@ -24,6 +24,38 @@ def small() -> nn.Module:
 def compiled(model: nn.Module, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fxcomp.compile_step(model, loss, optimizer, BATCH, **options)
+
+
+def compile_alone(
+    model: nn.Module, loss: Any = cross_entropy, optimizer: Any = "sgd", batch: Any = BATCH, **options: Any
+) -> CompiledStep:
+    if isinstance(optimizer, str):
+        optimizer = OPTIMIZERS[optimizer](model.parameters())
+    return fxcomp.compile_step(model, loss, optimizer, batch, verify_every=1, **options)
+
+
+def assert_eager(
+    model: nn.Module,
+    change: Callable[[nn.Module, torch.optim.Optimizer], None],
+    loss: Any = cross_entropy,
+    **options: Any,
+) -> CompiledStep:
+    """Six steps with a change before the fourth, compiled and eager, give the same bits."""
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), **{"lr": 0.1, **options}) for m in (model, reference)]
+    step = compile_alone(model, loss, optimizers[0])
+    for i in range(6):
+        if i == 3:
+            change(model, optimizers[0])
+            change(reference, optimizers[1])
+        batch = JOBS["mlp"].batch(i)
+        step(batch)
+        optimizers[1].zero_grad()
+        loss(reference, batch).backward()
+        optimizers[1].step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+    return step
 
 
 def assert_followed(model: nn.Module, loss: Any, *changes: Callable[[Any], Any], captures: int | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from fxcomp.compressors import CATALOGUE, BadCompressor, Int8, catalogue, compressor_of, parse_compressor
 from fxcomp.compressors.facts import fields_of
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
 
 def _python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def test_an_installed_compressor_is_found_by_name_and_travels_in_a_plan(tmp_path
 
 
 def test_an_emitted_step_imports_it_from_its_own_package(tmp_path: Path) -> None:
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     done = _python(
         "from graphs import TWO, one_bucket\n"
         "from stages import compressed\n"
