@@ -1,6 +1,8 @@
 """The compiler: from a captured step and a plan to the program that follows it.
 
 graph ─► label ─► bucket ─► split by level ─► compress ─► thread state ─► annotate ─► order ─► emit ─► Program
+
+These are the main ones; `Compiler.rewrite` has every pass.
 """
 
 from __future__ import annotations

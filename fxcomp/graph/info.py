@@ -80,6 +80,7 @@ class NodeInfo:
     parameter: str | None = None
     bucket: int | None = None
     stage: int = 0
+    """Of a bucket's line: so many of the bucket's collectives come before it."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """The time that a thread spends on launching a collective."""

@@ -4,8 +4,8 @@
     payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))        its line
 
 The emitter writes lines from these entries; costs, streams, the watch on costs and the stopwatch read them. To add a
-line: an operator in `graph/ops.py`, an entry here, a method of that name in `runtime/runtime.py`, and the pass that
-puts the node into the graph.
+line: an operator in `graph/ops.py`, an entry here, a method of that name in `runtime/runtime.py`, the pass that puts
+the node into the graph, and its task in `search/plan_tasks.py`.
 """
 
 from __future__ import annotations

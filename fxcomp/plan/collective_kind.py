@@ -31,4 +31,4 @@ class CollectiveKind(Enum):
 
 
 IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
-"""The collectives that most plans are made of, so that every backend must have them."""
+"""The collectives that most plans are made of: every backend must have them, and they are measured while compiling."""

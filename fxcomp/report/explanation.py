@@ -1,7 +1,8 @@
 """The data of a report. Every format (terminal, JSON) takes one `Explanation`.
 
-To add a format, write one more file with a function of an `Explanation`. For people, lay out the text and tables of
-`sections.report_of(explanation)`, as `terminal.py` does; for programs, take the data itself, as `as_json.py` does.
+To add a format, write one more file with a function of an `Explanation`. For people, lay out the blocks of
+`sections.report_of(explanation)`, which `document.py` defines, as `terminal.py` does; for programs, take the data
+itself, as `as_json.py` does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a collective that the loss function itself asks for, such as the all_gather of a contrastive loss.
 
 Eager code has tensors filled in place. Here `sent` goes out, and what comes back is new, one tensor for each that eager
-code would have filled; `received` says their shapes.
+code would have filled; `received` says their shapes. Collectives that carry gradients are launched by `runtime.py`.
 """
 
 from __future__ import annotations

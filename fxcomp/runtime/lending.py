@@ -8,7 +8,7 @@ long as the default process group lives, and lent out:
     abandon  something went wrong in it: its connections are closed, and no rank will find it idle again
 
 Two steps that live at once never share a set: what one of them leaves under way cannot meet what the other one sends.
-`docs/decisions/0010-process-groups-are-lent.md` says why.
+`docs/decisions/0011-process-groups-are-lent.md` says why.
 """
 
 from __future__ import annotations

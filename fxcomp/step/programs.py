@@ -65,6 +65,7 @@ class _Around(NamedTuple):
     """What else than the batch a capture is for."""
 
     stage: int
+    """Of the warm-up."""
     key: Key
 
 
