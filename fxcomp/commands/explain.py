@@ -11,7 +11,7 @@ from fxcomp.commands.job_options import add_job_options, chosen_cluster, names_l
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import plan_named, what_if
+from fxcomp.frontends.what_if import Question, plan_named, what_if
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.modes import Mode
 from fxcomp.report.as_json import to_json
@@ -47,19 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     if costs is not None and names_links(arguments):
         costs = costs.without_collectives()
         assumed = (*assumed, "Collectives are priced by the named links, not by the table's measurements.")
-    mode = Mode.parse(arguments.mode)
-    plan = plan_named(arguments.plan, cluster) if arguments.plan else None
-    _tell("loading the job")
-    answer = what_if(
-        load_job(arguments.job),
-        cluster,
-        mode=mode,
-        plan=plan,
+    question = Question(
+        mode=Mode.parse(arguments.mode),
+        plan=plan_named(arguments.plan, cluster) if arguments.plan else None,
         step_ms=arguments.step_ms,
         device=arguments.device,
         costs=costs,
-        tell=_tell,
     )
+    _tell("loading the job")
+    answer = what_if(load_job(arguments.job), cluster, question, _tell)
     status_line.clear()
     if arguments.save_plan:
         _save(answer.plan.to_json(), arguments.save_plan)

@@ -102,56 +102,70 @@ class Answer:
         )
 
 
-def what_if(
-    job: Job,
-    cluster: Cluster,
-    *,
-    mode: Mode = Mode.BALANCED,
-    plan: AskedPlan | None = None,
-    step_ms: float | None = None,
-    device: str | None = None,
-    costs: CostTable | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Answer:
-    """Predict the step; `plan` asks about a certain plan, `step_ms` says how long the step takes without a network.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked about a job on a cluster, beyond whether to compress."""
 
-    `device` names a preset (cost/devices.py) for ranks that are not like this machine. `costs` is a table that was
-    measured before, perhaps on another machine; compute is measured here if it is this one's, else taken from its
-    operations and roofline. `tell` hears what is being done.
-    The job's model and optimizer are as before, but for fresh optimizer state. Raises BadOption.
+    mode: Mode = Mode.BALANCED
+    plan: AskedPlan | None = None
+    """A plan to predict instead of the chosen one."""
+    step_ms: float | None = None
+    """How long the step takes there without a network."""
+    device: str | None = None
+    """A preset (cost/devices.py) for ranks that are not like this machine."""
+    costs: CostTable | None = None
+    """A table that was measured before, perhaps on another machine."""
+
+    def check(self) -> None:
+        """Raise BadOption for what cannot be asked."""
+        if self.step_ms is not None and not SHORTEST_STEP_MS <= self.step_ms <= LONGEST_STEP_MS:
+            raise BadOption(
+                f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
+                f" it is {self.step_ms:g}"
+            )
+        if self.device is not None and self.costs is not None:
+            raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
+        candidates = compressors_of(self.mode if self.mode is Mode.AGGRESSIVE else Mode.BALANCED)
+        return (*candidates, *(self.plan.compressors if self.plan else ()))
+
+
+ANYTHING = Question()
+
+
+def what_if(
+    job: Job, cluster: Cluster, question: Question = ANYTHING, tell: Callable[[str], None] = lambda _: None
+) -> Answer:
+    """Predict the step; `tell` hears what is being done.
+
+    Compute is measured here, unless a device is named or the costs are another machine's: then it follows from
+    operations and a roofline. The job's model and optimizer are as before, but for fresh optimizer state. Raises
+    BadOption.
     """
-    preset = preset_named(device) if device is not None else None
-    if step_ms is not None and not SHORTEST_STEP_MS <= step_ms <= LONGEST_STEP_MS:
-        raise BadOption(
-            f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
-            f" it is {step_ms:g}"
-        )
-    if preset is not None and costs is not None:
-        raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
+    question.check()
+    preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
     training, captured = capture_job(job)
-    # bf16 everywhere is compared with in any mode; what nobody may choose is not measured.
-    candidates = compressors_of(mode if mode is Mode.AGGRESSIVE else Mode.BALANCED)
-    compressors = (*candidates, *(plan.compressors if plan else ()))
-    foreign = foreign_note(costs, training.device) if costs is not None else ()
+    foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
     if preset is not None:
-        costs = preset.costs(compressors)
+        costs = preset.costs(question.compressors)
         workload = Compiler(cluster).analyze(captured.graph, costs)
-    elif costs is not None and foreign:
-        costs = replace(costs, compute_error=max(costs.compute_error, ERROR))  # nothing of this job was run there
+    elif question.costs is not None and foreign:  # nothing of this job was run there
+        costs = replace(question.costs, compute_error=max(question.costs.compute_error, ERROR))
         workload = Compiler(cluster).analyze(captured.graph, costs)
-    elif costs is not None:
-        tell("measuring the step on this machine")
-        costs = with_processors(replace(costs, threads=torch.get_num_threads()), training.device)
-        costs, workload = measured_here(training, captured, job.batch, costs, cluster)
     else:
-        costs, workload = _measured(training, captured, job.batch, compressors, cluster, tell)
-    if step_ms is not None:
-        workload = scaled(workload, 1e3 * step_ms / workload.free_us)
+        costs = _costs_here(question, training.device, tell)
+        tell("measuring the step on this machine")
+        costs, workload = measured_here(training, captured, job.batch, costs, cluster)
+    if question.step_ms is not None:
+        workload = scaled(workload, 1e3 * question.step_ms / workload.free_us)
         costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
     tell("choosing")
-    choice = choose(workload, costs, cluster, mode)
-    wanted = choice.plan if plan is None else plan.make(workload, costs)
+    choice = choose(workload, costs, cluster, question.mode)
+    wanted = choice.plan if question.plan is None else question.plan.make(workload, costs)
     if wanted.buckets:
         wanted.check_covers(workload.sizes)
         wanted.check_fits(cluster)
@@ -162,12 +176,20 @@ def what_if(
         workload=workload,
         costs=costs,
         cluster=cluster,
-        mode=mode,
-        flip_gbit=_flip_gbit(workload, costs, cluster, mode, choice),
-        is_own_compute=step_ms is None and preset is None and not foreign,
-        notes=(*foreign, *_notes(costs, choice.error, cluster, step_ms)),
+        mode=question.mode,
+        flip_gbit=_flip_gbit(workload, costs, cluster, question.mode, choice),
+        is_own_compute=question.step_ms is None and preset is None and not foreign,
+        notes=(*foreign, *_notes(costs, choice.error, cluster, question.step_ms)),
         unknowns=unknowns(captured.graph),
     )
+
+
+def _costs_here(question: Question, device: torch.device, tell: Callable[[str], None]) -> CostTable:
+    """The table that was given for this machine, or what compression costs on it now."""
+    if question.costs is not None:
+        return with_processors(replace(question.costs, threads=torch.get_num_threads()), device)
+    tell("measuring what compression costs on this machine")
+    return with_processors(machine_costs(question.compressors, device), device)
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, choice: Choice) -> float | None:
@@ -175,22 +197,6 @@ def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mod
     if cluster.hosts == 1:
         return None
     return flip_gbit(workload, costs, cluster, mode, choice=None if costs.collectives else choice)
-
-
-def _measured(
-    training: Training,
-    captured: Captured,
-    batch: Any,
-    compressors: tuple[Compressor, ...],
-    cluster: Cluster,
-    tell: Callable[[str], None],
-) -> tuple[CostTable, Workload]:
-    """What compression and the step cost on this machine."""
-    device = training.device
-    tell("measuring what compression costs on this machine")
-    costs = with_processors(machine_costs(compressors, device), device)
-    tell("measuring the step on this machine")
-    return measured_here(training, captured, batch, costs, cluster)
 
 
 def with_processors(costs: CostTable, device: torch.device) -> CostTable:

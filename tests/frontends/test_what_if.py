@@ -17,7 +17,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
-from fxcomp.frontends.what_if import capture_job, graph_after, plan_named, rewritten, scaled, what_if
+from fxcomp.frontends.what_if import Question, capture_job, graph_after, plan_named, rewritten, scaled, what_if
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
@@ -57,7 +57,7 @@ def test_a_slow_link_is_worth_compressing_and_a_fast_one_is_not(job: Job):
     assert slow.flip_gbit is None or slow.flip_gbit > 1e-3
     assert slow.timeline.step_time_us == pytest.approx(slow.choice.step_us)
     assert not dist.is_initialized()
-    assert what_if(job, cluster("2x1", "1000gbit"), step_ms=1e6).plan.is_dense
+    assert what_if(job, cluster("2x1", "1000gbit"), Question(step_ms=1e6)).plan.is_dense
 
 
 def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
@@ -69,7 +69,7 @@ def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
 
 
 def test_the_step_that_the_user_names_is_the_step_without_communication(job: Job):
-    answer = what_if(job, cluster("4x2", "10gbit"), step_ms=250.0)
+    answer = what_if(job, cluster("4x2", "10gbit"), Question(step_ms=250.0))
     assert answer.workload.free_us == pytest.approx(250e3)
     assert not answer.is_own_compute
     assert any("250 ms" in note for note in answer.notes)
@@ -89,7 +89,7 @@ def test_one_rank_needs_no_plan(job: Job):
 
 def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
     where = cluster("2x1", "1mbit")
-    answer = what_if(job, where, plan=plan_named("dense", where))
+    answer = what_if(job, where, Question(plan=plan_named("dense", where)))
     assert answer.plan.is_dense
     assert answer.timeline.step_time_us >= answer.choice.step_us
 
@@ -113,19 +113,19 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
 
 def test_what_a_plan_needs_is_measured(job: Job):
     where = cluster("2x1", "100mbit")
-    shown = to_text(what_if(job, where, plan=plan_named("powersgd(2)", where)).explanation())
+    shown = to_text(what_if(job, where, Question(plan=plan_named("powersgd(2)", where))).explanation())
     assert re.search(r"powersgd\(2\)@gpu +measured\n", shown)
 
 
 def test_more_ranks_than_a_compressor_can_sum_are_refused(job: Job):
     where = cluster("64x2", "100mbit")
     with pytest.raises(BadCompressor, match="cannot sum the codes of 128 ranks"):
-        what_if(job, where, plan=plan_named("shared_int8", where))
+        what_if(job, where, Question(plan=plan_named("shared_int8", where)))
 
 
 def test_a_step_of_no_time_is_refused(job: Job):
     with pytest.raises(BadOption, match=r"--step-ms .* 1e-06 to .*; it is 0"):
-        what_if(job, cluster("2x1", "1gbit"), step_ms=0.0)
+        what_if(job, cluster("2x1", "1gbit"), Question(step_ms=0.0))
 
 
 def test_a_plan_for_another_model_is_refused():
@@ -167,7 +167,7 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
 
     monkeypatch.setattr(whatif, "machine_costs", runs)
     monkeypatch.setattr(whatif, "measured_here", runs)
-    answer = what_if(job, cluster("4x2", "10gbit"), device="h100")
+    answer = what_if(job, cluster("4x2", "10gbit"), Question(device="h100"))
     assert not answer.is_own_compute
     assert answer.choice.error > answer.costs.error
     shown, data = to_text(answer.explanation()), to_json(answer.explanation())
@@ -181,9 +181,9 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
 
 def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_told(job: Job):
     where = cluster("2x1", "10gbit")
-    steps = {device: what_if(job, where, device=device) for device in ("l4", "h200")}
+    steps = {device: what_if(job, where, Question(device=device)) for device in ("l4", "h200")}
     assert steps["h200"].workload.free_us <= steps["l4"].workload.free_us
-    told = what_if(job, where, device="h200", step_ms=100.0)
+    told = what_if(job, where, Question(device="h200", step_ms=100.0))
     assert told.workload.free_us == pytest.approx(100e3)
     assert told.costs.compute_error < steps["h200"].costs.compute_error
     assert told.costs.estimate
@@ -191,7 +191,7 @@ def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_tol
 
 def test_a_device_without_a_preset_is_refused_before_anything_is_captured(job: Job):
     with pytest.raises(BadOption, match="there is no device 'h10'; did you mean 'h100'"):
-        what_if(job, cluster("2x1", "1gbit"), device="h10")
+        what_if(job, cluster("2x1", "1gbit"), Question(device="h10"))
 
 
 def test_what_is_unpriced_is_counted_and_listed():
@@ -201,7 +201,7 @@ def test_what_is_unpriced_is_counted_and_listed():
 
     model = torch.nn.Linear(4, 4)
     job = Job(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
-    answer = what_if(job, cluster("2x1", "1gbit"), device="a100")
+    answer = what_if(job, cluster("2x1", "1gbit"), Question(device="a100"))
     explained = replace(answer.explanation(), unknowns=replace(answer.unknowns, unpriced=(("tick", 3),)))
     assert answer.unknowns.by_bytes == (("mystery", 2), ("mystery_backward", 2))
     shown, data = to_text(explained), to_json(explained)
@@ -213,6 +213,6 @@ def test_what_is_unpriced_is_counted_and_listed():
 
 def test_every_mode_is_answered(job: Job):
     for mode in Mode:
-        answer = what_if(job, cluster("2x1", "10mbit"), mode=mode)
+        answer = what_if(job, cluster("2x1", "10mbit"), Question(mode=mode))
         assert isinstance(answer.plan, Plan)
         assert answer.plan.is_dense or mode is not Mode.LOSSLESS
