@@ -14,19 +14,8 @@ from fxcomp.codegen.program import Program
 from fxcomp.errors import StepChanged
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import InputKind, Source
+from fxcomp.graph.names import ARGUMENTS
 from fxcomp.state.gradient_state import GradientState
-
-ARGUMENTS = (
-    InputKind.PARAMETER,
-    InputKind.BUFFER,
-    InputKind.STATE,
-    InputKind.HYPER,
-    InputKind.VELOCITY,
-    InputKind.RESIDUAL,
-    InputKind.COMPRESSOR_STATE,
-    InputKind.BATCH,
-)
-"""The order of an emitted function's arguments: a list for each kind of input."""
 
 
 class Inputs:
