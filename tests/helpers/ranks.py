@@ -90,13 +90,10 @@ def try_ranks(
                 theirs.close()
                 pipes.append(mine)
             outcomes = _collect(pipes, timeout_s, grace_s)
-            late = [rank for rank in range(ranks) if rank not in outcomes]
-            for rank in late:
+            for rank in set(range(ranks)) - outcomes.keys():
                 os.kill(processes[rank].pid or 0, signal.SIGUSR1)
-            time.sleep(0.2 if late else 0.0)  # they write where they are
-            for rank in late:
                 outcomes[rank] = Outcome(
-                    error="RankHangs", text="no result in time", trace=here.place_of(rank).read_text()
+                    error="RankHangs", text="no result in time", trace=_written(here.place_of(rank))
                 )
             return [outcomes[rank] for rank in range(ranks)]
         finally:
@@ -134,6 +131,15 @@ class _Here:
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.ranks, timeout=timeout)
+
+
+def _written(path: Path) -> str:
+    """Read what a rank writes of itself, if it can within some seconds."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until and not (path.exists() and "most recent call" in path.read_text()):
+        time.sleep(0.02)
+    time.sleep(0.05)  # the rest of it
+    return path.read_text() if path.exists() else ""
 
 
 def _start_server() -> None:

@@ -84,16 +84,28 @@ def test_a_rank_that_dies_is_told_and_the_next_test_has_its_own():
 
 
 def hanging_on_one(folder: Path) -> None:
-    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    process = folder / "process of rank 1"
     if dist.get_rank() == 1:
+        process.write_text(str(os.getpid()))
         time.sleep(1000)
+    while not process.exists() or not process.read_text():
+        time.sleep(0.01)
+    raise ZeroDivisionError("the other one hangs")
 
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_was(tmp_path: Path):
-    outcomes = try_ranks(2, hanging_on_one, tmp_path, timeout_s=5.0)
-    assert [outcome.error for outcome in outcomes] == ["RankHangs", "RankHangs"]
-    assert "in hanging_on_one" in outcomes[1].trace
-    for rank in "01":
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / rank).read_text()), 0)
+    failed, hung = try_ranks(2, hanging_on_one, tmp_path, grace_s=0.0)
+    assert (failed.error, hung.error) == ("ZeroDivisionError", "RankHangs")
+    assert "in hanging_on_one" in hung.trace
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process of rank 1").read_text()), 0)
     assert threading.active_count() == 1
+
+
+def waiting_forever() -> None:
+    time.sleep(1000)
+
+
+def test_ranks_that_do_not_end_in_time_are_ended():
+    outcomes = try_ranks(2, waiting_forever, timeout_s=0.5)
+    assert [(outcome.error, outcome.text) for outcome in outcomes] == [("RankHangs", "no result in time")] * 2

@@ -144,6 +144,7 @@ def test_what_waits_on_one_rank_waits_on_all():
 # Velocities
 
 
+@pytest.mark.filterwarnings("ignore:fxcomp. what compressors remember")
 @pytest.mark.parametrize(("before", "after"), [("1x2", "2x1"), ("2x2", "2x2"), ("2x2", "1x3"), ("2x1", "2x2")])
 def test_the_mean_velocity_goes_on_whatever_the_buckets_and_the_ranks(before: str, after: str):
     """Saved by one plan on one cluster, loaded by another plan on another."""
