@@ -42,7 +42,7 @@ class Replan(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What the user asks of a step."""
+    """The options of a step, checked."""
 
     mode: Mode = Mode.BALANCED
     cluster: Cluster | None = None
@@ -88,7 +88,7 @@ class StepOptions:
 
     @property
     def why_not_replan(self) -> str:
-        """What forbids to change the plan later; empty if nothing does."""
+        """The reason why the plan cannot change later; empty if it can."""
         if self.plan is not None:
             return (
                 "the plan was given, and fxcomp changes only what it chose.\n"

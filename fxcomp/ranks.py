@@ -40,7 +40,7 @@ _calls: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where a rank stopped because something was raised, on it or on another rank."""
+    """The place where a rank stopped because something was raised, on it or on another rank."""
 
     what: str
     cause: str
@@ -53,7 +53,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """How a rank comes to where it meets the others."""
+    """A rank's standing when it meets the others."""
 
     has_stopped: bool
     meetings: int
@@ -171,13 +171,13 @@ class Ranks:
         self._abandon()
 
     def all_stops(self) -> list[Stop]:
-        """Where each rank has stopped, in rank order; waits for those that have not noticed yet."""
+        """List where each rank has stopped, in rank order; waits for those that have not noticed yet."""
         assert self._root is not None, "a rank that is alone does not stop"
         keys = [f"stopped/{self._meetings}/{rank}" for rank in range(self.world_size)]
         return [Stop(**self._root.read(key, "stopping", rank)) for rank, key in enumerate(keys)]
 
     def knows(self, error: BaseException) -> bool:
-        """Whether all ranks raise this error at the same place."""
+        """Tell an error that all ranks raise at the same place."""
         return self._talk is not None and self._talk.knows(error)
 
     def release(self) -> None:
@@ -219,7 +219,7 @@ class Ranks:
         return [value] if self._talk is None else self._talk.attempt(topic, lambda: value)
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
-        """What rank 0 computes, which is plain data."""
+        """Hand all ranks what rank 0 computes, which is plain data."""
         return work() if self._talk is None else self._talk.from_rank_0(topic, work)
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ class Ranks:
                     own.copy_(sent)
 
     def processors(self) -> Processors:
-        """What each rank's threads share: the processors it may use, each evenly among the ranks that may use it.
+        """Count the processors of each rank: those that it may use, each evenly among the ranks that may use it.
 
         A quota is taken to be shared by all ranks on the machine: they usually run in one container.
         """

@@ -1,4 +1,4 @@
-"""Where a step runs: its ranks, the cluster that they make, the network between them, the device that computes."""
+"""Name the site of a step: its ranks, the cluster that they make, the network between them, the device."""
 
 from __future__ import annotations
 

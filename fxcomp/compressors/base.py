@@ -1,4 +1,4 @@
-"""What every compressor is: declared facts, a reference in plain torch, and a fused pair in place.
+"""Define a compressor: declared facts, a reference in plain torch, and a fused pair in place.
 
 A compressor is a frozen dataclass under `@register`. It declares `facts`, says how large its payload is, and gives the
 references, which are the specification; C++ and Triton kernels only make them faster. `catalogue.py` defines its ops.
@@ -33,7 +33,7 @@ _OURS = "fxcomp.compressors."
 
 
 class Compressed(NamedTuple):
-    """What `compress_reference` returns."""
+    """The result of `compress_reference`."""
 
     payload: Tensor
     residual: Tensor | None = None
@@ -69,7 +69,7 @@ class Compressor(Declared):
         """
 
     def propose_reference(self, given: EncoderInput) -> Tensor:
-        """What ranks reduce before they compress, `proposal_elements` of `facts.proposal_dtype`."""
+        """Make the proposal that ranks reduce before they compress, `proposal_elements` of `facts.proposal_dtype`."""
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
@@ -107,7 +107,7 @@ class Compressor(Declared):
         return f"fxcomp_{cls.facts.name}_{what}"
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """What the kernels are told behind the tensors: how the bucket is cut, and the parameters."""
+        """List the kernels' arguments behind the tensors: how the bucket is cut, and the parameters."""
         return segments, len(segments), *self.parameters
 
     def _run_kernel(self, what: str, segments: tuple[int, ...], *tensors: Tensor | float | None) -> int | None:

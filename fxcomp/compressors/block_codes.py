@@ -52,7 +52,7 @@ class BlockCompressor(Compressor):
 
     @property
     def largest_value(self) -> float:
-        """What the largest code stands for, in units of the scale."""
+        """The value of the largest code, in units of the scale."""
         return 1.0
 
     @abstractmethod
@@ -65,7 +65,7 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """What codes stand for."""
+        """Decode codes."""
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
@@ -199,13 +199,13 @@ def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits:
 
 
 def whole_values(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """What the codes of `whole_codes` stand for."""
+    """Decode the codes of `whole_codes`."""
     sign_bit = 2 ** (bits - 1)
     return ((codes ^ sign_bit).float() - sign_bit) * scale
 
 
 def feedback_at_random(block: int, levels: float) -> Feedback:
-    """Whether rounding at random to steps of max|v| / levels may be fed back.
+    """Say if rounding at random to steps of max|v| / levels may be fed back.
 
     A value's variance is at most a quarter of a squared step, and the largest value has none; so the relative squared
     error is at most (block - 1) / (4 levels^2). From 1 on a residual could grow from step to step.

@@ -39,7 +39,7 @@ def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 
 def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) -> Tensor:
-    """How many values of each row are not filling, as a column."""
+    """Count the values of each row that are no filling, as a column."""
     sizes = torch.full((count_blocks(segments, block), 1), block, dtype=torch.int64, device=device)
     end = 0
     for size in segments:

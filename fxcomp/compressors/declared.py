@@ -1,4 +1,4 @@
-"""What a compressor with its parameters says of itself: sizes, state, bias, feedback and text. No tensor is touched."""
+"""Declare a compressor with its parameters: sizes, state, bias, feedback and text. No tensor is touched."""
 
 from __future__ import annotations
 

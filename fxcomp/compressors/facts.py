@@ -27,7 +27,7 @@ class BadCompressor(BadOption, ValueError):
 
 
 class Feedback(Enum):
-    """Whether what compression leaves out must be carried to the next step."""
+    """The need to carry what compression leaves out to the next step."""
 
     REQUIRED = "required"
     OPTIONAL = "optional"
@@ -36,7 +36,7 @@ class Feedback(Enum):
 
 
 class Bias(Enum):
-    """What the mean of many compressions of one vector is."""
+    """The mean of many compressions of one vector."""
 
     UNBIASED = "unbiased"
     ROUNDING = "rounding"
@@ -56,7 +56,7 @@ class Case(Enum):
 
 
 class Agreement(Enum):
-    """How the ranks' proposals become one, before they compress."""
+    """The reduction that makes the ranks' proposals one, before they compress."""
 
     SUM = "sum"
     MAX = "max"
@@ -77,7 +77,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a compressor declares. Formulas are text for people; n is a segment's size, ⌈ ⌉ rounds up."""
+    """The declarations of a compressor. Formulas are text for people; n is a segment's size, ⌈ ⌉ rounds up."""
 
     name: str
     summary: str

@@ -1,4 +1,4 @@
-"""What fp8_e4m3 and fp8_e5m2 share: eight bits of floating point a value, and one fp32 scale a block.
+"""Share the base of fp8_e4m3 and fp8_e5m2: eight bits of floating point a value, and one fp32 scale a block.
 
     scale   = max|v| / (the largest number of the format) over the block; 0 if that is below 2^-126
     code    = fp8(v * (1 / scale)), clamped first, rounded to nearest, ties to even; 1 / scale is 0 if scale is
@@ -39,7 +39,7 @@ class FP8(BlockCompressor):
     @property
     @abstractmethod
     def float8(self) -> torch.dtype:
-        """What torch calls it."""
+        """Torch's name of it."""
 
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
         scale = rows.abs().amax(dim=1, keepdim=True) / torch.finfo(self.float8).max

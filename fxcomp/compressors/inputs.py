@@ -1,4 +1,4 @@
-"""What is given to a compressor, as one value, and the checks that a kernel relies on before it gets raw pointers.
+"""Hand a compressor its input as one value, with the checks that a kernel relies on before it gets raw pointers.
 
 The checks run on every step, so an error's text is made last, and sizes are computed once.
 """
@@ -17,7 +17,7 @@ from fxcomp.errors import BadPayload, BadTensor
 
 
 class EncoderInput(NamedTuple):
-    """What a rank compresses: a flat fp32 bucket, and what belongs to it. Nothing mixes two segments."""
+    """The input of one rank: a flat fp32 bucket, and what belongs to it. Nothing mixes two segments."""
 
     bucket: Tensor
     residual: Tensor | None
@@ -128,7 +128,7 @@ def _state_elements(compressor: Declared, segments: tuple[int, ...]) -> int:
 
 
 class _Call(NamedTuple):
-    """What is being done, for the text of an error, and where the tensors must lie."""
+    """The call in words, for errors, and the device that its tensors must lie on."""
 
     compressor: Declared
     verb: str

@@ -21,7 +21,7 @@ ABI_VERSION = 9  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
-    """Where the built kernels lie; None if they were not built."""
+    """Find the built kernels; None if they were not built."""
     spec = find_spec("fxcomp._kernels")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
@@ -37,7 +37,7 @@ def can_run_on(tensor: Tensor) -> bool:
 
 @cache
 def fingerprint() -> str:
-    """What a rebuilt library differs in; empty without one."""
+    """Tell a rebuilt library from the one before; empty without one."""
     path = kernel_path()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path is not None else ""
 

@@ -29,7 +29,7 @@ _FORMS = (BITMAP, 8, 16)  # low bits of a place; of equal size the first is take
 
 
 def form_of(n: int, slots: int) -> int:
-    """How many low bits of a place are written down as they are; 0 for a bitmap."""
+    """Count the low bits of a place that are written as they are; 0 for a bitmap."""
     return min(_FORMS, key=lambda form: _low_bytes(slots, form) + _bit_bytes(n, slots, form))
 
 

@@ -35,7 +35,7 @@ def next_state(state: Tensor) -> Tensor:
 
 
 def one_step(state: Tensor) -> Tensor:
-    """What a step adds to a state: nothing to keys, 1 to steps. Made on the device: the host would wait for a copy."""
+    """Make what a step adds to a state: nothing to keys, 1 to steps; on the device, as the host would wait."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 

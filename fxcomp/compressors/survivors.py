@@ -43,7 +43,7 @@ class Cut(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What `compress` returns: `reached` counts what reached the threshold, sent or not."""
+    """The result of `compress`: `reached` counts what reached the threshold, sent or not."""
 
     payload: Tensor
     residual: Tensor | None
@@ -66,7 +66,7 @@ class SurvivorCompressor(Compressor):
 
     @abstractmethod
     def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """What the kernel is told to choose the cuts."""
+        """The kernel's parameters for choosing cuts."""
 
     @classmethod
     def kernel_name(cls, what: str) -> str:

@@ -66,7 +66,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: Fit) -> flo
 
 
 def quantile(moments: Moments, share: float, fit: Fit) -> float:
-    """What a share of the exceedances exceeds."""
+    """Compute the quantile of the exceedances."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
     if fit is Fit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
@@ -80,7 +80,7 @@ def quantile(moments: Moments, share: float, fit: Fit) -> float:
 
 
 def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
-    """What a share of all magnitudes exceeds if they follow a gamma distribution."""
+    """Compute the quantile of magnitudes that follow a gamma distribution."""
     q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
     if q < 1e-4:
         return -moments.mean * math.log(share)

@@ -99,7 +99,7 @@ class CompiledModel:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What error feedback and compressors carry on this rank."""
+        """Copy this rank's state of error feedback and compressors."""
         return state_dict(self.state, self.plan, self.passes, self.site.rank, self.site.ranks.world_size)
 
     def load_state_dict(self, state: Given) -> None:
@@ -176,7 +176,7 @@ def _buckets(final: GraphModule, kind: InputKind) -> list[int]:
 
 
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:
-    """Where each parameter's averaged gradient stands among the results."""
+    """Find each parameter's averaged gradient among the results."""
     returned: Any = final.graph.output_node().args[0]
     outputs: list[Any] = list(returned[1])
     copies = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]

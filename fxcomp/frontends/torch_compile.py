@@ -211,7 +211,7 @@ _models: list[CompiledModel] = []
 
 
 def compiled_model(model: nn.Module) -> CompiledModel:
-    """What was decided for a model, and the state of its error feedback. Raises FxcompError before the first call."""
+    """Find a model's plan and the state of its error feedback. Raises FxcompError before the first call."""
     mine = {id(parameter) for parameter in model.parameters()}
     for compiled in _models:
         if all(id(parameter()) in mine for parameter in compiled.parameters.values()):
@@ -336,7 +336,7 @@ def _start(
 
 
 def _shared(model: nn.Module, ignore: Sequence[str]) -> dict[str, Tensor]:
-    """What all ranks take from rank 0."""
+    """List what all ranks take from rank 0."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in ignore}
     return {**parameters, **dict(model.named_buffers())}
 

@@ -68,7 +68,7 @@ SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a job's step would be on a cluster."""
+    """A job's step on a cluster, predicted."""
 
     choice: Choice
     plan: Plan
@@ -104,7 +104,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked about a job on a cluster, beyond whether to compress."""
+    """The assumptions and options of a prediction."""
 
     mode: Mode = Mode.BALANCED
     plan: AskedPlan | None = None
@@ -193,7 +193,7 @@ def _costs_here(question: Question, device: torch.device, tell: Callable[[str], 
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, choice: Choice) -> float | None:
-    """Where the verdict flips; the verdict here is part of the answer if it was found by the same links."""
+    """Find the break-even bandwidth; the verdict here is part of the answer if it was found by the same links."""
     if cluster.hosts == 1:
         return None
     return flip_gbit(workload, costs, cluster, mode, choice=None if costs.collectives else choice)
@@ -300,7 +300,7 @@ def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | No
 
 
 def plan_named(text: str, cluster: Cluster) -> AskedPlan:
-    """What `--plan` means: the path of a saved plan, or one compressor for all matrices."""
+    """Read `--plan`: the path of a saved plan, or one compressor for all matrices."""
     if text.endswith(".json") or "/" in text:
         loaded = Plan.load(Path(text))
         used = [c for bucket in loaded.buckets if (c := bucket.strategy.compressor) is not None]

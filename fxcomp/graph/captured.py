@@ -40,5 +40,5 @@ class Captured:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies, and with it everything."""
+        """The device of the model, and of everything else."""
         return next(iter(self.graph.graph.nodes)).meta["val"].device

@@ -66,7 +66,7 @@ class Source:
 
 
 class Sharing(Enum):
-    """When rank 0's buffers go to all ranks: the same for every capture, or ranks would launch in disorder."""
+    """The moment when rank 0's buffers leave: the same for every capture, or ranks would launch in disorder."""
 
     EARLY = "before the first bucket"
     LATE = "after the last bucket"

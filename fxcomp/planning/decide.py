@@ -116,7 +116,7 @@ class Planner:
         return foreign_note(costs, self.site.device)
 
     def _trusts(self, decision: Decision, choice: Choice, experience: Experience) -> bool:
-        """Whether a chosen plan is the better one still, after what the last one that was given up took.
+        """Compare a chosen plan with dense once more, by what the last one that was given up took.
 
         By how much that took longer than it is predicted now, any compressed plan is expected to (assumed: what is not
         understood of one concerns the others too), and dense takes what has just been measured of it. So the plan that

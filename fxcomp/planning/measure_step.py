@@ -46,7 +46,7 @@ class StepMeasurement:
 
     @property
     def compute_us(self) -> float:
-        """What the main thread computes, packing included."""
+        """The main thread's compute, packing included."""
         return sum(self.region_us.values()) + self.pack_us
 
 
@@ -100,7 +100,7 @@ def measure_step(
 
 @dataclass(slots=True)
 class _Run:
-    """What was timed over one transport."""
+    """The times over one transport."""
 
     runtime: _LinesTimed
     totals: list[float] = field(default_factory=list[float])
@@ -143,7 +143,7 @@ class _NodeTimes:
         self._regions = {region.name: region for region in regions(graph)}
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of a region's function."""
+        """Make a stand-in for a region's function."""
         if name not in self._regions:
             return run
         region = self._regions[name]

@@ -1,4 +1,4 @@
-"""What was decided for a step: plain data, equal on all ranks."""
+"""Hold what was decided for a step: plain data, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What has been measured of plans, the same on all ranks."""
+    """Measurements of plans, the same on all ranks."""
 
     given_up: Plan | None = None
     """The compressed plan that turned out slower than dense."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Peers(Protocol):
-    """What is asked of the ranks that hand something over; `fxcomp.ranks.Ranks` has it."""
+    """The ranks that hand something over; `fxcomp.ranks.Ranks` has it."""
 
     rank: int
     world_size: int
@@ -61,7 +61,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What this rank holds of what so many ranks owe: slices in buckets, and what waits for the next gradient, flat.
+    """This rank's part of what so many ranks owe: slices in buckets, and what waits for the next gradient, flat.
 
     There may be several of a parameter: from ranks that are no more.
     """
@@ -72,11 +72,11 @@ class Holding:
 
     @classmethod
     def of(cls, ranks: int, slices: Mapping[str, Slice], waiting: Mapping[str, Tensor] | None = None) -> Holding:
-        """What one rank holds by itself."""
+        """Take what one rank holds by itself."""
         return cls(ranks, {n: [s] for n, s in slices.items()}, {n: [w] for n, w in (waiting or {}).items()})
 
     def lies(self, name: str, ranks: int, slot: Slice | None) -> bool:
-        """Whether a parameter's part can stay where it is, or there is none."""
+        """Tell a parameter whose part can stay where it is, or that has none."""
         slices, waiting = self.slices.get(name, ()), self.waiting.get(name, ())
         if not slices and not waiting:
             return True

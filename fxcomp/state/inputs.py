@@ -73,7 +73,7 @@ class Inputs:
         self._fresh_state.clear()
 
     def is_fresh(self, owner: Owned) -> bool:
-        """Whether a parameter's first step is still to come: nobody has loaded another state since."""
+        """Tell a parameter whose first step is still to come: nobody has loaded another state since."""
         return self._fresh_state.get(owner.name) is self.training.optimizer.state[owner.parameter]
 
     def live_numbers(self) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Where a rank keeps what lasts from step to step, by plan and cluster."""
+"""Lay out what a rank keeps from step to step, by plan and cluster."""
 
 from __future__ import annotations
 

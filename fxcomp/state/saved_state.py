@@ -80,7 +80,7 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What loaded states are compared with: this model, and what is followed here."""
+    """This model and the plans that are followed here: loaded states must fit them."""
 
     sizes: Mapping[str, int]
     """Of all parameters."""
@@ -202,7 +202,7 @@ def _fields(slices: Mapping[str, Slice]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What this rank was given, and what all ranks found out about it together."""
+    """The states that this rank was given, and what all ranks know of all states."""
 
     states: tuple[_Saved, ...]
     ranks: int

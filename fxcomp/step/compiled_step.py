@@ -159,7 +159,7 @@ class CompiledStep:
 
     @property
     def costs(self) -> CostTable:
-        """What the plan was judged by: another `compile_step(..., costs=step.costs)` measures nothing again."""
+        """The costs that judged the plan: another `compile_step(..., costs=step.costs)` measures nothing again."""
         return self.in_force.decision.costs
 
     @property
@@ -169,7 +169,7 @@ class CompiledStep:
 
     @property
     def exposed_ms(self) -> float:
-        """How long recent steps stood still waiting for the network, in ms (median); nan before the first."""
+        """The wait of recent steps for the network, in ms (median); nan before the first."""
         return self.monitor.times.exposed_ms
 
     @property
@@ -203,13 +203,13 @@ class CompiledStep:
         return history[after]
 
     def explain(self) -> str:
-        """What was decided and why, as text."""
+        """Explain the plan and the step as text."""
         notes = (*self.notes, *self.counted_notes)
         return to_text(self._explainer.explanation(self.in_force, self.monitor.times, notes))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
-        """What the report says about the warm-up, and about steps that were left out."""
+        """Notes on the warm-up, and on steps that were left out."""
         notes: list[str] = []
         if not self.in_force.is_warm:
             stages = self.in_force.stages

@@ -20,7 +20,7 @@ from fxcomp.runtime.runtime import Runtime
 
 
 class Lockstep:
-    """What keeps one step function at the same step on all ranks. Alone, it only knows whether it was closed."""
+    """Keeps one step function at the same step on all ranks. Alone, it only knows whether it was closed."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks

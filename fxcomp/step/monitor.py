@@ -134,7 +134,7 @@ class Monitor:
     # Against dense
 
     def judges_dense_at(self, step: int) -> bool:
-        """Whether a compressed plan is compared with dense at a step."""
+        """Tell a step at which a compressed plan is compared with dense."""
         decision = self._force.decision
         return step == self._judged_at and decision.dense_us is not None and not self._force.plan.is_dense
 
@@ -157,7 +157,7 @@ class Monitor:
         return SlowerThanDense(measured_ms, dense_ms)
 
     def experience_now(self) -> Experience:
-        """What is known of plans, with what a dense step takes where dense is followed."""
+        """Gather what is known of plans, and what a dense step takes where dense is followed."""
         is_known = self._force.plan.is_dense and bool(self.times.settled_ms())
         dense_ms = self._slowest(self.times.median_ms if is_known else -1.0)
         self.experience = replace(self.experience, dense_us=1e3 * dense_ms if dense_ms is not None else None)
@@ -171,7 +171,7 @@ class Monitor:
     # Against the prediction
 
     def judges_prediction_at(self, step: int) -> bool:
-        """Whether steps are compared with their prediction at a step."""
+        """Tell a step at which steps are compared with their prediction."""
         return self.watch is not None and self._force.is_warm and self.watch.is_due(step)
 
     def against_prediction(self, step: int) -> Drift:
@@ -219,5 +219,5 @@ class Monitor:
 
     @property
     def _predicted(self) -> PredictedCosts:
-        """What is predicted for each line of the standing program."""
+        """The prediction for each line of the standing program."""
         return predict_costs(self._force.standing)

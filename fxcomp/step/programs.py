@@ -62,7 +62,7 @@ class _Family:
 
 
 class _Around(NamedTuple):
-    """What else than the batch a capture is for."""
+    """The surroundings of a capture, beside the batch."""
 
     stage: int
     """Of the warm-up."""

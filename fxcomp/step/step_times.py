@@ -1,4 +1,4 @@
-"""What recent steps took, and how long they stood still for the network, by the clock of the device that computes."""
+"""Time recent steps and their waits for the network, by the clock of the device that computes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class StepTimes:
 
     @property
     def step_ms(self) -> Sequence[float]:
-        """What each step took that is done, in ms, the latest last."""
+        """The times of the steps that are done, in ms, the latest last."""
         self._collect()
         return self._step_ms
 
     def settled_ms(self) -> Sequence[float]:
-        """What each step took, in ms; waits for the device, as a decision that cannot be put off may."""
+        """The times of all steps, in ms; waits for the device, as a decision that cannot be put off may."""
         if self._pending:
             compat.synchronize(self._device)
         return self.step_ms
@@ -61,7 +61,7 @@ class StepTimes:
 
     @property
     def exposed_ms(self) -> float:
-        """How long recent steps stood still waiting for the network, in ms (median); nan before the first."""
+        """The wait of recent steps for the network, in ms (median); nan before the first."""
         self._collect()
         return statistics.median(self._waited_ms) if self._waited_ms else float("nan")
 

@@ -1,4 +1,4 @@
-"""What must hold for every compressor. Each check raises AssertionError with what it saw.
+"""Check what must hold for every compressor. Each check raises AssertionError with what it saw.
 
 Nothing here is given time to be slow: the whole suite takes seconds a compressor, most of them in the 5 M values.
 """
@@ -197,7 +197,7 @@ def _check_sum(compressor: Compressor, segments: Sequence[int], name: str) -> No
 
 
 def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
-    """What is sent of a tenth of the values, on average, over its standard error where values come in runs of 16."""
+    """Measure what is sent of a tenth of the values, over its standard error where values come in runs of 16."""
     bucket = gaussian(sum(segments))
     decoded = average(compressor, [bucket], replicas_of(compressor, segments, feedback=False), segments)
     for piece, mean in zip(torch.split(bucket, list(segments)), torch.split(decoded, list(segments)), strict=True):
@@ -220,7 +220,7 @@ def errors_telescope(compressor: Compressor) -> None:
 
 
 def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: int = 24, ranks: int = 2) -> float:
-    """How far what was sent plus what is left is from what was put in, relative to the latter's norm."""
+    """Measure how far what was sent plus what is left is from what was put in, relative to the latter's norm."""
     elements = sum(segments)
     replicas = replicas_of(compressor, segments, ranks, feedback=True)
     sent, put_in = torch.zeros(elements, dtype=torch.float64), torch.zeros(elements, dtype=torch.float64)
@@ -264,7 +264,7 @@ def rounding_goes_either_way(compressor: Compressor) -> None:
 
 
 def segments_do_not_mix(compressor: Compressor) -> None:
-    """What one parameter holds changes nothing in another's part."""
+    """Check that one parameter's values change nothing in another's part."""
     segments = (700, 66_000, 30)
     quiet = gaussian(sum(segments))
     loud = quiet.clone()

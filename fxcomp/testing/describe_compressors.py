@@ -95,7 +95,7 @@ def relative_error(compressor: Compressor, values: torch.Tensor, shape: Sequence
 
 
 def bits_per_value(compressor: Compressor, shape: Sequence[int] = SHAPE) -> float:
-    """What a rank hands to the network for one value of a parameter of this shape, agreement included."""
+    """Count the bits that a rank sends for one value of a parameter of this shape, agreement included."""
     size = torch.Size(shape).numel()
     bound = compressor.bound_to([shape], 1)
     return 8 * (bound.payload_bytes((size,)) + bound.proposal_bytes((size,))) / size
@@ -111,7 +111,7 @@ def _with_flipped(compressor: Compressor, switch: str) -> Compressor:
 
 
 def _middle(parameter: Parameter) -> float:
-    """Where no typical value is known: the middle of the range, in ratios where it has any."""
+    """Take, where no typical value is known, the middle of the range, in ratios where it has any."""
     low, high = parameter.low, parameter.high
     return (low * high) ** 0.5 if low > 0 else (low + high) / 2
 

@@ -1,4 +1,4 @@
-"""What must hold for compressors that draw: streams that move on, and errors that average out.
+"""Check compressors that draw: streams that move on, and errors that average out.
 
 Each statistical bound is passed by a right compressor with a probability that its check says.
 """
@@ -27,7 +27,7 @@ _LARGEST_EXCESS_OF_PLACES = 24.0
 
 
 def has_stream(compressor: Compressor) -> bool:
-    """Whether its state names streams of random numbers."""
+    """Tell a compressor whose state names streams of random numbers."""
     return compressor.has_state and compressor.facts.state_dtype is torch.int64
 
 

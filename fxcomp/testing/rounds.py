@@ -14,7 +14,7 @@ from fxcomp.compressors.randomness import key_of
 
 @dataclass(slots=True)
 class Replica:
-    """What one rank keeps from step to step."""
+    """The state of one rank."""
 
     residual: Tensor | None
     state: Tensor | None
@@ -71,7 +71,7 @@ def average(
 def agree(
     compressor: Compressor, buckets: Sequence[Tensor], replicas: Sequence[Replica], segments: Sequence[int]
 ) -> Tensor | None:
-    """What ranks know of each other before they compress; None where they need not."""
+    """Agree before compressing; None where that is not needed."""
     if compressor.facts.agreement is None:
         return None
     proposals: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Where a sparse payload has what, for topk, threshold, dgc and sidco.
+"""Lay out a sparse payload, for topk, threshold, dgc and sidco.
 
 Each segment has a section: the number of values if it varies, values, the low bits of their places, and a bit string
 with the rest; `fxcomp/compressors/topk.py`, `survivors.py` and `places.py` say more.
