@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzzing.campaign import Job, Record, run_all, shrink, write_page
-from fuzzing.program import draw
+from fuzzing.draw import draw
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "fuzz.md"
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fuzzing.draw import draw
 from fuzzing.follow import FINDINGS, Ranks, follow
-from fuzzing.program import draw
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fxcomp.pipeline"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from fuzzing.draw import draw
 from fuzzing.follow import follow
-from fuzzing.program import draw
 from fuzzing.world import World
 
 SEEDS = (100014, 200650, 200420, 200301, 200360, 200472, 200340, 200372)

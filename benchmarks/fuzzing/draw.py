@@ -1,0 +1,79 @@
+"""Draw a training program from a seed.
+
+seed 7: input=tokens block.0=lstm block.1=noise loss=cross_entropy optimizer=adamw change.0=eval_part@2
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from fuzzing.blocks import ANYWHERE, BLOCKS, PASSAGES
+from fuzzing.changes import HOW_OFTEN
+from fuzzing.losses import AUXILIARY, LOSSES, TERMS, WEIGHTS
+from fuzzing.models import INPUTS, TRAITS
+from fuzzing.odd_layers import SELDOM
+from fuzzing.program import Feature, Program
+from fuzzing.training import OPTIMIZERS, OPTIONS, SCHEDULES
+
+STRUCTURES = ("tuple", "dict", "nested", "aliased", "list")
+LAYOUTS = ("transposed", "strided", "expanded")
+LENGTHS = ("two", "changing", "down_to_one")
+PLANS = ("int8", "topk(0.05)", "sign", "bf16", "powersgd(2)", "int4")
+
+
+def draw(seed: int, ranks: int = 1) -> Program:
+    """The program of a seed."""
+    r = random.Random(f"{seed}")
+    found: list[Feature] = []
+
+    def add(slot: str, names: Sequence[str], probability: float = 1.0) -> None:
+        name = r.choice(list(names))
+        if r.random() < probability:
+            found.append(Feature(slot, name))
+
+    add("input", tuple(INPUTS))
+    _draw_blocks(r, INPUTS[found[0].name], add)
+    for trait in TRAITS:
+        add(f"trait.{trait}", (trait,), 0.08)
+    add("loss", tuple(LOSSES))
+    for number in range(r.choice((0, 0, 1, 2))):
+        add(f"term.{number}", tuple(TERMS))
+    add("weight", tuple(WEIGHTS), 0.4)
+    add("aux", tuple(AUXILIARY), 0.4)
+    add("optimizer", OPTIMIZERS)
+    optimizer = found[-1].name
+    for option, takers in OPTIONS.items():
+        add(f"option.{option}", (option,), 0.2 if optimizer in takers else 0.0)
+    add("schedule", tuple(SCHEDULES), 0.35)
+    add("clip", ("0.05", "1.0"), 0.25)
+    add("skip_nonfinite", ("yes",), 0.08)
+    add("structure", STRUCTURES)
+    add("layout", LAYOUTS, 0.15)
+    add("lengths", LENGTHS, 0.45)
+    add("around", ("no_grad", "inference_mode", "autocast"), 0.12)
+    add("verify", ("1", "sampled"), 0.25)
+    add("plan", PLANS, 0.35 if ranks > 1 else 0.0)
+    steps = r.choice((4, 5, 6))
+    for number in range(r.choice((0, 1, 1, 2, 2, 3))):
+        name = r.choices(list(HOW_OFTEN), list(HOW_OFTEN.values()))[0]
+        found.append(Feature(f"change.{number}", name, r.randrange(1, steps)))
+    return Program(seed, ranks, steps, tuple(found))
+
+
+def _draw_blocks(r: random.Random, kind: str, add: Callable[..., None]) -> None:
+    """One to four blocks that fit one behind the other."""
+    for number in range(r.choice((1, 2, 2, 3, 4))):
+        slot, sort = f"block.{number}", r.random()
+        if sort < 0.01:
+            add(slot, tuple(SELDOM))
+        elif sort < 0.3:
+            add(slot, tuple(ANYWHERE))
+        elif sort < 0.4 and (passages := PASSAGES.get(kind)):
+            name = r.choice(list(passages))
+            kind = passages[name][0]
+            add(slot, (name,))
+        else:
+            add(slot, tuple(BLOCKS[kind]))
+        if r.random() < 0.2:
+            add(f"wrap.{number}", ("residual", "checkpoint", "autocast", "sequential", "twice"))
