@@ -1,0 +1,1 @@
+"""Emit a final graph as Python source, and load it as a program."""

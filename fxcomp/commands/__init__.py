@@ -1,0 +1,1 @@
+"""Run the command line: one file a command."""

@@ -1,0 +1,1 @@
+"""Price compute, collectives and compressors, and simulate the step that they make."""

@@ -1,0 +1,1 @@
+"""Read, edit, check and print FX graphs of a training step."""

@@ -1,0 +1,1 @@
+"""Measure a job and decide on its plan, all ranks together."""
