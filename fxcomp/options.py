@@ -73,6 +73,7 @@ class StepOptions:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
         options = cls(mode=Mode.parse(mode), feedback=error_feedback, replan=Replan.parse(replan), **others)
+        VerifiedSteps.parse(options.verify_every)
         if options.replan is Replan.AUTO and options.why_not_replan:
             raise BadOption(f"replan='auto' cannot be done here: {options.why_not_replan}")
         return options

@@ -30,7 +30,7 @@ def compile_here(model: nn.Module, optimizer: Any = None, loss: Any = cross_entr
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"plan": "dense", **options}
     batch = JOBS["mlp"].batch(0, dist.get_rank())
-    return fxcomp.compile_step(model, loss, optimizer, batch, verify_every=1, **options)
+    return fxcomp.compile_step(model, loss, optimizer, batch, **{"verify_every": 1, **options})
 
 
 def is_odd() -> bool:
@@ -93,6 +93,10 @@ def plan_misspelt(_: Path) -> None:
 
 def plan_misspelt_on_one(_: Path) -> None:
     compile_here(mlp(), plan="nope" if is_odd() else "int8")
+
+
+def verified_steps_misspelt_on_one(_: Path) -> None:
+    compile_here(mlp(), verify_every="sample" if is_odd() else "sampled")
 
 
 def plans_differ(_: Path) -> None:
@@ -185,6 +189,7 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
         r"'topkk\(0.01\)' is neither the path of a saved plan nor a compressor",
     ),
     plan_misspelt_on_one: ("PeerFailed BadPlan", "plan='nope' is neither the path of a saved plan nor a compressor"),
+    verified_steps_misspelt_on_one: ("PeerFailed BadOption", "verify_every must be 'sampled', .*it is 'sample'"),
     plans_differ: (
         "ModelsDiffer ModelsDiffer",
         r"the plan is 'topk\(0.1\)' on rank 1 and 'topk\(0.01\)' on rank 0.*pass the same arguments",
