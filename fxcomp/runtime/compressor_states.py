@@ -85,6 +85,11 @@ class CompressorStates:
             pieces = torch.split(whole, [part.value.numel() for part in parts])
             self._parts += [replace(part, value=piece) for part, piece in zip(parts, pieces, strict=True)]
 
+    @property
+    def is_empty(self) -> bool:
+        """No compressor of the plan remembers anything."""
+        return not self._parts
+
     def of_bucket(self, number: int) -> Tensor:
         """Return the state that a bucket's compressor reads and replaces."""
         return self._buckets[number]

@@ -58,7 +58,10 @@ class GradientState:
         if self.velocities is not None and fresh.velocities is not None:
             velocities = Holding.of(ranks, self.velocities.slices)
             hand_over(velocities, fresh.velocities.slices, sizes, exchange, "velocities")
-        fresh.compressor_states.take_over(self.compressor_states)
+        if fresh.compressor_states.is_empty:  # a plan that is followed after a dense one goes on from them
+            fresh.compressor_states = self.compressor_states
+        else:
+            fresh.compressor_states.take_over(self.compressor_states)
         fresh.rates = dict(self.rates)
 
     def settle(self) -> None:

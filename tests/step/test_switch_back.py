@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ import fxcomp
 from fxcomp.codegen.program import Program
 from fxcomp.graph.lines import CostKind
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.strategy import DENSE
 from fxcomp.step import step_times
 from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 
@@ -60,6 +62,30 @@ def test_a_plan_that_is_faster_than_dense_was_is_kept():
     assert not one["notes"]
     assert "rt.compress" in one["source"]
     assert one["parameters"] == other["parameters"]
+
+
+def remembered_by_compressors() -> list[dict[str, Any]]:
+    """The state of a compressor before a dense plan is followed, under it, and when the first plan comes again."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(8, 8), (torch.randn(4, 8),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = fxcomp.compile_step(model, lambda m, b: m(b[0]).square().mean(), optimizer, batch, plan="powersgd(1)")
+    compressed = step.in_force.decision
+    dense = replace(compressed, plan=compressed.plan.with_strategies([DENSE] * len(compressed.plan.buckets)))
+    found: list[dict[str, Any]] = []
+    for decision in (compressed, dense, compressed):
+        if step.plan != decision.plan:
+            step.in_force.switch(decision, "changing plans")
+        if decision is dense or not found:
+            step(batch)
+        found.append({name: part["state"].tolist() for name, part in step.state_dict()["compressors"].items()})
+    return found
+
+
+def test_compressors_remember_over_a_dense_plan():
+    for before, under_dense, after in run_ranks(2, remembered_by_compressors):
+        assert before
+        assert before == under_dense == after
 
 
 class DeviceTime:
