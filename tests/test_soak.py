@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,11 +40,20 @@ class Held:
     @classmethod
     def now(cls) -> Held:
         gc.collect()
+        _let_threads_end()
         objects = gc.get_objects()
         graphs = sum(issubclass(type(thing), GraphModule) for thing in objects)
         tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
         tasks = len(os.listdir("/proc/self/task"))
         return cls(len(os.listdir("/proc/self/fd")), tasks, threading.active_count(), graphs, tensors)
+
+
+def _let_threads_end() -> None:
+    """Give the pool of a step that has just gone the time to end its thread."""
+    for _ in range(100):
+        if threading.active_count() == 1:
+            break
+        time.sleep(0.05)
 
 
 def resident_mb() -> float:
