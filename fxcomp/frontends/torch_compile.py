@@ -307,7 +307,8 @@ def _start(
     covered = {name: found.parameters[name] for name in gradients(labelled)}
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
     facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
-    ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered})
+    asked = {what: chosen.step.facts()[what] for what in ("the plan", "how costs are given")}
+    ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered} | asked)
     site = Site.of(ranks, chosen.step.cluster, next(iter(covered.values())).device)
     if chosen.model is not None:
         ranks.share(shared.values())
