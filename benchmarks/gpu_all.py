@@ -49,7 +49,7 @@ from fxcomp.frontends.job import Job
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.testing import SAMPLES, replicas_of
-from fxcomp.testing.checks import assert_same_bits, plain_torch
+from fxcomp.testing.bits import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on
 from fxcomp.testing.samples import NOT_FINITE
 

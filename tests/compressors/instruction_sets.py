@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor, Feedback
 from fxcomp.testing import SAMPLES
-from fxcomp.testing.checks import SMALL_SEGMENTS, second_step
+from fxcomp.testing.bits import second_step
+from fxcomp.testing.segments import SMALL_SEGMENTS
 
 LEVELS = {"baseline": 0, "AVX2": 1, "AVX-512": 2}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxcomp.compressors import ChunkMax
 from fxcomp.errors import BadPayload
-from fxcomp.testing.checks import relative_error
+from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.samples import gaussian, laplace
 
 

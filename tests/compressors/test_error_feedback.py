@@ -6,7 +6,8 @@ from compressor_cases import EACH, Broken, decode, encode, left_out
 from torch import Tensor
 
 from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK
-from fxcomp.testing.checks import errors_telescope, rounding_goes_either_way, telescoping_error
+from fxcomp.testing.checks import errors_telescope, rounding_goes_either_way
+from fxcomp.testing.result_checks import telescoping_error
 from fxcomp.testing.samples import gaussian, laplace
 
 

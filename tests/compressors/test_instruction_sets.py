@@ -9,7 +9,7 @@ from compressor_cases import COMPRESSORS, WITH_KERNELS
 from instruction_sets import LEVELS, at_level, steps
 
 from fxcomp.compressors import Compressor, kernels
-from fxcomp.testing.checks import assert_same_bits
+from fxcomp.testing.bits import assert_same_bits
 
 
 @WITH_KERNELS

@@ -23,7 +23,7 @@ from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_c
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
 from fxcomp.testing import SAMPLES
-from fxcomp.testing.checks import assert_same_bits, plain_torch
+from fxcomp.testing.bits import assert_same_bits, plain_torch
 from fxcomp.testing.devices import round_on
 
 FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
