@@ -58,6 +58,31 @@ class Counters:
     skipped: bool = False
     """True if something that arrived was not finite."""
 
+    def count(self, kind: str, level: str, sent: int) -> None:
+        """Add the bytes of one collective."""
+        self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
+
+
+class Buffers:
+    """Memory that one step hands to the next, keyed by the lines' names."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def take(
+        self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+    ) -> Tensor:
+        """The buffer of a line, made at the first call. Another capture may use the name for another size."""
+        key = (name, elements, dtype)
+        buffer = self._known.get(key)
+        if buffer is None:
+            buffer = self._known[key] = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
+        return buffer
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._known.clear()
+
 
 class Runtime:
     """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the lines' names."""
@@ -73,7 +98,7 @@ class Runtime:
         self.undelivered: dict[str, Tensor] = {}
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.pool = HostPool()
-        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._buffers = Buffers()
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     # Lines of an emitted step
@@ -82,7 +107,7 @@ class Runtime:
         """Copy gradients into one flat bucket, scaled."""
         self.see(parameters, gradients)
         types = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
-        flat = self._buffer(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
+        flat = self._buffers.take(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
         parts = self._slots.get((name, types))
         if parts is None:
             parts = self._slots[name, types] = slots(flat, gradients)
@@ -99,7 +124,7 @@ class Runtime:
 
     def pad(self, name: str, bucket: Tensor, ranks: int) -> Tensor:
         """Lengthen a bucket with zeros until it splits evenly."""
-        padded = self._buffer(name, bucket.numel() + -bucket.numel() % ranks, bucket.dtype, bucket.device)
+        padded = self._buffers.take(name, bucket.numel() + -bucket.numel() % ranks, bucket.dtype, bucket.device)
         padded[: bucket.numel()].copy_(bucket)
         padded[bucket.numel() :].zero_()
         return padded
@@ -126,7 +151,7 @@ class Runtime:
 
         def run(value: Tensor) -> Tensor:
             elements = compressor.proposal_elements(segments)
-            proposal = self._buffer(name, elements, compressor.facts.proposal_dtype, value.device)
+            proposal = self._buffers.take(name, elements, compressor.facts.proposal_dtype, value.device)
             compressor.propose(value, residual, segments, state, proposal)
             return proposal
 
@@ -147,7 +172,7 @@ class Runtime:
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
             elements = compressor.payload_elements(segments)
-            payload = self._buffer(name, elements, compressor.payload_dtype, value.device)
+            payload = self._buffers.take(name, elements, compressor.payload_dtype, value.device)
             compressor.encode(value, residual, payload, segments, state, agreement)
             return payload
 
@@ -183,7 +208,7 @@ class Runtime:
         """The mean of what the ranks' payloads stand for, flat fp32."""
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            mean = self._buffer(name, sum(segments), torch.float32, value.device)
+            mean = self._buffers.take(name, sum(segments), torch.float32, value.device)
             compressor.decode(value, ranks, segments, mean, agreement, state)
             return mean
 
@@ -195,7 +220,7 @@ class Runtime:
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
-        pinned = functools.partial(self._buffer, name, value.numel(), value.dtype, CPU, pinned=True)
+        pinned = functools.partial(self._buffers.take, name, value.numel(), value.dtype, CPU, pinned=True)
         return OnHost(self.pool.submit(self._transfers.to_host(value, pinned)))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
@@ -203,7 +228,7 @@ class Runtime:
 
         def take_back() -> Tensor:
             result = value.future.result()
-            buffer = functools.partial(self._buffer, name, result.numel(), result.dtype, self._device)
+            buffer = functools.partial(self._buffers.take, name, result.numel(), result.dtype, self._device)
             return self._transfers.to_device(result, buffer)
 
         return self._exposed(take_back)
@@ -212,7 +237,7 @@ class Runtime:
         """Copy what will be overwritten."""
 
         def run(now: Tensor) -> Tensor:
-            return self._buffer(name, now.numel(), now.dtype, now.device).copy_(now)
+            return self._buffers.take(name, now.numel(), now.dtype, now.device).copy_(now)
 
         return self.pool.after(run, value)
 
@@ -298,28 +323,17 @@ class Runtime:
         self, name: str, kind: str, given: Tensor | OnHost, ranks: int, level: str, how: str, lane: str
     ) -> Flight:
         value = value_of(given)
-        key = (kind, level)
-        self.counters.payload_bytes[key] = self.counters.payload_bytes.get(key, 0) + value.nbytes
+        self.counters.count(kind, level, value.nbytes)
         if kind == "all_reduce":
             return Flight(name, value, self.transport.all_reduce(value, level, lane, how))
         if kind == "broadcast":
             return Flight(name, value, self.transport.broadcast(value, 0, level, lane))
         if kind == "all_gather":
-            out = self._buffer(name, ranks * value.numel(), value.dtype, value.device)
+            out = self._buffers.take(name, ranks * value.numel(), value.dtype, value.device)
             return Flight(name, out, self.transport.all_gather(value, out, level, lane))
         assert kind == "reduce_scatter", f"unknown collective {kind}"
-        out = self._buffer(name, value.numel() // ranks, value.dtype, value.device)
+        out = self._buffers.take(name, value.numel() // ranks, value.dtype, value.device)
         return Flight(name, out, self.transport.reduce_scatter(value, out, level, lane))
-
-    def _buffer(
-        self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
-    ) -> Tensor:
-        key = (name, elements, dtype)  # another capture may use the name for another size
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
-            self._buffers[key] = buffer
-        return buffer
 
 
 def _finish(flight: Flight) -> Tensor:
