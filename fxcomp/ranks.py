@@ -44,11 +44,11 @@ class Stop:
 
     what: str
     cause: str
-    """What was raised first, and where."""
+    """The first error, and its place."""
     step: int | None = None
     """The step that it was called for, if it was inside one."""
     has_begun: bool = True
-    """Whether emitted code has run in that step, so that something may have changed."""
+    """True if emitted code has run in that step, so that something may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Ranks:
         """The conversation under way, or the last one."""
         self._talks = 0
         self._meetings = 0
-        """How many times ranks have met again after a stop."""
+        """The number of times that ranks have met again after a stop."""
         self._cluster: Cluster | None = None
         self._groups = Groups({})
         self._leases: dict[str, Lease] = {}

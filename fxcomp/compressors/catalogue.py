@@ -288,7 +288,7 @@ def _or(names: Sequence[str]) -> str:
 _library: Any = Library("fxcomp", "FRAGMENT")
 
 _times: Counter[str] = Counter()
-"""How often each op was registered."""
+"""Registrations of each op, counted."""
 
 _OP_ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "ranks")
 

@@ -90,7 +90,7 @@ class Facts:
     bias: Bias
     feedback: Feedback
     passes: int = 1
-    """How often encoding reads the whole gradient from main memory."""
+    """The number of times that encoding reads the whole gradient from main memory."""
     parameters: tuple[Parameter, ...] = ()
     """The fields that the text form has. A plan carries nothing else of a compressor."""
     filled_in: tuple[str, ...] = ()
@@ -108,20 +108,20 @@ class Facts:
     """Bytes of the proposal, as a formula."""
     proposal_dtype: torch.dtype = torch.float32
     sends_values: bool = False
-    """What it sends it sends exactly: the residual is 0 where a value was sent, and the whole value elsewhere."""
+    """True if values are sent exactly: the residual is 0 where a value was sent, and the whole value elsewhere."""
     needs_whole_parameters: bool = False
     """Cannot compress a shard of a bucket: it uses the parameters' shapes."""
     use: str
-    """When to use it."""
+    """The jobs that it is for."""
     avoid: str
-    """When not."""
+    """The jobs that it is not for."""
     source: str
-    """Where the method is from."""
+    """The publication of the method."""
     case: Case = Case.CHOICE
 
 
 SCHEMA = {"int": "int", "float": "float", "bool": "bool", "tuple[int, ...]": "int[]"}
-"""What a field's type is called in an op's schema."""
+"""Names of Python types in an op's schema."""
 
 PARAMETER_TYPES = ("int", "float", "bool")
 """The types with a text form."""

@@ -21,12 +21,12 @@ class EncoderInput(NamedTuple):
 
     bucket: Tensor
     residual: Tensor | None
-    """What earlier steps left out."""
+    """The residual of earlier steps."""
     segments: tuple[int, ...]
     """The sizes of the bucket's parameters, in order."""
     state: Tensor | None = None
     agreed: Tensor | None = None
-    """What the ranks' proposals reduced to."""
+    """The reduction of the ranks' proposals."""
 
     @property
     def value(self) -> Tensor:
@@ -47,7 +47,7 @@ class DecoderInput(NamedTuple):
     segments: tuple[int, ...]
     agreed: Tensor | None = None
     state: Tensor | None = None
-    """What this step's encoding left, one step raised already; where `facts.decode_needs_state`."""
+    """The state as encoding left it, one step further; given where `facts.decode_needs_state`."""
 
     @property
     def of_ranks(self) -> tuple[Tensor, ...]:

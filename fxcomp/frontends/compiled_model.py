@@ -49,7 +49,7 @@ class CompiledModel:
     state: GradientState
     parameters: Mapping[str, weakref.ref[nn.Parameter]]
     break_: str | None
-    """Where Dynamo broke off, if it did."""
+    """The line at which Dynamo broke off, if it did."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
     """The options as they were given: without a model, they tell one call of torch.compile from another."""
@@ -58,7 +58,7 @@ class CompiledModel:
     source: str = ""
     """The backward pass that was emitted last."""
     passes: int = 0
-    """How many backward passes have run."""
+    """The number of backward passes so far."""
     _seen: int = 0
     _hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 

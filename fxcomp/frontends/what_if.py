@@ -110,7 +110,7 @@ class Question:
     plan: AskedPlan | None = None
     """A plan to predict instead of the chosen one."""
     step_ms: float | None = None
-    """How long the step takes there without a network."""
+    """The time of a step there without a network."""
     device: str | None = None
     """A preset (cost/devices.py) for ranks that are not like this machine."""
     costs: CostTable | None = None

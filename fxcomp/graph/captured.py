@@ -31,7 +31,7 @@ class Captured:
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     guard: Callable[[Sequence[Tensor]], bool]
-    """Whether these batch tensors may run through the graph; always true unless it has symbolic shapes."""
+    """Tells if these batch tensors may run through the graph; always true unless it has symbolic shapes."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         """The leaves of the auxiliary result, with what the graph has returned of them."""

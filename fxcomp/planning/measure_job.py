@@ -21,8 +21,8 @@ from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Example
 
 MEASURED_STEPS = ((0.3e6, 8), (1e6, 5), (2e6, 3), (6e6, 2), (math.inf, 1))
-"""How many dense steps are timed with the network and without, in turns, by what their wire takes at most, in µs: the
-same number on every rank. One of each goes before them and does not count."""
+"""Numbers of dense steps that are timed with the network and without, in turns, by the longest time on the wire, in µs:
+the same number on every rank. One of each goes before them and does not count."""
 
 SMALLEST_ERROR = 0.05
 """A prediction is never trusted further than this: the median error over models, links and plans (docs/costs.md)."""

@@ -40,9 +40,9 @@ class StepMeasurement:
     launch_us: float | None
     """Starting a collective, the median; None if there are none."""
     pack_gb_per_s: float | None
-    """How fast buckets were filled; None if there are none."""
+    """The rate of filling buckets; None if there are none."""
     node_us: Mapping[str, float]
-    """What each operator took by itself: what regions' times are shared out by."""
+    """The time of each operator by itself; regions' times are shared out in proportion."""
 
     @property
     def compute_us(self) -> float:
@@ -106,7 +106,7 @@ class _Run:
     totals: list[float] = field(default_factory=list[float])
     regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     marks: list[tuple[str, Any, Any]] = field(default_factory=list[tuple[str, Any, Any]])
-    """When each region began and ended in the present step."""
+    """The begin and end of each region in the present step."""
 
     def forget(self) -> None:
         """Leave out what has run so far."""

@@ -20,11 +20,11 @@ class Decision:
     dense: Plan | None = None
     """The best dense plan; None where the plan was given."""
     choice: Choice | None = None
-    """What was compared; None where the plan was given."""
+    """The comparison of plans; None where the plan was given."""
     dense_us: float | None = None
-    """What a compressed plan must not exceed: a dense step as measured, else as predicted; None to judge none."""
+    """The limit of a compressed plan: a dense step as measured, else as predicted; None to judge none."""
     mistrusted_us: float | None = None
-    """What is predicted for the compressed plan that was chosen, where experience speaks against it."""
+    """The predicted step of the compressed plan that was chosen, where experience speaks against it."""
     notes: tuple[str, ...] = ()
 
     def for_dense(self) -> Decision:
@@ -40,6 +40,6 @@ class Experience:
     given_up: Plan | None = None
     """The compressed plan that turned out slower than dense."""
     given_up_us: float = 0.0
-    """What a step of it took."""
+    """The measured step of that plan."""
     dense_us: float | None = None
-    """What a dense step takes now, where that is followed."""
+    """The measured dense step, where dense is followed now."""

@@ -26,7 +26,7 @@ class Inputs:
         self.parameters = dict(training.model.named_parameters())
         self._fresh_state = dict(training.fresh_state)
         self._has_state = True
-        """Whether the optimizer keeps state at all, as far as is known."""
+        """True if the optimizer keeps state at all, as far as is known."""
 
     def of(self, program: Program, leaves: Sequence[Any], state: GradientState) -> tuple[list[Any], ...]:
         """The arguments of a program for a batch's leaves."""

@@ -89,7 +89,7 @@ class Here:
     plans: Collection[str]
     """Digests of the plans that this step follows, one after the other."""
     slots: Mapping[str, Slice]
-    """Where residuals lie under them."""
+    """The slices of residuals under the plan in force."""
 
     @property
     def trained_sizes(self) -> dict[str, int]:
@@ -206,7 +206,7 @@ class Agreed:
 
     states: tuple[_Saved, ...]
     ranks: int
-    """How many ranks saved."""
+    """The number of ranks that saved."""
     steps: int
     rates: Mapping[int, float]
     lost: tuple[int, ...]

@@ -51,7 +51,7 @@ class CompiledStep:
         self.notes: list[str] = []
         self._steering = Steering(force, self.monitor, planner, options, self._ranks, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
-        """What this rank put into collectives in the last step, by kind and level."""
+        """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._verifier = Verifier(self.training, options.verified, force.inputs.is_fresh, self.notes.append)
 
     # Running

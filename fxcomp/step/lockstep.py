@@ -27,7 +27,7 @@ class Lockstep:
         self._step = 0
         self._is_closed = False
         self.has_begun = False
-        """Whether emitted code has run in the step under way, so that something may have changed."""
+        """True if emitted code has run in the step under way, so that something may have changed."""
 
     def enter(self, step: int) -> None:
         """Begin a step. Raises RanksApart if ranks have stopped at different places, and StepClosed."""

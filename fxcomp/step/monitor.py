@@ -33,7 +33,7 @@ WARM_STEPS = 2
 """The first steps, which allocate, are not judged."""
 
 SWITCH_MARGIN = 0.03
-"""How much slower than dense a plan must be to be given up: less is noise (assumed)."""
+"""The relative excess over dense at which a plan is given up: less is noise (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Drift:
 
     findings: tuple[Finding, ...]
     note: str
-    """What to say of those that were not wrong before; may be empty."""
+    """The note on costs that were not wrong before; may be empty."""
     calls_for_another_plan: bool
 
 
@@ -63,10 +63,10 @@ class Monitor:
         """Times some steps line by line; None where nothing is compared with its prediction."""
         self.times = StepTimes(site.device)
         self.timed: tuple[Row, ...] = ()
-        """What each cost took when it was last compared with its prediction, as all ranks see it."""
+        """The time of each cost when it was last compared with its prediction, as all ranks see it."""
         self.experience = Experience()
         self.times_given_up = 0
-        """How often a compressed plan turned out slower than dense."""
+        """The number of plans that turned out slower than dense."""
         self._noted: set[str] = set()
         self._patience, self._least_patience, self._patient_until = 1, 1, 0
         self._judged_at = 0

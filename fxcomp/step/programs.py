@@ -22,10 +22,10 @@ from fxcomp.errors import CaptureFailed
 from fxcomp.step.recaptures import Recaptures
 
 CAPTURES = 8
-"""How many captured programs are kept: the one that was not used for longest goes."""
+"""The limit of captured programs: the one that was not used for longest goes."""
 
 KEYS = 512
-"""How many batch types and surroundings are remembered with the program that serves them; they are small."""
+"""The limit of batch types and surroundings that are remembered with the program that serves them; they are small."""
 
 FAMILIES = 64
 """For how many kinds of batches, sizes aside, it is remembered which sizes varied."""

@@ -16,7 +16,7 @@ KEPT = 200
 """So many steps make the medians."""
 
 Looks = tuple[Any, Any]
-"""When something began and ended, as the clock saw it."""
+"""A begin and an end, as the clock saw them."""
 
 
 class StepTimes:

@@ -9,6 +9,7 @@ else.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -32,15 +33,15 @@ Slot = tuple[Any, str]
 """An owner and a key of it, or an attribute where the owner is no dict."""
 
 
-class Place:
+class Place(ABC):
     """Something that holds values. Its name stands before their labels."""
 
     name: str
     owner: Any
 
+    @abstractmethod
     def held(self) -> Held:
         """Give the values, each with its label."""
-        raise NotImplementedError
 
     def views(self) -> Iterable[View]:
         """Give live views of which every item is compared by identity."""

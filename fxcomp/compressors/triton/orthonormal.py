@@ -16,8 +16,8 @@ NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
 FIRST_VALUE, ROW_COUNT, COLUMN_COUNT, Q_AT, P_AT, CHUNKS_AT, RANK_OF = map(constant, range(7))
-"""What a table says of a matrix: where it begins in the bucket, its size; where its factors begin, Q in payload and
-state, P in the proposal, and the sums by chunks; the rank."""
+"""The columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, offset of
+P in the proposal, offset of the sums by chunks, rank."""
 
 
 def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bool) -> Tensor:
