@@ -16,7 +16,7 @@ NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
 FIRST_VALUE, ROW_COUNT, COLUMN_COUNT, Q_AT, P_AT, CHUNKS_AT, RANK_OF = map(constant, range(7))
-"""The columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, offset of
+"""Columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, offset of
 P in the proposal, offset of the sums by chunks, rank."""
 
 
