@@ -22,14 +22,40 @@ from fxcomp.cluster.topology import GroupTopology, Tree
 from fxcomp.errors import BadCluster
 
 
+class Axis(Enum):
+    """A direction in which ranks lie beside each other. Where there are no racks, all hosts are in one."""
+
+    HOST = "the ranks of a host"
+    RACK = "the hosts of a rack"
+    RACKS = "the racks"
+
+    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+
+
 class Level(Enum):
     """Name the ranks that take part in a collective."""
 
     INTRA = "intra"  # the ranks of one host
     INTER = "inter"  # the ranks with the same place in their hosts, one a host
     WORLD = "world"  # all ranks
+    RACK = "rack"  # of these, the ones in the hosts of one rack
+    RACKS = "racks"  # of these, the ones with the same place in their racks, one a rack
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+    __hash__ = object.__hash__
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """The axes that the ranks of one collective span."""
+        return _AXES[self]
+
+
+_AXES = {
+    Level.INTRA: frozenset({Axis.HOST}),
+    Level.INTER: frozenset({Axis.RACK, Axis.RACKS}),
+    Level.WORLD: frozenset(Axis),
+    Level.RACK: frozenset({Axis.RACK}),
+    Level.RACKS: frozenset({Axis.RACKS}),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,71 +2,23 @@
 
     all_reduce@world
     compress(int8)@gpu > all_gather@world > decompress@gpu
+    compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world > decompress@gpu
     reduce_scatter@intra > compress(topk(0.01))@gpu > all_gather@inter > decompress@gpu > all_gather@intra
     propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu
 
-The last is for a compressor whose ranks agree on something before they compress.
+docs/strategies.md has a picture of each shape. `interpret.py` says which steps fit together.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.errors import BadStrategy
+from fxcomp.cluster.cluster import Level
+from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
-
-
-class Device(Enum):
-    """The place where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    kind: CollectiveKind
-    level: Level
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}@{self.level.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Propose:
-    """Make what the ranks reduce to an agreement before they compress."""
-
-    compressor: Compressor
-    device: Device = Device.GPU
-
-    def __str__(self) -> str:
-        return f"propose({self.compressor})@{self.device.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Compress:
-    compressor: Compressor
-    device: Device = Device.GPU
-
-    def __str__(self) -> str:
-        return f"compress({self.compressor})@{self.device.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Decompress:
-    device: Device = Device.GPU
-
-    def __str__(self) -> str:
-        return f"decompress@{self.device.value}"
-
-
-Step = Collective | Propose | Compress | Decompress
+from fxcomp.plan.interpret import EVERYWHERE, Standing, interpret
+from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose, Step, parse_steps, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +28,27 @@ class Strategy:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        _check_steps(self)
+        interpret(self.steps)
+
+    @property
+    def held(self) -> tuple[Standing, ...]:
+        """What ranks hold before each step, and at the end."""
+        return interpret(self.steps)
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """The compressor of each compression, in order."""
+        return tuple(step.compressor for step in self.steps if isinstance(step, Compress))
 
     @property
     def compressor(self) -> Compressor | None:
-        return next((step.compressor for step in self.steps if isinstance(step, Compress)), None)
+        """The first compressor: what gradients are compressed with."""
+        return next(iter(self.compressors), None)
 
     @property
-    def device(self) -> Device | None:
-        """The compressor's device; None if there is none."""
-        return next((step.device for step in self.steps if isinstance(step, Compress)), None)
+    def devices(self) -> frozenset[Device]:
+        """Where it compresses and decompresses."""
+        return frozenset(step.device for step in self.steps if not isinstance(step, Collective))
 
     @property
     def is_dense(self) -> bool:
@@ -93,13 +56,8 @@ class Strategy:
 
     @property
     def is_hierarchical(self) -> bool:
-        """A host's ranks share the work: each carries its shard of the bucket between hosts."""
-        return any(step.kind is CollectiveKind.REDUCE_SCATTER for step in self.collectives)
-
-    @property
-    def level(self) -> Level:
-        """The level at which gradients become their mean: the ranks whose payloads meet."""
-        return Level.INTER if self.is_hierarchical else self.collectives[0].level
+        """It goes level by level."""
+        return any(step.level is not Level.WORLD for step in self.collectives)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -120,38 +78,63 @@ class Strategy:
                 current = []
         return (*stages, tuple(current))
 
-    def bound(self, shapes: Sequence[Sequence[int]], cluster: Cluster) -> Compressor | None:
-        """Bind the compressor to parameters of these shapes, or to an even part of each if a host shares them out."""
-        if self.compressor is None:
-            return None
-        if self.is_hierarchical:
-            shapes = [(-(-math.prod(shape) // cluster.ranks_per_host),) for shape in shapes]
-        return self.compressor.bound_to(shapes, cluster.ranks_at(self.level))
+    @property
+    def leading_splits(self) -> int:
+        """The number of dense steps before the gradients' own values are compressed, summed whole or complete."""
+        for number, step in enumerate(self.steps):
+            if not isinstance(step, Collective) or not step.kind.splits:
+                return number
+        return len(self.steps)
+
+    @property
+    def uncompressed(self) -> Strategy:
+        """The same bucket over the same levels, dense."""
+        begun = self.steps[: self.leading_splits]
+        held = self.held[len(begun)]
+        missing = EVERYWHERE - held.summed
+        middle = [Collective(CollectiveKind.ALL_REDUCE, level) for level in Level if level.axes == missing]
+        joins = [Collective(split.kind.joined_by, split.level) for split in reversed(held.splits)]
+        return Strategy((*begun, *middle[:1], *joins))
 
     def __str__(self) -> str:
-        return " > ".join(map(str, self.steps))
+        return text_of(self.steps)
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """Read the text form back. Raises BadStrategy."""
-        return cls(tuple(_parse_step(part.strip(), text) for part in _split_steps(text)))
+        return cls(parse_steps(text))
 
     @classmethod
     def flat(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD
     ) -> Strategy:
         """Reduce over all ranks at once."""
-        return cls(_reduce(compressor, device, level))
+        return cls(_one_shot(compressor, device, level))
 
     @classmethod
     def hierarchical(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
         """Reduce inside the host, then between hosts (compressed), then share inside the host."""
-        scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
-        share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
-        return cls((scatter, *_reduce(compressor, device, Level.INTER), share))
+        return cls(_by_level(_one_shot(compressor, device, Level.INTER)))
+
+    @classmethod
+    def two_shots(
+        cls, first: Compressor | None, second: Compressor | None, device: Device = Device.GPU, *, by_level: bool = False
+    ) -> Strategy:
+        """Give every rank the sum of one shard, compressed by `first`, and then share the shards, by `second`.
+
+        By level, between hosts alone: inside a host values are dense, and what arrives is passed on as it is.
+        """
+        level = Level.INTER if by_level else Level.WORLD
+        deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, level)
+        share = [Collective(CollectiveKind.ALL_GATHER, level)]
+        share += [Collective(CollectiveKind.ALL_GATHER, Level.INTRA)] if by_level else []
+        steps: list[Step] = [Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)] if by_level else []
+        steps += [deal] if first is None else [Compress(first, device), deal, Decompress(device)]
+        steps += share if second is None else [Compress(second, device), *share, Decompress(device)]
+        return cls(tuple(steps))
 
 
-def _reduce(compressor: Compressor | None, device: Device, level: Level) -> tuple[Step, ...]:
+def _one_shot(compressor: Compressor | None, device: Device, level: Level) -> tuple[Step, ...]:
     if compressor is None:
         return (Collective(CollectiveKind.ALL_REDUCE, level),)
     kind = CollectiveKind.ALL_REDUCE if compressor.is_linear else CollectiveKind.ALL_GATHER
@@ -161,50 +144,12 @@ def _reduce(compressor: Compressor | None, device: Device, level: Level) -> tupl
     return (Propose(compressor, device), Collective(CollectiveKind.ALL_REDUCE, level), *steps)
 
 
-def _check_steps(strategy: Strategy) -> None:
-    """Accept the two shapes that sum over every rank exactly once: flat and hierarchical."""
-    steps, compressor, device = strategy.steps, strategy.compressor, strategy.device or Device.GPU
-    if compressor is not None and compressor.facts.needs_whole_parameters and strategy.is_hierarchical:
-        flat = " > ".join(map(str, _reduce(compressor, device, Level.WORLD)))
-        raise BadStrategy(
-            f"{compressor} compresses whole parameters, but in {str(strategy)!r} each rank has a shard of the bucket.\n"
-            f"  Write {flat}"
-        )
-    legal = [_reduce(compressor, device, level) for level in Level]
+def _by_level(between: Sequence[Step]) -> tuple[Step, ...]:
     scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
     share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
-    legal.append((scatter, *_reduce(compressor, device, Level.INTER), share))
-    if steps not in legal:
-        shapes = "\n".join("  " + " > ".join(map(str, shape)) for shape in (legal[2], legal[3]))
-        text = " > ".join(map(str, steps)) or "(no steps)"
-        raise BadStrategy(
-            f"the strategy {text!r} does not sum each gradient over all ranks once; write one of\n{shapes}"
-        )
+    return (scatter, *between, share)
 
 
 DENSE = Strategy((Collective(CollectiveKind.ALL_REDUCE, Level.WORLD),))
 
-
-def _split_steps(text: str) -> list[str]:
-    return text.split(">")
-
-
-def _parse_step(part: str, whole: str) -> Step:
-    match = re.fullmatch(r"(\w+)(?:\((.*)\))?(?:@(\w+))?", part)
-    if match is None:
-        raise BadStrategy(f"cannot read {part!r} in the strategy {whole!r}")
-    name, argument, place = match.groups()
-    try:
-        if name in ("propose", "compress") and argument:
-            make = Propose if name == "propose" else Compress
-            return make(parse_compressor(argument), Device(place or "gpu"))
-        if name == "decompress" and argument is None:
-            return Decompress(Device(place or "gpu"))
-        if argument is None and place is not None:
-            return Collective(CollectiveKind(name), Level(place))
-    except ValueError as error:
-        raise BadStrategy(f"cannot read {part!r} in the strategy {whole!r}: {error}") from None
-    raise BadStrategy(
-        f"cannot read {part!r} in the strategy {whole!r}: expected compress(...)@gpu, decompress@gpu, "
-        "or a collective with a level such as all_reduce@world"
-    )
+__all__ = ["DENSE", "Collective", "Compress", "Decompress", "Device", "Propose", "Step", "Strategy"]

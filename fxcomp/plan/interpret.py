@@ -1,0 +1,206 @@
+"""Give a strategy its meaning: what a rank holds of a bucket between two steps.
+
+    summed      the axes of the cluster along which gradients have been added
+    splits      the collectives that have cut the bucket, innermost last: a rank holds a shard, or its root all
+    compressor  what the values are encoded by, None while they are dense
+
+A strategy is legal if every step fits what is held before it, and every rank ends with the whole mean, dense. Steps that
+fit are one table of rules, `misfit`: an error names the first step that breaks one, and what would fit instead. The same
+walk is bound to sizes by `route.py`, and from there lowered to nodes, priced, and laid out as state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fxcomp.cluster.cluster import Axis, Level
+from fxcomp.compressors import Compressor
+from fxcomp.errors import BadStrategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.steps import Collective, Compress, Decompress, Propose, Step, text_of
+
+EVERYWHERE = frozenset(Axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What every rank holds of a bucket between two steps."""
+
+    summed: frozenset[Axis] = frozenset()
+    """The axes along which gradients are added, or lie side by side as payloads that are decoded to one sum."""
+    splits: tuple[Collective, ...] = ()
+    compressor: Compressor | None = None
+    has_traveled: bool = False
+    """The payload has been in a collective since it was made."""
+    is_piled: bool = False
+    """Payloads of several ranks lie here for the same values: decoding adds them up."""
+    proposed: Compressor | None = None
+    """Whose proposal is to be reduced next."""
+    agreed: tuple[Compressor, Level] | None = None
+    """For whom the ranks have agreed on something, and which ranks."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Every gradient is in the sum, on every rank that holds a part of it."""
+        return self.summed == EVERYWHERE
+
+    @property
+    def is_mean(self) -> bool:
+        """The strategy may end here."""
+        return self.is_complete and not self.splits and self.compressor is None
+
+    def __str__(self) -> str:
+        what = "proposals" if self.proposed else f"{self.compressor} payloads" if self.compressor else "dense values"
+        extent = f"shards of {' and of '.join(str(split) for split in self.splits)}" if self.splits else "whole buckets"
+        axes = ", ".join(axis.value for axis in Axis if axis in self.summed)
+        sums = "summed everywhere" if self.is_complete else f"summed over {axes}" if axes else "not summed"
+        return f"{what}, {extent}, {sums}"
+
+
+@lru_cache(maxsize=4096)
+def interpret(steps: tuple[Step, ...]) -> tuple[Standing, ...]:
+    """Return what is held before each step, and at the end. Raises BadStrategy where a step does not fit."""
+    held = [Standing()]
+    for number, step in enumerate(steps):
+        problem = misfit(held[-1], step)
+        if problem is not None:
+            raise BadStrategy(_refusal(steps, number, problem, held[-1]))
+        held.append(after(held[-1], step))
+    if not held[-1].is_mean:
+        problem = "ranks would not end with the mean of all gradients"
+        raise BadStrategy(_refusal(steps, len(steps), problem, held[-1]))
+    return tuple(held)
+
+
+def misfit(held: Standing, step: Step) -> str | None:
+    """Say why a step does not fit what is held; None if it does."""
+    if held.proposed is not None and not (isinstance(step, Collective) and step.kind is CollectiveKind.ALL_REDUCE):
+        return f"what {held.proposed} proposes is reduced next, by an all_reduce"
+    match step:
+        case Collective():
+            return _collective_misfit(held, step)
+        case Decompress():
+            if held.compressor is None:
+                return "there is no payload to decompress"
+            return None if held.has_traveled else "the payload has not been sent to anybody"
+        case Propose():
+            return _encoder_misfit(held, step.compressor) or (
+                None if step.compressor.facts.agreement is not None else f"{step.compressor} needs no agreement"
+            )
+        case Compress():
+            return _encoder_misfit(held, step.compressor) or _agreement_misfit(held, step.compressor)
+
+
+def after(held: Standing, step: Step) -> Standing:
+    """Return what is held after a step that fits."""
+    match step:
+        case Propose():
+            return replace(held, proposed=step.compressor)
+        case Compress():
+            return replace(held, compressor=step.compressor, has_traveled=False, is_piled=False)
+        case Decompress():
+            return replace(held, compressor=None, has_traveled=False, is_piled=False, agreed=None)
+        case Collective():
+            if held.proposed is not None:
+                return replace(held, proposed=None, agreed=(held.proposed, step.level))
+            if _joins(held, step):
+                return replace(held, splits=held.splits[:-1], has_traveled=held.compressor is not None)
+            splits = (*held.splits, step) if step.kind.splits else held.splits
+            return replace(
+                held,
+                summed=held.summed | step.level.axes,
+                splits=splits,
+                has_traveled=held.compressor is not None,
+                is_piled=held.is_piled or (held.compressor is not None and not step.kind.sums),
+            )
+
+
+def fitting(held: Standing, steps: Sequence[Step]) -> list[Step]:
+    """Select the steps that fit what is held."""
+    return [step for step in steps if misfit(held, step) is None]
+
+
+COLLECTIVES = tuple(
+    Collective(kind, level) for kind in CollectiveKind if kind is not CollectiveKind.POINT_TO_POINT for level in Level
+)
+
+
+def travels_whole(compressor: Compressor) -> bool:
+    """Tell that payloads can only be summed as they are: pieces of them mean nothing, or not to every rank."""
+    facts = compressor.facts
+    return (
+        facts.needs_whole_parameters
+        or facts.agreement is not None
+        or facts.state_from_payload
+        or facts.decode_needs_state
+    )
+
+
+def _joins(held: Standing, step: Collective) -> bool:
+    """Tell that a collective puts the last split together again."""
+    return bool(held.splits) and held.splits[-1].level is step.level and held.splits[-1].kind.joined_by is step.kind
+
+
+def _collective_misfit(held: Standing, step: Collective) -> str | None:
+    kind, compressor = step.kind, held.compressor
+    if kind is CollectiveKind.POINT_TO_POINT:
+        return "point_to_point is no collective of gradients"
+    if held.proposed is None and _joins(held, step):
+        if not held.is_complete:
+            return "shards are put together once their sum is complete"
+        if compressor is not None and travels_whole(compressor):
+            return f"{compressor} payloads can only be added up: all_reduce"
+        return None
+    if kind is CollectiveKind.BROADCAST or (kind is CollectiveKind.ALL_GATHER and compressor is None):
+        return f"no {_splitters(kind)}@{step.level.value} has split the bucket before it"
+    if step.level.axes & held.summed:
+        return f"gradients are summed over {step.level.value} already, and would count twice"
+    if held.proposed is not None:
+        return None
+    if compressor is None:
+        return None if kind.sums else f"dense values are not sent by {kind.value}; compress them before"
+    if kind.sums:
+        if not compressor.is_linear:
+            return f"the network cannot add {compressor} payloads up; gather them"
+        if held.is_piled:
+            return "several ranks' payloads lie side by side, which the network cannot add up; decompress them before"
+    if held.agreed is not None and held.agreed[1] is not step.level:
+        return f"the ranks have agreed over {held.agreed[1].value}"
+    if travels_whole(compressor) and kind is not CollectiveKind.ALL_REDUCE:
+        return f"{compressor} payloads can only be added up: all_reduce"
+    return None
+
+
+def _splitters(kind: CollectiveKind) -> str:
+    return "reduce or gather" if kind is CollectiveKind.BROADCAST else "reduce_scatter or all_to_all"
+
+
+def _encoder_misfit(held: Standing, compressor: Compressor) -> str | None:
+    if held.compressor is not None:
+        return f"the values are {held.compressor} payloads already; decompress them before"
+    if held.splits and compressor.facts.needs_whole_parameters:
+        return f"{compressor} compresses whole parameters, but each rank has a shard of the bucket"
+    return None
+
+
+def _agreement_misfit(held: Standing, compressor: Compressor) -> str | None:
+    agreed = None if held.agreed is None else held.agreed[0]
+    if compressor.facts.agreement is not None and agreed != compressor:
+        return f"{compressor} compresses what ranks have agreed on: propose({compressor}) > all_reduce before it"
+    if agreed is not None and agreed != compressor:
+        return f"the ranks have agreed on something for {agreed}"
+    return None
+
+
+def _refusal(steps: tuple[Step, ...], number: int, problem: str, held: Standing) -> str:
+    whole = text_of(steps) or "(no steps)"
+    where = f"step {number + 1}, {steps[number]}, does not fit" if number < len(steps) else "its end does not fit"
+    encoders = [Compress(step.compressor) for step in steps if isinstance(step, Compress)]
+    would = [str(step) for step in fitting(held, [*COLLECTIVES, *dict.fromkeys(encoders), Decompress()])]
+    instead = f"  Would fit here: {', '.join(would)}" if would else "  Nothing fits here: change a step before it"
+    return (
+        f"the strategy {whole!r} does not sum each gradient over all ranks once: {where}: {problem}.\n"
+        f"  Held before it: {held}.\n{instead}."
+    )
