@@ -10,7 +10,7 @@ A tree: ranks are its leaves, and every unit (host, rack, what lies above) share
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -144,11 +144,39 @@ class Cluster:
 
     def ranks_at(self, level: Level) -> int:
         """Count the ranks that one collective at this level joins; the largest, if they differ."""
-        return {
-            Level.INTRA: self.ranks_per_host,
-            Level.INTER: self.hosts,
-            Level.WORLD: self.world_size,
-        }[level]
+        match level:
+            case Level.INTRA:
+                return self.ranks_per_host
+            case Level.INTER:
+                return self.hosts
+            case Level.WORLD:
+                return self.world_size
+            case _:
+                return max(map(len, self.groups(level)))
+
+    @property
+    def has_racks(self) -> bool:
+        """Ranks can share the work between racks: there are several, with as many hosts each."""
+        counts = Counter(self._racks())
+        return len(counts) > 1 and len(set(counts.values())) == 1
+
+    def length_of(self, axis: Axis) -> int:
+        """Count the ranks that lie along an axis; the most, if they differ."""
+        return {Axis.HOST: self.ranks_per_host, Axis.RACK: self.ranks_at(Level.RACK), Axis.RACKS: self.racks}[axis]
+
+    @property
+    def racks(self) -> int:
+        """The number of racks."""
+        return len(set(self._racks()))
+
+    def place_along(self, axes: Collection[Axis], rank: int) -> int:
+        """Number a rank among those that lie beside it along some axes."""
+        rack, host = self._racks()[self.placement[rank]], self.group(Level.RACK, rank).index(rank)
+        place = 0
+        for axis, at in ((Axis.RACKS, rack), (Axis.RACK, host), (Axis.HOST, self.local_rank(rank))):
+            if axis in axes:
+                place = place * self.length_of(axis) + at
+        return place
 
     def local_rank(self, rank: int) -> int:
         """Return the place of a rank inside its host."""
@@ -158,20 +186,50 @@ class Cluster:
         """Return the ranks that a rank meets at a level, in the order of their payloads."""
         if level is Level.WORLD:
             return self.groups(level)[0]
+        if level in (Level.RACK, Level.RACKS):
+            return next(ranks for ranks in self.groups(level) if rank in ranks)
         return self.groups(level)[self.placement[rank] if level is Level.INTRA else self.local_rank(rank)]
 
     def groups(self, level: Level) -> tuple[tuple[int, ...], ...]:
         """Return all groups of a level: by host, by place inside the host, or the one of all ranks."""
         if level not in self._known:
-            keys = {Level.INTRA: self.placement, Level.INTER: self._places(), Level.WORLD: (0,) * self.world_size}
-            found: defaultdict[int, list[int]] = defaultdict(list)
-            for rank, key in enumerate(keys[level]):
+            found: defaultdict[Any, list[int]] = defaultdict(list)
+            for rank, key in enumerate(self._keys(level)):
                 found[key].append(rank)
-            if level is Level.INTER:
+            if level is not Level.INTRA and level is not Level.WORLD:
                 for ranks in found.values():
                     ranks.sort(key=self.placement.__getitem__)
             self._known[level] = tuple(tuple(found[key]) for key in sorted(found))
         return self._known[level]
+
+    def _keys(self, level: Level) -> Sequence[Any]:
+        """Say for each rank what those that it meets at a level have in common."""
+        places, racks = self._places(), self._racks()
+        match level:
+            case Level.INTRA:
+                return self.placement
+            case Level.INTER:
+                return places
+            case Level.WORLD:
+                return (0,) * self.world_size
+            case Level.RACK:
+                return [(racks[host], place) for host, place in zip(self.placement, places, strict=True)]
+            case Level.RACKS:
+                inside = self._hosts_in_racks()
+                return [(inside[host], place) for host, place in zip(self.placement, places, strict=True)]
+
+    def _racks(self) -> Sequence[int]:
+        """Say for each host in which rack it is."""
+        return self.above[0].units if self.above else (0,) * self.hosts
+
+    def _hosts_in_racks(self) -> list[int]:
+        """Say for each host which place in its rack it has."""
+        seen: Counter[int] = Counter()
+        found: list[int] = []
+        for rack in self._racks():
+            found.append(seen[rack])
+            seen[rack] += 1
+        return found
 
     def _places(self) -> tuple[int, ...]:
         if "places" not in self._known:
@@ -192,7 +250,7 @@ class Cluster:
         """Return the link that a collective at this level is named after: a flat one between hosts crosses theirs."""
         if level is Level.INTRA or (level is Level.WORLD and self.hosts == 1):
             return self.intra
-        return self.inter
+        return self.above[0].link if level is Level.RACKS and self.above else self.inter
 
     def with_inter(self, gb_per_s: float) -> Cluster:
         """Change the bandwidth between hosts; what lies above keeps its ratio to it."""

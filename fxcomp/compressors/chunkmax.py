@@ -86,6 +86,10 @@ class ChunkMax(Compressor):
         source="local selection of ScaleCom, Chen et al. 2020",
     )
 
+    @property
+    def grain(self) -> int:
+        return self.chunk
+
     def payload_elements(self, segments: Sequence[int]) -> int:
         return sum(_bytes_of(n, self.chunk) for n in segments)
 

@@ -60,6 +60,11 @@ class Declared(ABC):
     def has_state(self) -> bool:
         return self.facts.state != "none"
 
+    @property
+    def grain(self) -> int:
+        """The number of values that share something, such as a scale: no shard cuts between them."""
+        return max(1, int(getattr(self, "block", 1)))
+
     # What follows
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """The steps that strategies are made of, and their text.
 
-    compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu
-    all_gather@world        a collective, and the ranks that meet in it
-    decompress@gpu
-    propose(powersgd(4))@gpu > all_reduce@world      what ranks agree on before they compress
+compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu
+all_gather@world        a collective, and the ranks that meet in it
+decompress@gpu
+propose(powersgd(4))@gpu > all_reduce@world      what ranks agree on before they compress
 """
 
 from __future__ import annotations

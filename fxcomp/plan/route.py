@@ -1,0 +1,351 @@
+"""Bind a strategy to a bucket, a cluster and a rank: the same walk as `interpret.py`, with sizes.
+
+    compress(int4) > all_to_all@world > decompress > compress(int8) > all_gather@world > decompress      4 ranks, rank 1
+
+    Encode   slot 0, pieces [0, 25) [25, 50) [50, 75) [75, 100)      one payload for each owner
+    Send     all_to_all, cut (20, 20, 20, 20)
+    Decode   slot 0, pieces [25, 50), 4 payloads                     the mean of its own shard
+    Encode   slot 1, pieces [25, 50)
+    Send     all_gather, cut (29, 29, 29, 29)
+    Decode   slot 1, pieces [0, 25) [25, 50) [50, 75) [75, 100)
+
+Passes lower the legs to nodes, the search prices them, and what a slot feeds back is laid out by them. A *piece* is a
+range of the bucket's values. Compressors never see a border between pieces: each piece is compressed by itself.
+
+Packing divides once, by as much as makes the result the mean: decoding takes the mean of the payloads that lie on each
+other, the network only adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.interpret import Standing, travels_whole
+from fxcomp.plan.shards import cut_points
+from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose
+from fxcomp.plan.strategy import Strategy
+
+Piece = range
+"""Values of the bucket, from start up to stop."""
+
+Cut = int | tuple[int, ...]
+"""The elements that each rank of a group owns, or the number of equal parts."""
+
+
+class Unit(NamedTuple):
+    """The unit of values that ranks hold, against the mean gradient's."""
+
+    weight: Fraction
+    """Add up `weight` times the values of every rank that holds a place: the mean gradient."""
+    total: Fraction
+    """The weights of all ranks that hold one place: values that are the same on all of them stand for so many times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Propose or compress. `pieces` lie one behind the other in the value, and so do their payloads."""
+
+    slot: int
+    compressor: Compressor
+    device: Device
+    pieces: tuple[Piece, ...]
+    segments: tuple[tuple[int, ...], ...]
+    """The parameters' parts in each piece."""
+    unit: Unit
+    place: int
+    """This rank's number among those that compress other values for the same places."""
+    is_proposal: bool = False
+
+    @property
+    def payload_elements(self) -> int:
+        return sum(map(self.compressor.payload_elements, self.segments))
+
+    @property
+    def elements(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One collective. `turned` says how payloads are put in order before it, if they must be: see `Turn`."""
+
+    kind: CollectiveKind
+    level: Level
+    cut: Cut
+    place: int
+    """This rank's number in its group."""
+    itemsize: int
+    slot: int | None
+    """Whose payload travels; None for dense values."""
+    how: str = "sum"
+    turned: Turn | None = None
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.cut if isinstance(self.cut, tuple) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Put `outer` rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1, ..."""
+
+    outer: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The mean of `payloads` payloads of each piece."""
+
+    slot: int
+    compressor: Compressor
+    device: Device
+    pieces: tuple[Piece, ...]
+    segments: tuple[tuple[int, ...], ...]
+    payloads: int
+
+    @property
+    def elements(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+Leg = Encode | Send | Decode
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The legs of one bucket on one rank, cut after each collective: the last stage follows the last one."""
+
+    scale: Fraction
+    """Gradients are multiplied by it while they are packed."""
+    stages: tuple[tuple[Leg, ...], ...]
+    first: Piece
+    """What is held behind the leading splits, where a rank's velocity lies."""
+    first_unit: Unit
+    first_stage: int
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        return tuple(leg for stage in self.stages for leg in stage)
+
+    @property
+    def slots(self) -> tuple[Encode, ...]:
+        """The compressions, by slot."""
+        return tuple(leg for leg in self.legs if isinstance(leg, Encode) and not leg.is_proposal)
+
+
+def route_of(strategy: Strategy, shapes: Sequence[Sequence[int]], cluster: Cluster, rank: int = 0) -> Route:
+    """Walk a strategy with a bucket of parameters of these shapes, as one rank sees it."""
+    return _Walk(strategy, shapes, cluster, rank).route()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One dimension of how payloads lie: pieces of a split side by side, or the payloads of ranks for one piece."""
+
+    split: Collective | None
+    count: int
+
+
+class _Walk:
+    """Walks from the gradients of one rank to their mean."""
+
+    def __init__(self, strategy: Strategy, shapes: Sequence[Sequence[int]], cluster: Cluster, rank: int) -> None:
+        self.strategy, self.shapes, self.cluster, self.rank = strategy, shapes, cluster, rank
+        self.edges = (0, *accumulate(map(math.prod, shapes)))
+        self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
+        self.extents = [range(self.edges[-1])]
+        """What this rank holds: the whole bucket, then its part of each split that is open."""
+        self.rows: list[_Row] = []
+        """How payloads lie, outermost first."""
+        self.encoder: Encode | None = None
+        self.slot = -1
+        self.scale = self._scale()
+        self.weight = 1 / (self.scale * cluster.world_size)
+
+    def route(self) -> Route:
+        strategy = self.strategy
+        stages: list[list[Leg]] = [[]]
+        first: tuple[Piece, Unit, int] | None = None
+        for number, (held, step) in enumerate(zip(strategy.held, strategy.steps, strict=False)):
+            if number == strategy.leading_splits:
+                first = self.extents[-1], self._unit(held), len(stages) - 1
+            stages[-1].append(self._leg(number, held, step))
+            if isinstance(step, Collective):
+                stages.append([])
+        assert first is not None, "every strategy ends with a step that is no split"
+        return Route(self.scale, tuple(map(tuple, stages)), *first)
+
+    def _scale(self) -> Fraction:
+        """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
+        payloads = 1
+        piled = 1
+        for held, step in zip(self.strategy.held, self.strategy.steps, strict=False):
+            match step:
+                case Compress():
+                    piled = 1
+                case Decompress():
+                    payloads *= piled
+                case Collective() if held.compressor is not None and not step.kind.sums and not self._joins(held, step):
+                    piled *= self.cluster.ranks_at(step.level)
+                case _:
+                    pass
+        return Fraction(payloads, self.cluster.world_size)
+
+    def _leg(self, number: int, held: Standing, step: Any) -> Leg:
+        match step:
+            case Propose():
+                return self._encode(step, held, [], is_proposal=True)
+            case Compress():
+                return self._encode(step, held, self._dealt_later(number))
+            case Decompress():
+                return self._decode(step)
+            case _:
+                return self._send(held, step)
+
+    # Compressing
+
+    def _dealt_later(self, number: int) -> list[Collective]:
+        """List the splits that a payload goes through: it is made of one payload for each part."""
+        found: list[Collective] = []
+        for step in self.strategy.steps[number + 1 :]:
+            if isinstance(step, Decompress):
+                break
+            if isinstance(step, Collective) and step.kind.splits:
+                found.append(step)
+        return found
+
+    def _encode(
+        self, step: Propose | Compress, held: Standing, dealt: list[Collective], *, is_proposal: bool = False
+    ) -> Encode:
+        if not (isinstance(step, Compress) and held.agreed is not None):
+            self.slot += 1
+        shapes = self._shapes(self.extents[-1]) if travels_whole(step.compressor) else [(1,)]
+        bound = step.compressor.bound_to(shapes, self._ranks_missing(held))
+        self.rows = [_Row(split, self.cluster.ranks_at(split.level)) for split in dealt]
+        pieces = tuple(self._pieces(self.extents[-1], self.rows))
+        segments = tuple(map(self._segments, pieces))
+        made = Encode(self.slot, bound, step.device, pieces, segments, self._unit(held), self._place(held), is_proposal)
+        self.encoder = made
+        return made
+
+    def _decode(self, step: Decompress) -> Decode:
+        made = self.encoder
+        assert made is not None, "what is decompressed has been compressed"
+        payloads = math.prod(row.count for row in self.rows if row.split is None)
+        pieces = tuple(self._pieces(self.extents[-1], [row for row in self.rows if row.split is not None]))
+        self.weight *= payloads
+        self.rows, self.encoder = [], None
+        segments = tuple(map(self._segments, pieces))
+        return Decode(made.slot, made.compressor, step.device, pieces, segments, payloads)
+
+    def _shapes(self, extent: Piece) -> Sequence[Sequence[int]]:
+        if extent == range(self.edges[-1]):
+            return self.shapes
+        return [(size,) for size in self._segments(extent)]
+
+    def _ranks_missing(self, held: Standing) -> int:
+        """Count the ranks whose values will be added to what a rank compresses."""
+        if not held.summed:
+            return self.cluster.world_size  # hosts may differ
+        return math.prod(self.cluster.length_of(axis) for axis in Level.WORLD.axes - held.summed)
+
+    def _unit(self, held: Standing) -> Unit:
+        """Divide the weight among the ranks that hold the same values."""
+        split = {axis for each in held.splits for axis in each.level.axes}
+        same = math.prod(self.cluster.length_of(axis) for axis in held.summed if axis not in split)
+        return Unit(self.weight / same, self.weight * self._ranks_missing(held))
+
+    def _place(self, held: Standing) -> int:
+        return self.cluster.place_along(Level.WORLD.axes - held.summed, self.rank)
+
+    # Sending
+
+    def _send(self, held: Standing, step: Collective) -> Send:
+        ranks, place = self.cluster.ranks_at(step.level), self.cluster.group(step.level, self.rank).index(self.rank)
+        kind, level, encoder = step.kind, step.level, self.encoder
+        if encoder is not None and encoder.is_proposal:
+            facts = encoder.compressor.facts
+            how = "max" if facts.agreement is not None and facts.agreement.value == "max" else "sum"
+            self.encoder = None
+            return Send(kind, level, 1, place, facts.proposal_dtype.itemsize, encoder.slot, how)
+        itemsize = 4 if encoder is None else encoder.compressor.payload_dtype.itemsize
+        slot = None if encoder is None else encoder.slot
+
+        def sent(cut: Cut, turned: Turn | None = None) -> Send:
+            return Send(kind, level, cut, place, itemsize, slot, turned=turned)
+
+        if self._joins(held, step):
+            return sent(self._joined_cut(held.splits[-1], encoder))
+        if kind.splits:
+            cut, turned = self._dealt_cut(step, encoder)
+            self.extents.append(self._split(self.extents[-1], step)[place])
+            if encoder is not None:
+                self.rows = [row for row in self.rows if row.split is not step]
+                self.rows = self.rows if kind.sums else [_Row(None, ranks), *self.rows]
+            return sent(cut, turned)
+        if kind is CollectiveKind.ALL_GATHER:
+            self.rows.insert(0, _Row(None, ranks))
+            return sent(ranks)
+        return sent(1)
+
+    def _joins(self, held: Standing, step: Collective) -> bool:
+        if held.proposed is not None or not held.splits:
+            return False
+        last = held.splits[-1]
+        return last.level is step.level and last.kind.joined_by is step.kind and not step.kind.splits
+
+    def _joined_cut(self, split: Collective, encoder: Encode | None) -> Cut:
+        self.extents.pop()
+        parts = self._split(self.extents[-1], split)
+        cut = tuple(len(part) if encoder is None else self._payload(part, self.rows) for part in parts)
+        if encoder is not None:
+            self.rows.insert(0, _Row(split, len(parts)))
+        return cut
+
+    def _dealt_cut(self, step: Collective, encoder: Encode | None) -> tuple[Cut, Turn | None]:
+        parts = self._split(self.extents[-1], step)
+        if encoder is None:
+            return tuple(map(len, parts)), None
+        number = next(k for k, row in enumerate(self.rows) if row.split is step)
+        outer, inner = math.prod(row.count for row in self.rows[:number]), self.rows[number + 1 :]
+        sizes = tuple(self._payload(part, inner) for part in parts)
+        turned = Turn(outer, sizes) if outer > 1 else None
+        return tuple(outer * size for size in sizes), turned
+
+    def _payload(self, extent: Piece, rows: Sequence[_Row]) -> int:
+        """Count the elements of the payloads that lie in these rows."""
+        assert self.encoder is not None, "a payload has been compressed"
+        payloads = math.prod(row.count for row in rows if row.split is None)
+        pieces = self._pieces(extent, [row for row in rows if row.split is not None])
+        return payloads * sum(self.encoder.compressor.payload_elements(self._segments(piece)) for piece in pieces)
+
+    # Pieces
+
+    def _pieces(self, extent: Piece, rows: Sequence[_Row]) -> list[Piece]:
+        if not rows:
+            return [extent]
+        split = rows[0].split
+        assert split is not None, "payloads of one piece lie together"
+        return [piece for part in self._split(extent, split) for piece in self._pieces(part, rows[1:])]
+
+    def _split(self, extent: Piece, split: Collective) -> list[Piece]:
+        ranks = self.cluster.ranks_at(split.level)
+        if split.kind.is_rooted:
+            end = range(extent.stop, extent.stop)
+            return [extent, *[end] * (ranks - 1)]
+        borders = cut_points(self._segments(extent), ranks, self.grain)
+        return [range(extent.start + a, extent.start + b) for a, b in zip(borders, borders[1:], strict=False)]
+
+    def _segments(self, piece: Piece) -> tuple[int, ...]:
+        """List the sizes of the parameters' parts in a piece."""
+        inside = (min(piece.stop, b) - max(piece.start, a) for a, b in zip(self.edges, self.edges[1:], strict=False))
+        return tuple(size for size in inside if size > 0)
