@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
-from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, PACK, WAIT
+from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, PACK, WAIT, cut_of
 from fxcomp.plan.collective_kind import CollectiveKind
 
 
@@ -87,6 +87,15 @@ def collective_kind(collective: Node) -> CollectiveKind:
 def level_of(collective: Node) -> Level:
     """Read the level of the network over which a collective runs."""
     return Level(str(collective.args[-1]))
+
+
+def sent_bytes(collective: Node) -> int:
+    """Count the bytes that a collective works on: of a gather one rank's, the largest; else what a rank has in full."""
+    value: Any = collective.args[0]
+    cut = cut_of(collective.target, collective.args)
+    if cut is None or collective_kind(collective) not in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST):
+        return value_bytes(value)
+    return max(cut) * value.meta["val"].element_size()
 
 
 def value_bytes(node: object) -> int:

@@ -60,9 +60,12 @@ class Source:
     name: str = ""
     key: str = ""
     index: int = 0
+    slot: int = 0
+    """Of what a bucket keeps: the number of the compression that keeps it."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.name or self.index}{'.' + self.key if self.key else ''}"
+        slot = f" slot {self.slot}" if self.slot else ""
+        return f"{self.kind.value} {self.name or self.index}{slot}{'.' + self.key if self.key else ''}"
 
 
 class Sharing(Enum):
@@ -81,6 +84,8 @@ class NodeInfo:
     bucket: int | None = None
     stage: int = 0
     """Of a bucket's line: so many of the bucket's collectives come before it."""
+    slot: int = 0
+    """Of a compressor's line: the number of its compression in the bucket's strategy."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """The time that a thread spends on launching a collective."""

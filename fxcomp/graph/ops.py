@@ -40,12 +40,28 @@ def _pack_fake(gradients: Sequence[Tensor], *_: Any) -> Tensor:
     return gradients[0].new_empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients))
 
 
-def _pad(bucket: Tensor, ranks: int) -> Tensor:
-    return torch.nn.functional.pad(bucket, (0, -bucket.numel() % ranks)).clone()
+def _turn(payloads: Tensor, outer: int, sizes: Sequence[int]) -> Tensor:
+    return torch.cat([part.flatten() for part in torch.split(payloads.view(outer, -1), list(sizes), dim=1)])
 
 
-def _pad_fake(bucket: Tensor, ranks: int) -> Tensor:
-    return bucket.new_empty(bucket.numel() + -bucket.numel() % ranks)
+def _turn_fake(payloads: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(payloads)
+
+
+def _not_run(*_: Any) -> Tensor:
+    raise NotImplementedError("a graph's collectives are run by the runtime: emit the step")
+
+
+def _own_part_of_all(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
+    return value.new_empty(len(cut) * cut[place])
+
+
+def _own_part(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
+    return value.new_empty(cut[place])
+
+
+def _all_parts(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
+    return value.new_empty(sum(cut))
 
 
 def _copy(value: Tensor) -> Tensor:
@@ -83,8 +99,18 @@ def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]
 
 # One flat bucket, scaled; buffers of many types as bytes.
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
-# A bucket that splits evenly, zeros at its end.
-_define("pad(Tensor bucket, int ranks) -> Tensor", _pad, _pad_fake)
+# Rows of parts of these sizes, in the parts' order.
+_define("turn(Tensor payloads, int outer, int[] sizes) -> Tensor", _turn, _turn_fake)
+# Collectives of parts: `cut` counts the elements that each rank of the group owns, `place` is this rank's place in it.
+for _name, _fake in {
+    "all_gather": _all_parts,
+    "broadcast": _all_parts,
+    "all_to_all": _own_part_of_all,
+    "gather": _own_part_of_all,
+    "reduce_scatter": _own_part,
+    "reduce": _own_part,
+}.items():
+    _define(f"{_name}(Tensor value, int[] cut, int place, str level) -> Tensor", _not_run, _fake)
 # To the host, for a compressor that runs there, and back.
 _define("d2h(Tensor value) -> Tensor", _copy, _like_first)
 _define("h2d(Tensor value) -> Tensor", _copy, _like_first)
@@ -108,7 +134,7 @@ _define(
 )
 
 PACK = torch.ops.fxcomp.pack.default
-PAD = torch.ops.fxcomp.pad.default
+TURN = torch.ops.fxcomp.turn.default
 D2H = torch.ops.fxcomp.d2h.default
 H2D = torch.ops.fxcomp.h2d.default
 SAVE = torch.ops.fxcomp.save.default
@@ -125,10 +151,30 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 BROADCAST = torch.ops._c10d_functional.broadcast.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+_OF_PARTS: dict[CollectiveKind, Any] = {
+    CollectiveKind.ALL_GATHER: torch.ops.fxcomp.all_gather.default,
+    CollectiveKind.BROADCAST: torch.ops.fxcomp.broadcast.default,
+    CollectiveKind.ALL_TO_ALL: torch.ops.fxcomp.all_to_all.default,
+    CollectiveKind.GATHER: torch.ops.fxcomp.gather.default,
+    CollectiveKind.REDUCE_SCATTER: torch.ops.fxcomp.reduce_scatter.default,
+    CollectiveKind.REDUCE: torch.ops.fxcomp.reduce.default,
+}
+
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     ALL_REDUCE: CollectiveKind.ALL_REDUCE,
     ALL_GATHER: CollectiveKind.ALL_GATHER,
     REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
     BROADCAST: CollectiveKind.BROADCAST,
+    **{operator: kind for kind, operator in _OF_PARTS.items()},
 }
 """The collectives of gradients and buffers."""
+
+
+def dealing_operator(kind: CollectiveKind) -> Any:
+    """Return the operator of a collective whose ranks own parts, which may differ in size."""
+    return _OF_PARTS[kind]
+
+
+def cut_of(operator: Any, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+    """Read the elements that each rank owns from a collective's arguments; None where all parts are equal."""
+    return tuple(arguments[1]) if operator in _OF_PARTS.values() else None

@@ -19,6 +19,7 @@ other, the network only adds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -92,6 +93,24 @@ class Send:
     def parts(self) -> tuple[int, ...]:
         return self.cut if isinstance(self.cut, tuple) else ()
 
+    def works_on(self, held: int) -> int:
+        """Count the bytes that it is priced by, where this rank holds so many: of a gather what one rank brings."""
+        if self.parts and self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST):
+            return max(self.parts) * self.itemsize
+        return held
+
+    def leaves(self, held: int) -> int:
+        """Count the bytes that this rank holds afterwards."""
+        match self.kind:
+            case CollectiveKind.ALL_GATHER | CollectiveKind.BROADCAST:
+                return self.cut * held if isinstance(self.cut, int) else sum(self.cut) * self.itemsize
+            case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
+                return len(self.parts) * self.parts[self.place] * self.itemsize
+            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
+                return self.parts[self.place] * self.itemsize
+            case _:
+                return held
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -126,6 +145,7 @@ class Route:
 
     scale: Fraction
     """Gradients are multiplied by it while they are packed."""
+    whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     first: Piece
     """What is held behind the leading splits, where a rank's velocity lies."""
@@ -182,7 +202,8 @@ class _Walk:
             if isinstance(step, Collective):
                 stages.append([])
         assert first is not None, "every strategy ends with a step that is no split"
-        return Route(self.scale, tuple(map(tuple, stages)), *first)
+        whole = range(self.edges[-1])
+        return Route(self.scale, whole, tuple(map(tuple, stages)), *first)
 
     def _scale(self) -> Fraction:
         """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
@@ -347,5 +368,10 @@ class _Walk:
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""
-        inside = (min(piece.stop, b) - max(piece.start, a) for a, b in zip(self.edges, self.edges[1:], strict=False))
-        return tuple(size for size in inside if size > 0)
+        sizes: list[int] = []
+        start, number = piece.start, bisect_right(self.edges, piece.start)
+        while start < piece.stop:
+            stop = min(piece.stop, self.edges[number])
+            sizes.append(stop - start)
+            start, number = stop, number + 1
+        return tuple(size for size in sizes if size)

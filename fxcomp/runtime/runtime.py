@@ -11,12 +11,15 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import Compressor, pieces
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.compressors.pieces import Segments, as_pieces
 from fxcomp.runtime import arithmetic
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.host_pool import HostPool, OnHost, value_of
@@ -122,12 +125,17 @@ class Runtime:
                     slot.add_(self.undelivered[parameter].view(slot.shape), alpha=scale)
         return flat
 
-    def pad(self, name: str, bucket: Tensor, ranks: int) -> Tensor:
-        """Lengthen a bucket with zeros until it splits evenly."""
-        padded = self._buffers.take(name, bucket.numel() + -bucket.numel() % ranks, bucket.dtype, bucket.device)
-        padded[: bucket.numel()].copy_(bucket)
-        padded[bucket.numel() :].zero_()
-        return padded
+    def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
+        """Put rows of parts of these sizes in the parts' order."""
+
+        def run(value: Tensor) -> Tensor:
+            turned = self._buffers.take(name, value.numel(), value.dtype, value.device)
+            parts = torch.split(value.view(outer, -1), list(sizes), dim=1)
+            for out, part in zip(torch.split(turned, [outer * size for size in sizes]), parts, strict=True):
+                out.view(part.shape).copy_(part)
+            return turned
+
+        return self.pool.after(run, payloads)
 
     def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
         """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
@@ -163,17 +171,19 @@ class Runtime:
         compressor: Compressor,
         bucket: Tensor | OnHost,
         residual: Tensor | None,
-        segments: Sequence[int],
+        segments: Segments,
         *,
         state: Tensor | None = None,
         agreed: Tensor | OnHost | None = None,
     ) -> Tensor | OnHost:
-        """Fill a payload; residual and state change in place."""
+        """Fill a payload, or one for each piece; residual and state change in place."""
+        parts = as_pieces(segments)
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            elements = compressor.payload_elements(segments)
+            elements = pieces.payload_elements(compressor, parts)
             payload = self._buffers.take(name, elements, compressor.payload_dtype, value.device)
-            compressor.encode(value, residual, payload, segments, state, agreement)
+            given = EncoderInput(value, residual, tuple(chain.from_iterable(parts)), state, agreement)
+            pieces.encode(compressor, given, payload, parts)
             return payload
 
         return self.pool.after(run, bucket) if agreed is None else self.pool.after(run, bucket, agreed)
@@ -200,16 +210,18 @@ class Runtime:
         compressor: Compressor,
         payloads: Tensor | OnHost,
         ranks: int,
-        segments: Sequence[int],
+        segments: Segments,
         *,
         agreed: Tensor | OnHost | None = None,
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
-        """The mean of what the ranks' payloads stand for, flat fp32."""
+        """The mean of what the ranks' payloads stand for, flat fp32, piece by piece."""
+        parts = as_pieces(segments)
+        sizes = tuple(chain.from_iterable(parts))
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            mean = self._buffers.take(name, sum(segments), torch.float32, value.device)
-            compressor.decode(value, ranks, segments, mean, agreement, state)
+            mean = self._buffers.take(name, sum(sizes), torch.float32, value.device)
+            pieces.decode(compressor, DecoderInput(value, ranks, sizes, agreement, state), mean, parts)
             return mean
 
         return self.pool.after(run, payloads) if agreed is None else self.pool.after(run, payloads, agreed)
