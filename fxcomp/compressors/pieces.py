@@ -79,4 +79,3 @@ class _Reader:
     def next(self, elements: int) -> Tensor | None:
         start, self._at = self._at, self._at + elements
         return None if self._whole is None else self._whole[start : self._at]
-

@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -249,7 +249,7 @@ class _Walk:
     ) -> Encode:
         if not (isinstance(step, Compress) and held.agreed is not None):
             self.slot += 1
-        shapes = self._shapes(self.extents[-1]) if travels_whole(step.compressor) else [(1,)]
+        shapes = self._shapes(self.extents[-1])
         bound = step.compressor.bound_to(shapes, self._ranks_missing(held))
         self.rows = [_Row(split, self.cluster.ranks_at(split.level)) for split in dealt]
         pieces = tuple(self._pieces(self.extents[-1], self.rows))
@@ -364,7 +364,7 @@ class _Walk:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
         borders = cut_points(self._segments(extent), ranks, self.grain)
-        return [range(extent.start + a, extent.start + b) for a, b in zip(borders, borders[1:], strict=False)]
+        return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""

@@ -229,7 +229,7 @@ class _Writer:
         return [self._task("save", _device_stream(leg.device), self.costs.pack_us(self.held))]
 
     def _accumulate(self, leg: Leg, device: Device) -> list[Task]:
-        """Accumulate the velocity, once, before ranks see anything of each other's buckets, or of what hosts added up."""
+        """Accumulate the velocity, once, where the leading splits end."""
         if leg is not self.first or not self.velocity:
             return []
         saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.held))] if self.commits else []
