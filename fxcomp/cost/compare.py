@@ -146,14 +146,19 @@ def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollect
 
 def _of_compressors(key: str, mine: CompressorCost, theirs: CompressorCost) -> Iterator[Difference]:
     sizes = sorted({point.elements for cost in (mine, theirs) for point in cost.points})
-    for work in ("encode", "decode", "propose"):
-        yield max(
-            (
-                Difference(f"{key}, {work} {n:,}", getattr(mine, f"{work}_us")(n), getattr(theirs, f"{work}_us")(n))
-                for n in sizes
-            ),
-            key=lambda one: one.apart,
-        )
+    works: dict[str, Callable[[CompressorCost, int], float]] = {
+        "encode": lambda cost, n: cost.encode_us(n),
+        "decode": lambda cost, n: cost.decode_us(n),
+        f"decode {_PAYLOADS} payloads of": lambda cost, n: cost.decode_us(n, _PAYLOADS),
+        "propose": lambda cost, n: cost.propose_us(n),
+    }
+    for work, us in works.items():
+        found = (Difference(f"{key}, {work} {n:,}", us(mine, n), us(theirs, n)) for n in sizes)
+        yield max(found, key=lambda one: one.apart)
+
+
+_PAYLOADS = 8
+"""The number of payloads that decoding is compared with, besides one."""
 
 
 # Merging

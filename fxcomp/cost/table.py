@@ -26,7 +26,10 @@ from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
-VERSION = 3
+VERSION = 4
+READABLE = (3, VERSION)
+"""Version 3 has one time for decoding, by payload: each further payload takes as long as the first."""
+
 ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
 
@@ -148,9 +151,9 @@ class CostTable:
         """Time a rank's turning all ranks' payloads into their mean."""
         known = self._compressor(compressor, device)
         if known:
-            return ranks * known.decode_us(elements)
-        # A payload in, the sum in and out, for each rank.
-        return ranks * self.roofline.us(0.0, 9.0 * elements)
+            return known.decode_us(elements, ranks)
+        # Every payload in, a byte a value (assumed), the mean out.
+        return self.roofline.us(0.0, (ranks + 4.0) * elements)
 
     def keep_us(self, size: float) -> float:
         """Time making a summed payload of `size` bytes a compressor's next state."""
@@ -235,10 +238,11 @@ class CostTable:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
             entries = {key: value for key, value in data.items() if key != "version"}
-            if data.get("version") != VERSION:
+            if data.get("version") not in READABLE:
+                readable = " and ".join(map(str, READABLE))
                 raise BadOption(
-                    f"its version is {data.get('version')!r}; this fxcomp reads version {VERSION},"
-                    " which fxcomp calibrate writes"
+                    f"its version is {data.get('version')!r}; this fxcomp reads versions {readable};"
+                    f" fxcomp calibrate writes {VERSION}"
                 )
             return _TABLE(entries, "")
         except BadOption as error:

@@ -42,12 +42,13 @@ def _collectives(costs: CostTable) -> Table:
 
 
 def _compressors(costs: CostTable) -> Table:
-    names = ("elements", "encode us", "decode us", "lines", "off by")
+    names = ("elements", "encode us", "decode us", "8 payloads us", "lines", "off by")
     rows: list[Sequence[str]] = []
     for key, known in costs.compressors.items():
         name, ends = key, _fit(known)
         for elements in sorted({known.points[0].elements, known.points[-1].elements}):
-            times = [f"{us:.4g}" for us in (known.encode_us(elements), known.decode_us(elements))]
+            prices = known.encode_us(elements), known.decode_us(elements), known.decode_us(elements, 8)
+            times = [f"{us:.4g}" for us in prices]
             rows.append((name, f"{elements:,}", *times, *ends))
             name, ends = "", ("", "")
     return Table((Column("compressor", is_text=True), *map(Column, names)), rows)
