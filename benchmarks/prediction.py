@@ -132,7 +132,8 @@ def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str,
         tell(f"compiling {name}")
         plan = plan_called(name, free.in_force.decision.workload, first.costs)
         steps[name] = compiled(plan=plan, costs=first.costs, error_feedback=timed_only)
-    free.in_force.runtime.transport = NullTransport()
+    runtime = free.in_force.runtime
+    runtime.transport = NullTransport(runtime.transport)
     return {**steps, FREE: free}
 
 

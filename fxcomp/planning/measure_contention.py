@@ -22,7 +22,9 @@ from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.graph.ops import ALL_REDUCE
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement
-from fxcomp.runtime.transport import NullTransport, Transport, Work
+from fxcomp.runtime.group import Work
+from fxcomp.runtime.moves import Move
+from fxcomp.runtime.transport import NullTransport, Transport
 from fxcomp.search.graph_tasks import graph_tasks
 
 GATHERED = 4
@@ -36,6 +38,9 @@ class AllGatherStandIn:
         self._transport, self._ranks = transport, ranks
         self._outputs: dict[tuple[int, int], Tensor] = {}
 
+    def place(self, level: str) -> int:
+        return self._transport.place(level)
+
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         if level != Level.WORLD.value or how != "sum":
             return self._transport.all_reduce(value, level, lane, how)
@@ -44,16 +49,19 @@ class AllGatherStandIn:
         out = self._outputs.get(key)  # several may be under way
         if out is None:
             out = self._outputs[key] = sent.new_empty(self._ranks * sent.numel())
-        return self._transport.all_gather(sent, out, level, lane)
-
-    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return self._transport.all_gather(value, out, level, lane)
-
-    def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return self._transport.reduce_scatter(value, out, level, lane)
+        return self._transport.all_gather(Move(sent, out, self._ranks, level, lane))
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         return self._transport.broadcast(value, source, level, lane)
+
+    def all_gather(self, move: Move) -> Work:
+        return self._transport.all_gather(move)
+
+    def all_to_all(self, move: Move) -> Work:
+        return self._transport.all_to_all(move)
+
+    def reduce_scatter(self, move: Move) -> Work:
+        return self._transport.reduce_scatter(move)
 
     def settle(self) -> None:
         self._transport.settle()
@@ -64,7 +72,7 @@ def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster
 
     Gathers are left out where they would need memory that training would miss, or much more time than the real network.
     """
-    first: list[Transport] = [NullTransport(), transport]
+    first: list[Transport] = [NullTransport(transport), transport]
     received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
     is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
     return [*first, AllGatherStandIn(transport, cluster.world_size)] if is_worth_it else first

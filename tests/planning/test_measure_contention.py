@@ -36,6 +36,7 @@ from fxcomp.planning.measure_contention import (
     summed_bytes,
 )
 from fxcomp.planning.measure_step import StepMeasurement, _LinesTimed  # pyright: ignore[reportPrivateUsage]
+from fxcomp.runtime.moves import Move
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.graph_tasks import graph_tasks
 
@@ -131,15 +132,16 @@ def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
 
 class Recording(NullTransport):
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[str, int, int]] = []
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Any:
         self.calls.append((f"sum or max, {level}", value.numel(), 0))
         return super().all_reduce(value, level, lane, how)
 
-    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Any:
-        self.calls.append((f"gather, {level}", value.numel(), out.numel()))
-        return super().all_gather(value, out, level, lane)
+    def all_gather(self, move: Move) -> Any:
+        self.calls.append((f"gather, {move.level}", move.value.numel(), move.out.numel()))
+        return super().all_gather(move)
 
 
 def test_only_sums_over_all_ranks_are_sent_as_gathers():
