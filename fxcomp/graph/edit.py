@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
-from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, PACK, WAIT
+from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, MOVES, PACK, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
 
 
@@ -76,7 +76,9 @@ def is_exchange(node: Node) -> bool:
 
 def must_stay(node: Node) -> bool:
     """Tell whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
-    return compat.has_effect(node) or is_exchange(node)
+    source: Any = node.args[0] if node.target is WAIT else node
+    moves = isinstance(source, Node) and source.op == "call_function" and source.target in MOVES
+    return moves or compat.has_effect(node) or is_exchange(node)
 
 
 def collective_kind(collective: Node) -> CollectiveKind:

@@ -32,6 +32,7 @@ from fxcomp.graph.ops import (
     H2D,
     KEEP,
     MASK_VELOCITY,
+    MOVES,
     PACK,
     PAD,
     REDUCE_SCATTER,
@@ -81,12 +82,15 @@ def _gradients_by_name(node: Node) -> Sequence[Any]:
     return names, tuple(gradients), node.args[1]
 
 
-def _kind_value_ranks_level(node: Node) -> Sequence[Any]:
-    """`ranks` is how many parts an all_gather's result has, or a reduce_scatter's input."""
+def _kind_value_cut_level(node: Node) -> Sequence[Any]:
+    """An all_reduce and a broadcast in place are one part."""
     target, arguments = cast("Any", node.target), node.args
-    ranks = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
+    if target in MOVES:
+        value, cut, _, level = cast("Any", arguments)
+        return collective_kind(node).value, value, tuple(cut), level
+    cut = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
     how = ("max",) if target is ALL_REDUCE and arguments[1] == "max" else ()
-    return collective_kind(node).value, arguments[0], ranks, arguments[-1], *how
+    return collective_kind(node).value, arguments[0], cut, arguments[-1], *how
 
 
 def _operator_and_arguments(node: Node) -> Sequence[Any]:
@@ -201,7 +205,7 @@ class Line:
 
 _CPU = Stream.CPU
 
-LAUNCH = Line("launch", _kind_value_ranks_level, CostKind.START, stream=Stream.INTER)
+LAUNCH = Line("launch", _kind_value_cut_level, CostKind.START, stream=Stream.INTER)
 EXCHANGE = Line("exchange", _operator_and_arguments, result=_if_used, has_buffer=False)
 COMPRESS = Line("compress", _with_compressor, CostKind.COMPRESS, _encoding, _CPU, _payload)
 PROPOSE = Line("propose", _with_compressor, CostKind.COMPRESS, _proposing, _CPU)
