@@ -91,7 +91,9 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
     for field in fields(CostTable):
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
         if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
-            yield Difference(field.name, float(mine), float(theirs), "GB/s" if field.name.endswith("gb_per_s") else "")
+            unit = "GB/s" if field.name.endswith("gb_per_s") else ""
+            expected = math.inf if field.name in _SHARING else 0.0  # it depends on the job: never a conflict
+            yield Difference(field.name, float(mine), float(theirs), unit, expected)
     for name, unit in (("gflops", "GFLOP/s"), ("gb_per_s", "GB/s"), ("launch_us", "us")):
         yield Difference(f"roofline {name}", getattr(first.roofline, name), getattr(second.roofline, name), unit)
     for name, gflops in first.roofline.others.items():
@@ -117,11 +119,6 @@ def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
         (f"transport {kind.value}", taken, second.transport[kind], units)
         for kind, taken in first.transport.items()
         if kind in second.transport
-    ]
-    pairs += [
-        (f"contention {kind.value}", found, second.contention[kind], {"load": "", "speed": ""})
-        for kind, found in first.contention.items()
-        if kind in second.contention
     ]
     if UNSHARED not in (first.processors, second.processors):
         pairs.append(("processors", first.processors, second.processors, {"count": "", "compute": ""}))

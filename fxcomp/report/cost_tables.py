@@ -83,8 +83,6 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
     if not math.isinf(costs.processors.count):
         shared = costs.processors
         told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
-    told += [
-        ("contention", f"{kind.value}: {found.load:.3g} times that load, {found.speed:.3g} times that speed")
-        for kind, found in costs.contention.items()
-    ]
+    if costs.contention != 1.0:
+        told.append(("contention", f"{costs.contention:.3g} times that of the processor beside this job's compute"))
     return told
