@@ -33,13 +33,13 @@ from fxcomp.graph.ops import (
     H2D,
     KEEP,
     MASK_VELOCITY,
+    MOVES,
     PACK,
     REDUCE_SCATTER,
     ROLL_BACK,
     SAVE,
     TURN,
     WAIT,
-    cut_of,
 )
 from fxcomp.plan.strategy import Device
 from fxcomp.plan.streams import Stream
@@ -88,9 +88,12 @@ def _gradients_by_name(node: Node) -> Sequence[Any]:
 
 
 def _kind_value_cut_level(node: Node) -> Sequence[Any]:
-    """`cut` is how many equal parts ranks own, or the elements of each part."""
+    """An all_reduce and a broadcast in place are one part."""
     target, arguments = cast("Any", node.target), node.args
-    cut = cut_of(target, arguments) or (arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1)
+    if target in MOVES:
+        value, cut, _, level = cast("Any", arguments)
+        return collective_kind(node).value, value, tuple(cut), level
+    cut = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
     how = ("max",) if target is ALL_REDUCE and arguments[1] == "max" else ()
     return collective_kind(node).value, arguments[0], cut, arguments[-1], *how
 

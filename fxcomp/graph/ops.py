@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp.errors import BadTensor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
+from fxcomp.runtime.moves import pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
@@ -48,22 +50,6 @@ def _turn_fake(payloads: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(payloads)
 
 
-def _not_run(*_: Any) -> Tensor:
-    raise NotImplementedError("a graph's collectives are run by the runtime: emit the step")
-
-
-def _own_part_of_all(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
-    return value.new_empty(len(cut) * cut[place])
-
-
-def _own_part(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
-    return value.new_empty(cut[place])
-
-
-def _all_parts(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
-    return value.new_empty(sum(cut))
-
-
 def _copy(value: Tensor) -> Tensor:
     return value.clone()
 
@@ -97,20 +83,31 @@ def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in filled(kind, sent, received)]
 
 
+def _move(kind: str) -> None:
+    """Define a collective over parts that each rank owns: `place` is this rank's place in its group."""
+    pattern = pattern_of(kind)
+
+    def run(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:
+        raise NotImplementedError(
+            f"fxcomp::{kind} runs only as a line of an emitted step, which has a network: the graph names ranks by"
+            f" their place ({place}) in a group of the level ({level})."
+        )
+
+    def fake(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
+        brings, gets = pattern.elements(tuple(cut), place)
+        if value.numel() != brings:
+            raise BadTensor(
+                f"{kind} cut into {tuple(cut)} takes {brings} elements at place {place}, not {value.numel()}."
+            )
+        return value.new_empty(gets)
+
+    _define(f"{kind}(Tensor value, int[] cut, int place, str level) -> Tensor", run, fake)
+
+
 # One flat bucket, scaled; buffers of many types as bytes.
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
 # Rows of parts of these sizes, in the parts' order.
 _define("turn(Tensor payloads, int outer, int[] sizes) -> Tensor", _turn, _turn_fake)
-# Collectives of parts: `cut` counts the elements that each rank of the group owns, `place` is this rank's place in it.
-for _name, _fake in {
-    "all_gather": _all_parts,
-    "broadcast": _all_parts,
-    "all_to_all": _own_part_of_all,
-    "gather": _own_part_of_all,
-    "reduce_scatter": _own_part,
-    "reduce": _own_part,
-}.items():
-    _define(f"{_name}(Tensor value, int[] cut, int place, str level) -> Tensor", _not_run, _fake)
 # To the host, for a compressor that runs there, and back.
 _define("d2h(Tensor value) -> Tensor", _copy, _like_first)
 _define("h2d(Tensor value) -> Tensor", _copy, _like_first)
@@ -133,6 +130,10 @@ _define(
     _exchange_fake,
 )
 
+# Parts between ranks, each of its own size; the first rank is the root of the last three.
+for _kind in ("all_to_all", "all_gather", "reduce_scatter", "gather", "reduce", "broadcast"):
+    _move(_kind)
+
 PACK = torch.ops.fxcomp.pack.default
 TURN = torch.ops.fxcomp.turn.default
 D2H = torch.ops.fxcomp.d2h.default
@@ -149,18 +150,28 @@ ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 BROADCAST = torch.ops._c10d_functional.broadcast.default
+
+ALL_TO_ALL = torch.ops.fxcomp.all_to_all.default
+ALL_GATHER_PARTS = torch.ops.fxcomp.all_gather.default
+REDUCE_SCATTER_PARTS = torch.ops.fxcomp.reduce_scatter.default
+GATHER = torch.ops.fxcomp.gather.default
+REDUCE = torch.ops.fxcomp.reduce.default
+BROADCAST_FROM_ROOT = torch.ops.fxcomp.broadcast.default
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-_OF_PARTS: dict[CollectiveKind, Any] = {
-    CollectiveKind.ALL_GATHER: torch.ops.fxcomp.all_gather.default,
-    CollectiveKind.BROADCAST: torch.ops.fxcomp.broadcast.default,
-    CollectiveKind.ALL_TO_ALL: torch.ops.fxcomp.all_to_all.default,
-    CollectiveKind.GATHER: torch.ops.fxcomp.gather.default,
-    CollectiveKind.REDUCE_SCATTER: torch.ops.fxcomp.reduce_scatter.default,
-    CollectiveKind.REDUCE: torch.ops.fxcomp.reduce.default,
+MOVES: dict[Any, CollectiveKind] = {
+    ALL_TO_ALL: CollectiveKind.ALL_TO_ALL,
+    ALL_GATHER_PARTS: CollectiveKind.ALL_GATHER,
+    REDUCE_SCATTER_PARTS: CollectiveKind.REDUCE_SCATTER,
+    GATHER: CollectiveKind.GATHER,
+    REDUCE: CollectiveKind.REDUCE,
+    BROADCAST_FROM_ROOT: CollectiveKind.BROADCAST,
 }
+"""The collectives with (value, cut, place, level): `runtime/moves.py` says what a cut is."""
 
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
+    **MOVES,
     ALL_REDUCE: CollectiveKind.ALL_REDUCE,
     ALL_GATHER: CollectiveKind.ALL_GATHER,
     REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
@@ -170,11 +181,5 @@ COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
 """The collectives of gradients and buffers."""
 
 
-def dealing_operator(kind: CollectiveKind) -> Any:
-    """Return the operator of a collective whose ranks own parts, which may differ in size."""
-    return _OF_PARTS[kind]
-
-
-def cut_of(operator: Any, arguments: Sequence[Any]) -> tuple[int, ...] | None:
-    """Read the elements that each rank owns from a collective's arguments; None where all parts are equal."""
-    return tuple(arguments[1]) if operator in _OF_PARTS.values() else None
+OF_PARTS = {kind: operator for operator, kind in MOVES.items()}
+"""The operator of each collective whose ranks own parts of their own sizes."""

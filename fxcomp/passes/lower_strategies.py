@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.graph.edit import buckets, call, collective_of, wait_of
 from fxcomp.graph.info import NodeInfo, Role
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, TURN, WAIT, dealing_operator
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, OF_PARTS, TURN, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import Decode, Encode, Leg, Send, route_of
@@ -149,4 +149,4 @@ def _operator_and_arguments(leg: Send, sent: Node) -> tuple[Any, tuple[Any, ...]
         return ALL_REDUCE, (sent, leg.how, level)
     if leg.kind is CollectiveKind.ALL_GATHER and isinstance(leg.cut, int):
         return ALL_GATHER, (sent, leg.cut, level)
-    return dealing_operator(leg.kind), (sent, list(leg.parts), leg.place, level)
+    return OF_PARTS[leg.kind], (sent, list(leg.parts), leg.place, level)

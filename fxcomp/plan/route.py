@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.interpret import Standing, travels_whole
+from fxcomp.plan.interpret import Standing
 from fxcomp.plan.shards import cut_points
 from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose
 from fxcomp.plan.strategy import Strategy
