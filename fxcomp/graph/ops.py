@@ -176,7 +176,6 @@ COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     ALL_GATHER: CollectiveKind.ALL_GATHER,
     REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
     BROADCAST: CollectiveKind.BROADCAST,
-    **{operator: kind for kind, operator in _OF_PARTS.items()},
 }
 """The collectives of gradients and buffers."""
 

@@ -97,4 +97,4 @@ def _sender(reader: Node) -> Node:
     if info(reader).role is not Role.COMPRESS:
         return reader
     payload = next(user for user in reader.users if user.target is operator.getitem and user.args[1] == 0)
-    return next(user for user in payload.users if info(user).role is Role.COLLECTIVE)
+    return next((user for user in payload.users if info(user).role is Role.COLLECTIVE), payload)

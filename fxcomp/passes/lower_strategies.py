@@ -118,16 +118,21 @@ class _Lowering:
             turned = (self.value, leg.turned.outer, list(leg.turned.sizes))
             self.value = self._node(TURN, turned, Role.PACK, "turned")
         sent = self.proposal or self.value
+        arrived = sent if leg.ranks == 1 else self._exchanged(leg, sent)
+        self.stage += leg.ranks == 1
+        if self.proposal is not None:
+            self.agreed, self.proposal = arrived, None
+        else:
+            self.value = arrived
+
+    def _exchanged(self, leg: Send, sent: Node) -> Node:
+        """Start a collective, and wait for it in the next stage."""
         target, arguments = _operator_and_arguments(leg, sent)
         collective = self._node(target, arguments, Role.COLLECTIVE, leg.kind.value, self._suffix(leg))
         self.stage += 1
         with self.graph.inserting_before(self.done):
             names = "agreed" if self.proposal else "wait" if leg.slot is None else "payloads"
-            arrived = self._node(WAIT, (collective,), Role.WAIT, names)
-        if self.proposal is not None:
-            self.agreed, self.proposal = arrived, None
-        else:
-            self.value = arrived
+            return self._node(WAIT, (collective,), Role.WAIT, names)
 
     def _suffix(self, leg: Send) -> str:
         if self.proposal is not None:

@@ -83,6 +83,8 @@ class Send:
     cut: Cut
     place: int
     """This rank's number in its group."""
+    ranks: int
+    """The group's size; a group of one has nothing to send."""
     itemsize: int
     slot: int | None
     """Whose payload travels; None for dense values."""
@@ -297,12 +299,12 @@ class _Walk:
             facts = encoder.compressor.facts
             how = "max" if facts.agreement is not None and facts.agreement.value == "max" else "sum"
             self.encoder = None
-            return Send(kind, level, 1, place, facts.proposal_dtype.itemsize, encoder.slot, how)
+            return Send(kind, level, 1, place, ranks, facts.proposal_dtype.itemsize, encoder.slot, how)
         itemsize = 4 if encoder is None else encoder.compressor.payload_dtype.itemsize
         slot = None if encoder is None else encoder.slot
 
         def sent(cut: Cut, turned: Turn | None = None) -> Send:
-            return Send(kind, level, cut, place, itemsize, slot, turned=turned)
+            return Send(kind, level, cut, place, ranks, itemsize, slot, turned=turned)
 
         if self._joins(held, step):
             return sent(self._joined_cut(held.splits[-1], encoder))

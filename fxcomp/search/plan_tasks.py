@@ -256,6 +256,9 @@ class _Writer:
 
     def _send(self, leg: Send) -> list[Task]:
         """Price a collective over the tensor as it is now, and note what it is then."""
+        if leg.ranks == 1:
+            self.proposal = None
+            return []
         if self.proposal is not None:
             made, self.proposal = self.proposal, None
             return self._sent(AGREE, leg, sum(map(made.compressor.proposal_bytes, made.segments)))
