@@ -109,7 +109,7 @@ class CompiledModel:
             exchange = Exchange(self.site.ranks, self.site.sum_over_ranks, "load_state_dict", self.site.device)
             pairs = [zip(bucket.names, bucket.sizes, strict=True) for bucket in self.plan.buckets]
             trained = dict(itertools.chain(*pairs))
-            here = Here(trained, sorted(trained), {self.plan.digest}, self.state.residuals.slices)
+            here = Here(trained, sorted(trained), {self.plan.digest})
             agreed = read_together(state, here, exchange)
             if agreed is not None:
                 restore(agreed, self.state, here, exchange)
@@ -123,8 +123,8 @@ class CompiledModel:
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
         module = load(self.source, final, compat.cache_directory() / "steps")
-        residuals = [self.state.residuals.of_bucket(number) for number in _buckets(final, InputKind.RESIDUAL)]
-        states = [self.state.compressor_states.of_bucket(n) for n in _buckets(final, InputKind.COMPRESSOR_STATE)]
+        residuals = [self.state.residuals.of(*key) for key in _slots(final, InputKind.RESIDUAL)]
+        states = [self.state.compressor_states.of(*key) for key in _slots(final, InputKind.COMPRESSOR_STATE)]
         places = _places_of_gradients(final)
 
         def backward(values: list[Any]) -> Sequence[Any]:
@@ -169,10 +169,10 @@ class CompiledModel:
                 )
 
 
-def _buckets(final: GraphModule, kind: InputKind) -> list[int]:
-    """The buckets whose state is an input, in the order of the inputs."""
+def _slots(final: GraphModule, kind: InputKind) -> list[tuple[int, int]]:
+    """List the buckets and slots whose state is an input, in the order of the inputs."""
     sources = [info(node).source for node in final.graph.find_nodes(op="placeholder")]
-    return [source.index for source in sources if source is not None and source.kind is kind]
+    return [(source.index, source.slot) for source in sources if source is not None and source.kind is kind]
 
 
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:

@@ -54,15 +54,18 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The value that an input stands for: `name` of a parameter or buffer, or a group's or leaf's `index`."""
+    """The value that an input stands for: `name`, or the `index` of a group, leaf or bucket."""
 
     kind: InputKind
     name: str = ""
     key: str = ""
     index: int = 0
+    slot: int = 0
+    """Of a bucket: which of its compressions keeps the value."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.name or self.index}{'.' + self.key if self.key else ''}"
+        key, slot = "." + self.key if self.key else "", f" slot {self.slot}" if self.slot else ""
+        return f"{self.kind.value} {self.name or self.index}{key}{slot}"
 
 
 class Sharing(Enum):
@@ -81,6 +84,8 @@ class NodeInfo:
     bucket: int | None = None
     stage: int = 0
     """Of a bucket's line: so many of the bucket's collectives come before it."""
+    slot: int = 0
+    """Of a bucket's line: which of the bucket's compressions it belongs to."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """The time that a thread spends on launching a collective."""

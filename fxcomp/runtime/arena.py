@@ -1,124 +1,156 @@
-"""Keep residuals and velocities: one flat arena each, with a part for each bucket that needs one."""
+"""Keep residuals and velocities: one flat arena each, with a part for each slot of a bucket that needs one.
+
+A bucket has a slot for each time that its strategy compresses. Two shots compress twice, so a rank keeps two residuals:
+of its own gradients, and of the mean of the shard that it owns.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from fxcomp.runtime.parts import Part, parts_in
+
+Key = tuple[int, int]
+"""The number of a bucket, and of a slot in it."""
+
+ONE = Fraction(1)
+
 
 @dataclass(frozen=True, slots=True)
-class BucketLayout:
-    """The part of a bucket that a rank keeps: all of it, or this rank's shard of the padded bucket.
+class SlotLayout:
+    """The values that a rank keeps for one slot of a bucket: those of `pieces`, one behind the other.
 
-    `on_host` for a compressor that runs there: what it keeps never crosses the bus. `divisor` is what the gradient is
-    divided by before: the number of ranks where buckets or payloads are summed on the wire.
+    `on_host` for a compressor that runs there: what it keeps never crosses the bus. `weight`, `total` and `place` are
+    those of a Slice.
     """
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    shards: int = 1
-    shard: int = 0
+    bucket: tuple[Part, ...]
+    """All parts of parameters in the bucket."""
+    pieces: tuple[range, ...]
+    slot: int = 0
+    place: int = 0
+    weight: Fraction = ONE
+    total: Fraction = ONE
+    takes_over: bool = True
+    """The first slot of its bucket: what is handed over goes into it."""
     on_host: bool = False
-    divisor: int = 1
-
-    @property
-    def padded(self) -> int:
-        return sum(self.sizes) + -sum(self.sizes) % self.shards
 
     @property
     def elements(self) -> int:
         """The number of values that this rank keeps."""
-        return self.padded // self.shards
+        return sum(map(len, self.pieces))
 
-    def slices(self, kept: Tensor) -> dict[str, Slice]:
-        """Each parameter's part of what this rank keeps; an empty one of what lies in other shards."""
-        found: dict[str, Slice] = {}
-        first, offset = self.shard * self.elements, 0
-        for name, size in zip(self.names, self.sizes, strict=True):
-            start = max(first, offset)
-            stop = max(start, min(first + self.elements, offset + size))
-            here = start - offset if stop > start else 0
-            found[name] = Slice(kept[start - first : stop - first], here, size, self.shards, self.divisor)
-            offset += size
-        return found
+    def slices(self, kept: Tensor) -> list[tuple[str, Slice]]:
+        """Cut what this rank keeps into parts of parameters, each with its parameter's name."""
+        parts = parts_in(self.bucket, self.pieces)
+        values = torch.split(kept, [part.length for part in parts])
+        return [(part.name, self._slice(part, piece)) for part, piece in zip(parts, values, strict=True)]
+
+    def _slice(self, part: Part, values: Tensor) -> Slice:
+        return Slice(values, part.start, part.size, self.slot, self.place, self.weight, self.total, self.takes_over)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """The values that one rank keeps for some elements of a parameter, from `start` on, and their unit.
 
-    The sum of `shards · divisor · values` over all ranks, divided by their number, is in the mean gradient's unit: a
-    host's ranks share the work by `shards`, and `divisor` is what the gradient was divided by before.
+    Together the ranks hold the sum of `weight · values` over all ranks and slots, in the mean gradient's unit.
     """
 
     values: Tensor
     start: int
     size: int
     """The number of elements of the whole parameter."""
-    shards: int = 1
-    divisor: int = 1
+    slot: int = 0
+    place: int = 0
+    """This rank's number among those that keep other values for the same elements; equal numbers, equal values."""
+    weight: Fraction = ONE
+    total: Fraction = ONE
+    """The sum of the weights of all ranks that keep something for one element."""
+    takes_over: bool = True
+    """What is handed over goes here; other slots start at zero."""
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The range of the parameter's elements: start and length."""
-        return self.start, self.values.numel()
+    def extent(self) -> range:
+        """The range of the parameter's elements."""
+        return range(self.start, self.start + self.values.numel())
 
-    def add_to(self, mean: Tensor, ranks: int) -> None:
-        """Add to a whole parameter's mean over so many ranks what this slice stands for."""
-        part = mean[self.start : self.start + self.values.numel()]
-        part.add_(self.values.to(mean.device), alpha=self.shards * self.divisor / ranks)
+    def lies_like(self, other: Slice) -> bool:
+        """Tell that as many ranks share the same elements in the same way: values can go on from the other's."""
+        is_same_place = (self.slot, self.place, self.extent) == (other.slot, other.place, other.extent)
+        return is_same_place and self.total * other.weight == other.total * self.weight
+
+    def add_to(self, mean: Tensor) -> None:
+        """Add to a whole parameter's mean what this slice stands for."""
+        part = mean[self.start : self.extent.stop]
+        part.add_(self.values.to(mean.device), alpha=float(self.weight))
 
     def stand_for(self, mean: Tensor) -> None:
-        """Hold the values that stand for a whole parameter's mean if every rank holds the same."""
-        self.values.copy_(mean[self.start : self.start + self.values.numel()])
-        if self.divisor != 1:
-            self.values.div_(self.divisor)
+        """Hold the values that stand for a whole parameter's mean if every rank does the same."""
+        if not self.takes_over:
+            self.values.zero_()
+            return
+        self.values.copy_(mean[self.start : self.extent.stop])
+        if self.total != 1:
+            self.values.div_(float(self.total))
 
     def go_on_from(self, other: Slice) -> None:
         """Hold what another slice of the same elements holds, in this one's unit."""
         self.values.copy_(other.values)
-        if self.divisor != other.divisor:
-            self.values.mul_(other.divisor / self.divisor)
+        if self.weight != other.weight:
+            self.values.mul_(float(other.weight / self.weight))
 
 
 class Arena:
-    """An fp32 value, zero at first, for each element that this rank keeps of the buckets in `layout`, by their number.
+    """An fp32 value, zero at first, for each element that this rank keeps of the slots in `layout`.
 
-    Buckets that need nothing are not in the layout and take no memory.
+    Slots that need nothing are not in the layout and take no memory.
     """
 
-    def __init__(self, layout: Mapping[int, BucketLayout], device: torch.device):
+    def __init__(self, layout: Mapping[Key, SlotLayout], device: torch.device):
         self.layout = dict(layout)
         self.device = device
-        self.slices: dict[str, Slice] = {}
-        """Of each parameter, what lies in the arena now."""
-        self._buckets: dict[int, Tensor] = {}
-        apart = {number for number, bucket in layout.items() if bucket.on_host and device.type != "cpu"}
-        self.arena = torch.zeros(sum(b.elements for n, b in layout.items() if n not in apart), device=device)
+        self._kept: dict[Key, Tensor] = {}
+        apart = {key for key, slot in layout.items() if slot.on_host and device.type != "cpu"}
+        self.arena = torch.zeros(sum(s.elements for key, s in layout.items() if key not in apart), device=device)
+        slices: defaultdict[str, list[Slice]] = defaultdict(list)
         offset = 0
-        for number, bucket in layout.items():
-            if number in apart:
-                kept = torch.zeros(bucket.elements, pin_memory=True)
+        for key, slot in layout.items():
+            if key in apart:
+                kept = torch.zeros(slot.elements, pin_memory=True)
             else:
-                kept = self.arena[offset : offset + bucket.elements]
-                offset += bucket.elements
-            self._buckets[number] = kept
-            self.slices |= bucket.slices(kept)
+                kept = self.arena[offset : offset + slot.elements]
+                offset += slot.elements
+            self._kept[key] = kept
+            for name, piece in slot.slices(kept):
+                slices[name].append(piece)
+        self.slices: dict[str, tuple[Slice, ...]] = {name: tuple(pieces) for name, pieces in slices.items()}
+        """Of each parameter, what this rank keeps in the arena now."""
+        self.covered = _covered(self.layout)
+        """Of each parameter, the elements that some rank keeps something for."""
 
-    def of_bucket(self, number: int) -> Tensor:
-        """The slice that a bucket reads and replaces."""
-        return self._buckets[number]
+    def of(self, bucket: int, slot: int = 0) -> Tensor:
+        """The values that a bucket reads and replaces."""
+        return self._kept[bucket, slot]
 
-    def of_parameter(self, name: str) -> Tensor:
-        """Return what this rank keeps of a parameter, flat."""
-        return self.slices[name].values
+
+def _covered(layout: Mapping[Key, SlotLayout]) -> dict[str, tuple[range, ...]]:
+    covered: defaultdict[str, list[range]] = defaultdict(list)
+    for slot in layout.values():
+        if slot.takes_over:
+            for part in slot.bucket:
+                covered[part.name].append(range(part.start, part.start + part.length))
+    return {name: tuple(extents) for name, extents in covered.items()}
 
 
 class Residuals(Arena):
-    """The residuals of this rank: what compression has left out, in the buckets that are fed back."""
+    """The residuals of this rank: what compression has left out, in the slots that are fed back."""
 
 
 class Velocities(Arena):
@@ -129,12 +161,13 @@ class Velocities(Arena):
 
     def take_over(self, other: Velocities) -> None:
         """Go on from where another plan, with the same shards, has come on this rank."""
-        for name, piece in self.slices.items():
-            assert piece.place == other.slices[name].place, f"{name!r} would change hands between ranks"
-            piece.go_on_from(other.slices[name])
+        for name, pieces in self.slices.items():
+            for piece, before in zip(pieces, other.slices[name], strict=True):
+                assert piece.lies_like(before), f"{name!r} would change hands between ranks"
+                piece.go_on_from(before)
 
     def forget(self, name: str, value: Tensor) -> None:
         """Take out what every rank has added to its own gradient of a parameter: it was no gradient of this step."""
-        piece = self.slices[name]
-        part = value[piece.start : piece.start + piece.values.numel()]
-        piece.values.sub_(part.to(piece.values.device), alpha=1 / piece.divisor)
+        for piece in self.slices.get(name, ()):
+            part = value[piece.start : piece.extent.stop]
+            piece.values.sub_(part.to(piece.values.device), alpha=float(1 / piece.total))

@@ -1,4 +1,4 @@
-"""Keep what compressors remember: a tensor a bucket, with the states of its parameters or of their shards, in order."""
+"""Keep what compressors remember: a tensor for each slot of a bucket, with the states of parameters' parts in order."""
 
 from __future__ import annotations
 
@@ -14,74 +14,94 @@ from torch import Tensor
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.randomness import key_of
 from fxcomp.errors import BadState
+from fxcomp.runtime.arena import Key
+from fxcomp.runtime.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """A bucket's compressor on this rank, bound to what it compresses, and the names and sizes of its segments.
+    """The compressor of one slot on this rank, and the parts of parameters that it compresses, each with its maker.
 
-    `rank` is this rank's place among those whose payloads are averaged, `shard` its place in the host.
+    `place` is this rank's number among those that compress other values for the same parts.
     """
 
     compressor: Compressor
-    segments: tuple[tuple[str, int], ...]
-    rank: int
-    shard: int = 0
+    parts: tuple[tuple[Part, Compressor], ...]
+    place: int = 0
+    slot: int = 0
     on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One segment's state: whose it is, what makes it, and the tensor that a compressor changes in place."""
+class _Kept:
+    """The state of one part: what makes it, and the tensor that a compressor changes in place."""
 
-    name: str
+    part: Part
     compressor: Compressor
-    size: int
+    slot: int
+    place: int
     key: int
-    rank: int
-    shard: int
     value: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.part.name
 
     @property
     def label(self) -> str:
         """Equal on all ranks that compress the same thing."""
-        return f"{self.name}, {self.size} values, key {self.key}"
+        return f"{self.name}, {self.part.length} values, key {self.key}"
+
+    @property
+    def where(self) -> tuple[str, int, int]:
+        """Tells it from all other parts of its plan."""
+        return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
         """All ranks must keep the same: their payloads are summed, and nothing tells ranks apart."""
-        first, second = (self.compressor.fresh_state(self.size, self.key, rank) for rank in (0, 1))
+        first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
     def start_anew(self) -> None:
-        self.value.copy_(self.compressor.fresh_state(self.size, self.key, self.rank))
+        self.value.copy_(self.compressor.fresh_state(self.part.length, self.key, self.place))
 
     @property
     def description(self) -> dict[str, Any]:
         """The maker and size that a saved state must have to be taken over."""
         dtype = str(self.value.dtype).removeprefix("torch.")
-        return {"compressor": str(self.compressor), "size": self.size, "elements": self.value.numel(), "dtype": dtype}
+        size, elements = self.part.length, self.value.numel()
+        return {"compressor": str(self.compressor), "size": size, "elements": elements, "dtype": dtype}
+
+    def saved(self) -> dict[str, Any]:
+        return {**self.description, "slot": self.slot, "start": self.part.start, "state": self.value.detach().clone()}
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Tell whether a saved part can go on here. A part that all ranks share must also be of the same shard."""
-        is_alike = {key: saved.get(key) for key in self.description} == self.description
-        return is_alike and (saved.get("shard", self.shard) == self.shard or not self.is_shared())
+        """Tell whether a saved part can go on here: of the same slot and place, made by the same.
+
+        An earlier fxcomp did not say where the shards of a host began: what all ranks share cannot go on from them.
+        """
+        if {key: saved.get(key) for key in self.description} != self.description or saved.get("slot", 0) != self.slot:
+            return False
+        if "start" in saved:
+            return saved["start"] == self.part.start
+        return self.part.is_whole if saved.get("shard", 0) == 0 else not self.is_shared()
 
 
 class CompressorStates:
-    """The state of all compressors of a plan on one rank; `layout` has a bucket's number for each that has some.
+    """The state of all compressors of a plan on one rank; `layout` has the slots of buckets that keep some.
 
     Streams of random bits come from `seed`, which all ranks share, and the parameter's name.
     """
 
-    def __init__(self, layout: Mapping[int, StateLayout], device: torch.device, seed: int = 0):
-        self._buckets: dict[int, Tensor] = {}
-        self._parts: list[_Part] = []
-        for number, bucket in layout.items():
-            parts = _parts_of(bucket, seed)
-            on_host = bucket.on_host and device.type != "cpu"
-            whole = torch.cat([torch.empty(0, dtype=bucket.compressor.facts.state_dtype), *(p.value for p in parts)])
+    def __init__(self, layout: Mapping[Key, StateLayout], device: torch.device, seed: int = 0):
+        self._slots: dict[Key, Tensor] = {}
+        self._parts: list[_Kept] = []
+        for key, slot in layout.items():
+            parts = _fresh(slot, seed)
+            on_host = slot.on_host and device.type != "cpu"
+            whole = torch.cat([torch.empty(0, dtype=slot.compressor.facts.state_dtype), *(p.value for p in parts)])
             whole = whole.pin_memory() if on_host else whole.to(device)
-            self._buckets[number] = whole
+            self._slots[key] = whole
             pieces = torch.split(whole, [part.value.numel() for part in parts])
             self._parts += [replace(part, value=piece) for part, piece in zip(parts, pieces, strict=True)]
 
@@ -90,13 +110,13 @@ class CompressorStates:
         """No compressor of the plan remembers anything."""
         return not self._parts
 
-    def of_bucket(self, number: int) -> Tensor:
-        """Return the state that a bucket's compressor reads and replaces."""
-        return self._buckets[number]
+    def of(self, bucket: int, slot: int = 0) -> Tensor:
+        """Return the state that the compressor of a slot reads and replaces."""
+        return self._slots[bucket, slot]
 
-    def of_parameter(self, name: str) -> Tensor:
-        """A parameter's part, or its part in this rank's shard."""
-        return next(part.value for part in self._parts if part.name == name)
+    def of_parameter(self, name: str) -> list[Tensor]:
+        """Find what is remembered of a parameter's parts on this rank, in all slots."""
+        return [part.value for part in self._parts if part.name == name]
 
     def shared(self) -> dict[str, Tensor]:
         """Find the parts that must be the same on all ranks, by a label that is, too."""
@@ -104,18 +124,17 @@ class CompressorStates:
 
     def take_over(self, other: CompressorStates) -> None:
         """Go on from another plan's states, where the same compressor keeps the same; the rest starts anew."""
-        known = {part.name: part for part in other._parts}
+        known = {part.where: part for part in other._parts}
         for part in self._parts:
-            before = known.get(part.name)
+            before = known.get(part.where)
             if before is not None and before.description == part.description and before.key == part.key:
                 part.value.copy_(before.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy keyed by parameter name, each with what made it, so that another bucketing can load it."""
-        saved = {
-            part.name: {**part.description, "shard": part.shard, "state": part.value.detach().clone()}
-            for part in self._parts
-        }
+        """A copy keyed by parameter name, each part with what made it, so that another bucketing can load it."""
+        saved: dict[str, list[dict[str, Any]]] = {}
+        for part in self._parts:
+            saved.setdefault(part.name, []).append(part.saved())
         return {"compressors": saved, "compressor_layout": _fingerprint(saved)}
 
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -131,13 +150,14 @@ class CompressorStates:
                 )
         anew: dict[str, str] = {}
         for part in self._parts:
-            known = [state["compressors"].get(part.name, {}) for state in states if "compressors" in state]
+            known = [s for state in states for s in _saved_of(part.name, state) if s.get("slot", 0) == part.slot]
             fitting = next((saved for saved in known if part.fits(saved)), None)
             if fitting is not None:
                 part.value.copy_(fitting["state"])
                 continue
             part.start_anew()
-            makers = [saved["compressor"] for saved in known if saved] or ["nothing"] * (len(states) - len(known))
+            unsaid = [state for state in states if "compressors" not in state]
+            makers = [saved["compressor"] for saved in known] or ["nothing"] * len(unsaid)
             anew[part.label] = f"{part.name!r}, saved by {makers[0]}, now {part.compressor}" if makers else ""
         return anew
 
@@ -152,20 +172,33 @@ class CompressorStates:
             )
 
 
-def _parts_of(bucket: StateLayout, seed: int) -> list[_Part]:
-    """Fresh states, segment by segment. Shards of one parameter draw from streams of their own."""
-    parts: list[_Part] = []
-    for index, (name, size) in enumerate(bucket.segments):
-        key = key_of(seed, name, bucket.shard) if bucket.shard else key_of(seed, name)
-        compressor = bucket.compressor.of_segment(index)
-        if compressor.state_elements(size):
-            value = compressor.fresh_state(size, key, bucket.rank)
-            parts.append(_Part(name, compressor, size, key, bucket.rank, bucket.shard, value))
-    return parts
+def _fresh(layout: StateLayout, seed: int) -> list[_Kept]:
+    """Make fresh states, part by part. What is not a whole parameter of slot 0 draws from a stream of its own."""
+    kept: list[_Kept] = []
+    for part, maker in layout.parts:
+        is_plain = layout.slot == 0 and part.is_whole
+        key = key_of(seed, part.name) if is_plain else key_of(seed, part.name, layout.slot, part.start)
+        if maker.state_elements(part.length):
+            value = maker.fresh_state(part.length, key, layout.place)
+            kept.append(_Kept(part, maker, layout.slot, layout.place, key, value))
+    return kept
+
+
+def _saved_of(name: str, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """List the saved parts of a parameter; before there were slots it had one at most."""
+    found: Any = state.get("compressors", {}).get(name, [])
+    return found if isinstance(found, list) else [found]  # pyright: ignore[reportUnknownVariableType]
 
 
 def _fingerprint(saved: Mapping[str, Any]) -> str:
     """Of names and descriptions, in no particular order of buckets."""
-    keys = ("compressor", "size", "elements", "dtype")
-    rows = sorted((name, [str(part.get(key)) for key in keys], part["state"].numel()) for name, part in saved.items())
+    rows = sorted(
+        (name, [str(part.get(key)) for key in _KEYS[: None if "start" in part else 4]], part["state"].numel())
+        for name in saved
+        for part in _saved_of(name, {"compressors": saved})
+    )
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+
+
+_KEYS = ("compressor", "size", "elements", "dtype", "slot", "start")
+"""What a saved part says of itself: the first four, where there were no slots yet."""

@@ -54,10 +54,10 @@ class GradientState:
         """
         ranks = exchange.peers.world_size
         residuals = Holding.of(ranks, self.residuals.slices, self.undelivered)
-        fresh.undelivered = hand_over(residuals, fresh.residuals.slices, sizes, exchange)
+        fresh.undelivered = hand_over(residuals, fresh.residuals, sizes, exchange)
         if self.velocities is not None and fresh.velocities is not None:
             velocities = Holding.of(ranks, self.velocities.slices)
-            hand_over(velocities, fresh.velocities.slices, sizes, exchange, "velocities")
+            hand_over(velocities, fresh.velocities, sizes, exchange, "velocities")
         if fresh.compressor_states.is_empty:  # a plan that is followed after a dense one goes on from them
             fresh.compressor_states = self.compressor_states
         else:
@@ -84,8 +84,8 @@ class GradientState:
             if before == rate:
                 continue
             for name in names.get(group, ()):
-                if name in self.residuals.slices:
-                    self.residuals.of_parameter(name).mul_(before / rate)
+                for piece in self.residuals.slices.get(name, ()):
+                    piece.values.mul_(before / rate)
                 if name in self.undelivered:
                     self.undelivered[name].mul_(before / rate)
 

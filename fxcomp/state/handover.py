@@ -1,15 +1,18 @@
 """Hand over what ranks owe, or their momentum, from one layout to another: the sum over the ranks stays what it was.
 
-A rank owes the mean gradient `shards · divisor · residual / ranks`, and what waits for its next gradient counts as it
-is: `waiting / ranks`. Together the ranks owe the sum of both. Under another plan, or for another number of ranks,
+What a rank keeps stands for `weight · values` of the mean gradient, in every slot, and what waits for its next gradient
+counts as it is: `waiting / ranks`. Together the ranks owe E, the sum of all that. Under another plan, or for another
+number of ranks,
 
-- what lies as it did stays where it is, bit for bit where the unit is the same;
-- of everything else every rank gets the mean over all ranks, in its own unit: where each of N ranks holds the mean m,
-  their mean is m, for every N;
-- what no compressor feeds back any more waits for the next gradient.
+- what lies as it did, in the same slot and shared by ranks in the same way, stays where it is, bit for bit where the
+  unit is the same;
+- of everything else E goes into the first slot of the new layout: every rank that keeps a place there holds E / total,
+  where total is the sum of their weights, and other slots start at zero;
+- what no slot feeds back any more waits for the next gradient.
 
-So three ranks that owe 3, 6 and 9 (of the mean gradient: 6) become two that hold 6 each, and still owe 6. Holding the
-mean instead of handing one rank all of it keeps small what each rank compresses next.
+So three ranks that owe 3, 6 and 9 (of the mean gradient: 6) become two that hold 6 each, and still owe 6. Two shots
+keep a second residual, of the mean itself: the owner's counts once, a worker's 1/ranks. Both go into the same E.
+Holding a part each instead of handing one rank all of it keeps small what each rank compresses next.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fxcomp.runtime.arena import Slice
+from fxcomp.runtime.arena import Arena, Slice
 
 T = TypeVar("T")
 
@@ -71,51 +74,57 @@ class Holding:
     waiting: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
 
     @classmethod
-    def of(cls, ranks: int, slices: Mapping[str, Slice], waiting: Mapping[str, Tensor] | None = None) -> Holding:
+    def of(
+        cls, ranks: int, slices: Mapping[str, Sequence[Slice]], waiting: Mapping[str, Tensor] | None = None
+    ) -> Holding:
         """Take what one rank holds by itself."""
-        return cls(ranks, {n: [s] for n, s in slices.items()}, {n: [w] for n, w in (waiting or {}).items()})
+        return cls(ranks, slices, {n: [w] for n, w in (waiting or {}).items()})
 
-    def lies(self, name: str, ranks: int, slot: Slice | None) -> bool:
-        """Tell a parameter whose part can stay where it is, or that has none."""
-        slices, waiting = self.slices.get(name, ()), self.waiting.get(name, ())
-        if not slices and not waiting:
+    def lies(self, name: str, into: Arena, ranks: int) -> bool:
+        """Tell a parameter of which everything can stay where it is, or that has nothing."""
+        held, waiting = self.slices.get(name, ()), self.waiting.get(name, ())
+        if not held and not waiting:
             return True
-        if ranks != self.ranks or len(slices) + len(waiting) > 1:
+        if ranks != self.ranks:
             return False
-        return not slices if slot is None else bool(slices) and slices[0].place == slot.place
+        if waiting:
+            return not held and len(waiting) == 1 and name not in into.covered
+        slots = into.slices.get(name, ())
+        return all(sum(slot.lies_like(piece) for slot in slots) == 1 for piece in held) and all(
+            sum(slot.lies_like(piece) for piece in held) <= 1 for slot in slots
+        )
 
     def add_to(self, name: str, mean: Tensor) -> None:
         for held in self.slices.get(name, ()):
-            held.add_to(mean, self.ranks)
+            held.add_to(mean)
         for value in self.waiting.get(name, ()):
             mean.add_(value.to(mean.device), alpha=1 / self.ranks)
 
-    def stay(self, name: str, slot: Slice | None) -> Tensor | None:
-        """Put what lies as it did into its slot; returns what goes on waiting."""
-        if slot is None:
-            return next((value.clone() for value in self.waiting.get(name, ())), None)
-        held = self.slices.get(name, ())
-        if held:
-            slot.go_on_from(held[0])
-        else:
-            slot.values.zero_()
-        return None
+    def stay(self, name: str, into: Arena) -> Tensor | None:
+        """Put what lies as it did into its slots; returns what goes on waiting."""
+        for slot in into.slices.get(name, ()):
+            held = next((piece for piece in self.slices.get(name, ()) if slot.lies_like(piece)), None)
+            if held is None:
+                slot.values.zero_()
+            else:
+                slot.go_on_from(held)
+        return next((value.clone() for value in self.waiting.get(name, ())), None)
 
 
 def hand_over(
-    holding: Holding, slots: Mapping[str, Slice], sizes: Mapping[str, int], exchange: Exchange, what: str = "residuals"
+    holding: Holding, into: Arena, sizes: Mapping[str, int], exchange: Exchange, what: str = "residuals"
 ) -> dict[str, Tensor]:
-    """Fill the slots with what is held, and return what waits for the next gradients; every rank calls it.
+    """Fill an arena with what is held, and return what waits for the next gradients; every rank calls it.
 
-    `sizes` has every parameter that gets a gradient, in the same order on all ranks. The slots must not share memory
+    `sizes` has every parameter that gets a gradient, in the same order on all ranks. The arena must not share memory
     with what is held.
     """
 
     names, ranks = list(sizes), exchange.peers.world_size
 
     def looked_at() -> tuple[list[int], list[int]]:
-        moving = [k for k, name in enumerate(names) if not holding.lies(name, ranks, slots.get(name))]
-        return moving, [k for k, name in enumerate(names) if name in holding.waiting and name not in slots]
+        moving = [k for k, name in enumerate(names) if not holding.lies(name, into, ranks)]
+        return moving, [k for k, name in enumerate(names) if name in holding.waiting and name not in into.covered]
 
     everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", looked_at))
     # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same.
@@ -138,15 +147,24 @@ def hand_over(
     def placing() -> dict[str, Tensor]:
         waiting: dict[str, Tensor] = {}
         for name in sizes:
-            slot = slots.get(name)
-            if name not in means:
-                stays = holding.stay(name, slot)
-                if stays is not None:
-                    waiting[name] = stays.to(exchange.device)
-            elif slot is None:
-                waiting[name] = means[name].clone()
+            if name in means:
+                for slot in into.slices.get(name, ()):
+                    slot.stand_for(means[name])
+                stays = _uncovered(means[name], into.covered.get(name, ()))
             else:
-                slot.stand_for(means[name])
+                stays = holding.stay(name, into)
+            if stays is not None:
+                waiting[name] = stays.to(exchange.device)
         return waiting
 
     return exchange.attempt(f"placing {what}", placing)
+
+
+def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:
+    """Copy the part of a mean that nobody keeps a slot for; None where there is none."""
+    if sum(map(len, covered)) == mean.numel():
+        return None
+    rest = mean.clone()
+    for extent in covered:
+        rest[extent.start : extent.stop] = 0
+    return rest

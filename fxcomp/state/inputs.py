@@ -55,11 +55,11 @@ class Inputs:
                 return self.training.optimizer.state[self.parameters[source.name]][source.key]
             case InputKind.VELOCITY:
                 assert state.velocities is not None, "a step with momentum correction has velocities"
-                return state.velocities.of_bucket(source.index)
+                return state.velocities.of(source.index)
             case InputKind.RESIDUAL:
-                return state.residuals.of_bucket(source.index)
+                return state.residuals.of(source.index, source.slot)
             case _:
-                return state.compressor_states.of_bucket(source.index)
+                return state.compressor_states.of(source.index, source.slot)
 
     # The optimizer
 

@@ -1,69 +1,88 @@
-"""Lay out what a rank keeps from step to step, by plan and cluster."""
+"""Lay out what a rank keeps from step to step, by plan and cluster: a slot for each time that a strategy compresses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import Device
-from fxcomp.runtime.arena import BucketLayout
+from fxcomp.plan.route import Encode, route_of
+from fxcomp.plan.strategy import Compress, Device, Propose
+from fxcomp.runtime.arena import Key, SlotLayout
 from fxcomp.runtime.compressor_states import StateLayout
+from fxcomp.runtime.parts import Part, parts_in
 
 
 def residual_layout(
     plan: Plan, cluster: Cluster, rank: int, feedback: ErrorFeedback = CLASSIC
-) -> dict[int, BucketLayout]:
-    """Lay out residuals, for each bucket that is fed back: the rest needs none."""
-    found: dict[int, BucketLayout] = {}
-    for number, bucket in enumerate(plan.buckets):
-        bound = bucket.strategy.bound([(size,) for size in bucket.sizes], cluster)
-        if bound is not None and feedback.surrounds(bound):
-            found[number] = _bucket_layout(bucket, cluster, rank)
+) -> dict[Key, SlotLayout]:
+    """Lay out residuals, for each slot that is fed back: the rest needs none."""
+    found: dict[Key, SlotLayout] = {}
+    for number, bucket, parts in _buckets(plan):
+        route = route_of(bucket.strategy, [(size,) for size in bucket.sizes], cluster, rank)
+        fed_back = [leg for leg in route.slots if feedback.surrounds(leg.compressor)]
+        for leg in fed_back:
+            found[number, leg.slot] = SlotLayout(
+                parts,
+                leg.pieces,
+                leg.slot,
+                leg.place,
+                *leg.unit,
+                takes_over=leg is fed_back[0],
+                on_host=leg.device is Device.CPU,
+            )
     return found
 
 
-def velocity_layout(plan: Plan, cluster: Cluster, rank: int) -> dict[int, BucketLayout]:
-    """Lay out velocities: every bucket has some."""
-    return {number: _bucket_layout(bucket, cluster, rank) for number, bucket in enumerate(plan.buckets)}
+def velocity_layout(plan: Plan, cluster: Cluster, rank: int) -> dict[Key, SlotLayout]:
+    """Lay out velocities: every bucket has one, where the splits that it begins with end."""
+    found: dict[Key, SlotLayout] = {}
+    for number, bucket, parts in _buckets(plan):
+        strategy = bucket.strategy
+        route = route_of(strategy, [(size,) for size in bucket.sizes], cluster, rank)
+        held, following = strategy.held[strategy.leading_splits], strategy.steps[strategy.leading_splits]
+        place = cluster.place_along(Level.WORLD.axes - held.summed, rank)
+        on_host = isinstance(following, Propose | Compress) and following.device is Device.CPU
+        found[number, 0] = SlotLayout(parts, (route.first,), 0, place, *route.first_unit, on_host=on_host)
+    return found
 
 
 def state_layout(
     plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster, rank: int
-) -> dict[int, StateLayout]:
-    """Lay out what compressors remember, for each bucket whose compressor remembers something."""
-    layout: dict[int, StateLayout] = {}
-    for number, bucket in enumerate(plan.buckets):
-        compressor = bucket.strategy.compressor
-        if compressor is None or not compressor.has_state:
+) -> dict[Key, StateLayout]:
+    """Lay out what compressors remember, for each slot whose compressor remembers something."""
+    layout: dict[Key, StateLayout] = {}
+    for number, bucket, parts in _buckets(plan):
+        if not any(compressor.has_state for compressor in bucket.strategy.compressors):
             continue
-        shards, shard = shard_of(bucket, cluster, rank)
-        segments = bucket.segments(shards, shard)
-        level, whole = bucket.strategy.level, [shapes[name] for name in bucket.names]
-        if bucket.strategy.is_hierarchical:
-            whole = [(size,) for _, size in segments]
-        bound = compressor.bound_to(whole, cluster.ranks_at(level))
-        place = cluster.group(level, rank).index(rank)
-        layout[number] = StateLayout(bound, segments, place, shard, bucket.strategy.device is Device.CPU)
+        for leg in route_of(bucket.strategy, [shapes[name] for name in bucket.names], cluster, rank).slots:
+            if leg.compressor.has_state:
+                kept = parts_in(parts, leg.pieces)
+                makers = _makers(leg, kept, bucket.elements)
+                layout[number, leg.slot] = StateLayout(
+                    leg.compressor, tuple(zip(kept, makers, strict=True)), leg.place, leg.slot, leg.device is Device.CPU
+                )
     return layout
 
 
-def shard_of(bucket: Bucket, cluster: Cluster, rank: int) -> tuple[int, int]:
-    """Count the shards that a bucket is cut into, and say which is this rank's."""
-    return (cluster.ranks_per_host, cluster.local_rank(rank)) if bucket.strategy.is_hierarchical else (1, 0)
+def _makers(leg: Encode, parts: Sequence[Part], elements: int) -> list[Compressor]:
+    """Bind the compressor of a slot to each part: it knows parameters, or of a shard its parts, by their numbers."""
+    if leg.elements == elements:
+        return [leg.compressor.of_segment(part.index) for part in parts]
+    numbers = sorted({part.index for part in parts})
+    return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
 
 
-def _bucket_layout(bucket: Bucket, cluster: Cluster, rank: int) -> BucketLayout:
-    """Take all of a bucket, or this rank's shard where a host's ranks share the work."""
-    shards, shard = shard_of(bucket, cluster, rank)
-    compressor = bucket.strategy.compressor
-    is_summed = compressor is None or compressor.is_linear
-    return BucketLayout(
-        bucket.names,
-        bucket.sizes,
-        shards,
-        shard,
-        on_host=bucket.strategy.device is Device.CPU,
-        divisor=cluster.ranks_at(bucket.strategy.level) if is_summed else 1,
-    )
+def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
+    """Number the buckets, each with the parts of parameters that it holds."""
+    whole = Counter[str]()
+    for bucket in plan.buckets:
+        whole.update(dict(zip(bucket.names, bucket.sizes, strict=True)))
+    for number, bucket in enumerate(plan.buckets):
+        starts = (0,) * len(bucket.names)
+        held = zip(bucket.names, starts, bucket.sizes, strict=True)
+        parts = tuple(Part(name, start, size, whole[name], index) for index, (name, start, size) in enumerate(held))
+        yield number, bucket, parts

@@ -1,8 +1,9 @@
 """Save what a step carries besides the model and the optimizer, and load it on any ranks and under any plan.
 
-Every rank saves its own state: of each parameter that something was left out of, the values with their place and their
-unit, and of how many ranks it is one. Loading is a conversation of all ranks: each brings the state that it saved,
-several where ranks have gone, or none. `hand_over` then keeps the sum of what they owe, whatever lies where now.
+Every rank saves its own state: of each parameter that something was left out of, the values with their slot, their
+place and their unit, and of how many ranks it is one. Loading is a conversation of all ranks: each brings the state
+that it saved, several where ranks have gone, or none. `hand_over` then keeps the sum of what they owe, whatever lies
+where now.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
 
-VERSION = 2
+VERSION = 3
 
 Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 """The state that this rank saved; several, where ranks have gone; None, where there is nothing."""
@@ -47,16 +49,19 @@ def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: i
     }
 
 
-def _described(slices: Mapping[str, Slice]) -> dict[str, dict[str, Any]]:
+def _described(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [_fields(kept) for kept in pieces] for name, pieces in slices.items()}
+
+
+def _fields(kept: Slice) -> dict[str, Any]:
     return {
-        name: {
-            "values": kept.values.detach().clone(),
-            "start": kept.start,
-            "size": kept.size,
-            "shards": kept.shards,
-            "divisor": kept.divisor,
-        }
-        for name, kept in slices.items()
+        "values": kept.values.detach().clone(),
+        "start": kept.start,
+        "size": kept.size,
+        "slot": kept.slot,
+        "place": kept.place,
+        "weight": list(kept.weight.as_integer_ratio()),
+        "total": list(kept.total.as_integer_ratio()),
     }
 
 
@@ -71,8 +76,8 @@ class _Saved:
     ranks: int
     steps: int
     rates: Mapping[int, float]
-    residuals: Mapping[str, Slice]
-    velocities: Mapping[str, Slice]
+    residuals: Mapping[str, Sequence[Slice]]
+    velocities: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
     whole: Mapping[str, Any]
     """As it was given: compressors read their own."""
@@ -88,8 +93,6 @@ class Here:
     """Those that get a gradient, in an order that all ranks share."""
     plans: Collection[str]
     """Digests of the plans that this step follows, one after the other."""
-    slots: Mapping[str, Slice]
-    """The slices of residuals under the plan in force."""
 
     @property
     def trained_sizes(self) -> dict[str, int]:
@@ -103,26 +106,27 @@ def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
             "this is not a state of a compiled step: it has no residuals.\n  Pass what step.state_dict() returned."
         )
     version: Any = given.get("version", 1)
-    if version not in (1, VERSION):
+    if version not in range(1, VERSION + 1):
         raise BadState(
-            f"this state has version {version!r}; this fxcomp reads versions 1 and {VERSION}.\n"
+            f"this state has version {version!r}; this fxcomp reads versions 1 to {VERSION}.\n"
             "  Load it with the fxcomp that saved it."
         )
     try:
         if version == 1:
             given = _of_version_1(given, here, rank, ranks)
+        if version <= 2:
+            given = _of_version_2(given)
         saved = _Saved(
             int(given["rank"]), int(given["ranks"]), int(given["steps"]), dict(given["learning_rates"]),
-            {name: Slice(**kept) for name, kept in given["residuals"].items()},
-            {name: Slice(**kept) for name, kept in given.get("velocities", {}).items()},
-            dict(given["owed"]), given,
+            _slices_of(given["residuals"]), _slices_of(given.get("velocities", {})), dict(given["owed"]), given,
         )  # fmt: skip
         for what, slices in (("residuals", saved.residuals), ("velocities", saved.velocities)):
-            for name, kept in slices.items():
-                _check(what, name, kept, here)
+            for name, pieces in slices.items():
+                for kept in pieces:
+                    _check(what, name, kept, here)
         for name, value in saved.owed.items():
             _check("residuals", name, Slice(value, 0, value.numel()), here)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise BadState(
             f"the state is not whole: {type(error).__name__}: {error}.\n  Load a state as state_dict() returned it."
         ) from None
@@ -133,6 +137,22 @@ def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
 
 def _is_state(given: Any) -> bool:
     return isinstance(given, Mapping) and isinstance(given.get("residuals"), Mapping)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _slices_of(saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[Slice]]:
+    return {name: [_slice(kept) for kept in pieces] for name, pieces in saved.items()}
+
+
+def _slice(kept: Mapping[str, Any]) -> Slice:
+    return Slice(
+        kept["values"],
+        int(kept["start"]),
+        int(kept["size"]),
+        int(kept["slot"]),
+        int(kept["place"]),
+        Fraction(*kept["weight"]),
+        Fraction(*kept["total"]),
+    )
 
 
 def _check(what: str, name: str, kept: Slice, here: Here) -> None:
@@ -150,10 +170,31 @@ def _check(what: str, name: str, kept: Slice, here: Here) -> None:
         )
 
 
-def _of_version_1(state: Mapping[str, Any], here: Here, rank: int, ranks: int) -> dict[str, Any]:
-    """A state from before slices were saved with their places and the number of ranks.
+def _of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state from before there were slots: one slice of each parameter, cut by host, in a unit of two numbers."""
+    sliced = {
+        what: {name: [_of_shard(kept, state["rank"], state["ranks"])] for name, kept in state[what].items()}
+        for what in ("residuals", "velocities")
+        if what in state
+    }
+    return {**state, **sliced}
 
-    It goes on where it was saved: the same rank of as many, and, where hosts shared the work, the same plan.
+
+def _of_shard(kept: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """A slice that stands for `shards · divisor · values / ranks` of the mean gradient.
+
+    Which ranks have the other shards it does not say: then it lies like nothing else.
+    """
+    shards, divisor = int(kept["shards"]), int(kept["divisor"])
+    now = {"slot": 0, "place": rank if shards == 1 else -1, "weight": (shards * divisor, ranks), "total": (divisor, 1)}
+    return {**kept, **now}
+
+
+def _of_version_1(state: Mapping[str, Any], here: Here, rank: int, ranks: int) -> dict[str, Any]:
+    """A state from before slices were saved with their places and the number of ranks, in the form of version 2.
+
+    It goes on where it was saved: the same rank of as many, and, where hosts shared the work, the same plan. A whole
+    parameter was saved, zero outside of the rank's shard.
     """
     advice = "\n  Load it where it was saved, under the same plan, save it again, and load that here."
     if state.get("rank", rank) != rank:
@@ -162,39 +203,35 @@ def _of_version_1(state: Mapping[str, Any], here: Here, rank: int, ranks: int) -
             f" say of how many ranks.{advice}"
         )
     divisors, shards = state.get("divisors", {}), state.get("shards", {})
-    residuals: dict[str, Any] = {}
-    for name, values in state["residuals"].items():
-        kept = Slice(values, 0, values.numel(), shards.get(name, 1), divisors.get(name, 1))
-        slot = here.slots.get(name)
-        if kept.shards > 1:
-            if slot is None or slot.shards != kept.shards or state.get("plan") not in here.plans:
-                raise BadState(
-                    "an earlier fxcomp saved this state by a plan that shares buckets among a host's ranks, and did"
-                    f" not say which part of {name!r} is this rank's.{advice}"
-                )
-            start, length = slot.place
-            kept = Slice(values[start : start + length], start, slot.size, kept.shards, kept.divisor)
-        residuals[name] = kept
+    for name in state["residuals"]:
+        if shards.get(name, 1) > 1 and state.get("plan") not in here.plans:
+            raise BadState(
+                "an earlier fxcomp saved this state by a plan that shares buckets among a host's ranks, and did"
+                f" not say which part of {name!r} is this rank's.{advice}"
+            )
+    residuals: dict[str, Any] = {
+        name: _whole(values, shards.get(name, 1), divisors.get(name, 1)) for name, values in state["residuals"].items()
+    }
     velocities = {name: _cut(part) for name, part in state.get("velocities", {}).items()}
     now = {"ranks": ranks, "rank": rank, "steps": state.get("steps", 0), "owed": state.get("owed", {})}
     rates = {"learning_rates": state.get("learning_rates", {})}
-    return {**state, **now, **rates, "residuals": _fields(residuals), "velocities": _fields(velocities)}
+    return {**state, **now, **rates, "residuals": residuals, "velocities": velocities}
 
 
-def _cut(part: Mapping[str, Any]) -> Slice:
+def _whole(values: Tensor, shards: int, divisor: int) -> dict[str, Any]:
+    return {"values": values, "start": 0, "size": values.numel(), "shards": shards, "divisor": divisor}
+
+
+def _cut(part: Mapping[str, Any]) -> dict[str, Any]:
     """A velocity of version 1: the whole parameter, of which this rank's shard of the bucket counts."""
     shards, shard, offset, padded = part["place"]
-    value, first = part["value"], shard * (padded // shards) - offset
-    start, stop = max(0, first), max(0, min(value.numel(), first + padded // shards))
+    whole = _whole(part["value"], int(part["shards"]), int(part["divisor"]))
     if shards == 1:
-        start, stop = 0, value.numel()
-    here = value[start : max(start, stop)]
-    return Slice(here, start if here.numel() else 0, value.numel(), int(part["shards"]), int(part["divisor"]))
-
-
-def _fields(slices: Mapping[str, Slice]) -> dict[str, dict[str, Any]]:
-    names = ("values", "start", "size", "shards", "divisor")
-    return {name: {field: getattr(kept, field) for field in names} for name, kept in slices.items()}
+        return whole
+    first = shard * (padded // shards) - offset
+    start, stop = max(0, first), max(0, min(whole["size"], first + padded // shards))
+    here = whole["values"][start : max(start, stop)]
+    return {**whole, "values": here, "start": start if here.numel() else 0}
 
 
 # Reading together
@@ -269,19 +306,23 @@ def restore(agreed: Agreed, into: GradientState, here: Here, exchange: Exchange)
     """
     states, rank = agreed.states, exchange.peers.rank
     exchange.attempt("telling what is lost", lambda: _tell_what_is_lost(agreed, here, rank))
-    residuals = Holding(agreed.ranks, _by_name([s.residuals for s in states]), _by_name([s.owed for s in states]))
-    undelivered = hand_over(residuals, into.residuals.slices, here.trained_sizes, exchange)
+    residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
+    undelivered = hand_over(residuals, into.residuals, here.trained_sizes, exchange)
     any_velocities = any(exchange.gather("looking for velocities", any(s.velocities for s in states)))
     if into.velocities is not None:
         if not any_velocities:
             _warn("the state was saved without momentum correction: velocities start at zero.")
-        velocities = Holding(agreed.ranks, _by_name([s.velocities for s in states]))
-        hand_over(velocities, into.velocities.slices, here.trained_sizes, exchange, "velocities")
+        velocities = Holding(agreed.ranks, _joined([s.velocities for s in states]))
+        hand_over(velocities, into.velocities, here.trained_sizes, exchange, "velocities")
     elif any_velocities:
         _warn("the state holds velocities of momentum correction, which this step does not use.")
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
     _restore_compressors([saved.whole for saved in own_first], into.compressor_states, exchange)
     into.undelivered, into.rates = undelivered, dict(agreed.rates)
+
+
+def _joined(states: Sequence[Mapping[str, Sequence[Slice]]]) -> dict[str, list[Slice]]:
+    return {name: list(itertools.chain(*pieces)) for name, pieces in _by_name(states).items()}
 
 
 def _by_name(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -296,7 +337,7 @@ def _tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
             " ranks have gone, load their states too, on any rank: step.load_state_dict([state, another])."
         )
     trained = set(here.trained)
-    held = [(n, k.values) for s in agreed.states for n, k in s.residuals.items()]
+    held = [(n, kept.values) for s in agreed.states for n, pieces in s.residuals.items() for kept in pieces]
     held += [(n, value) for s in agreed.states for n, value in s.owed.items()]
     frozen = sorted({name for name, values in held if name not in trained and bool(values.any())})
     if frozen:

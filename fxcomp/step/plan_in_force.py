@@ -130,7 +130,7 @@ class PlanInForce:
     @property
     def _here(self) -> Here:
         plans = {stage.plan.digest for stage in self.stages}
-        return Here(self.inputs.sizes, sorted(self._capture.first.gradient_names), plans, self.state.residuals.slices)
+        return Here(self.inputs.sizes, sorted(self._capture.first.gradient_names), plans)
 
     # Making
 

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from legs import Walker, walk
 from torch import Tensor
 from virtual_ranks import VirtualRank, run_virtual
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.compressors import parse_compressor
+from fxcomp.compressors import Compressor
+from fxcomp.errors import BadStrategy
+from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.route import Route, route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.layouts import residual_layout, shard_of, state_layout
+from fxcomp.state.layouts import residual_layout, state_layout
 from fxcomp.state.saved_state import Here, read_together, restore, state_dict
-from fxcomp.testing import average
 from fxcomp.testing.rounds import Replica
 
 CPU = torch.device("cpu")
@@ -31,15 +34,67 @@ SHAPES = {"a": (6, 5), "b": (7,), "c": (4, 3, 2), "d": (1,), "e": (9, 4)}
 SIZES = {name: int(torch.tensor(shape).prod()) for name, shape in SHAPES.items()}
 CLUSTERS = {shape: Cluster(*shape, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1)) for shape in
             ((1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (3, 1))}  # fmt: skip
-COMPRESSORS = [
-    "topk(0.1)",
-    "topk(0.3)",
-    "sign",
-    "powersgd(2)",
-    "randomk(0.2)",
-    "int4",
-    "shared_int8(stochastic=false)",
+LINKS = {"intra": Link(5.0, 5.0), "inter": Link(50.0, 0.1)}
+EVERYWHERE = [*CLUSTERS.values(), Cluster.parse("2x3", **LINKS), Cluster.parse("2+1", **LINKS)]
+"""With hosts that have several ranks each, and with hosts that differ."""
+
+EXACT = "topk(1.0)"
+GATHERED = ["topk(0.1)", "topk(0.3)", "sign", "int4", "int4(block=8)", "int2", "bf16", EXACT]
+LINEAR = ["powersgd(2)", "randomk(0.2)", "shared_int8(stochastic=false)"]
+
+
+class WhereLossy(ErrorFeedback):
+    """Feedback for whatever loses something, so that what is applied and what is owed are all gradients."""
+
+    def surrounds(self, compressor: Compressor) -> bool:
+        return str(compressor) != EXACT
+
+
+FEEDBACK = WhereLossy()
+
+FLAT = [
+    "all_reduce@world",
+    "compress(A) > all_gather@world > decompress",
+    "compress(A) > all_to_all@world > decompress > compress(B) > all_gather@world > decompress",
+    "compress(A) > all_to_all@world > decompress > all_gather@world",
+    "compress(A) > all_to_all@world > all_gather@world > decompress",
+    "compress(A) > gather@world > decompress > compress(B) > broadcast@world > decompress",
+    "compress(A) > gather@world > broadcast@world > decompress",
+    "reduce_scatter@world > compress(A) > all_gather@world > decompress",
+    "reduce@world > compress(A) > broadcast@world > decompress",
+    "compress(L) > all_reduce@world > decompress",
+    "propose(L) > all_reduce@world > compress(L) > all_reduce@world > decompress",
 ]
+BY_LEVEL = [
+    "reduce_scatter@intra > compress(A) > all_gather@inter > decompress > all_gather@intra",
+    "reduce_scatter@intra > compress(A) > all_gather@inter > all_gather@intra > decompress",
+    "reduce_scatter@intra > compress(A) > all_to_all@inter > decompress > compress(B) > all_gather@inter"
+    " > all_gather@intra > decompress",
+    "reduce_scatter@intra > compress(L) > all_reduce@inter > decompress > all_gather@intra",
+    "all_reduce@intra > compress(A) > all_gather@inter > decompress",
+    "reduce@intra > compress(A) > all_gather@inter > decompress > broadcast@intra",
+    "compress(A) > all_gather@intra > decompress > compress(B) > all_gather@inter > decompress",
+    "compress(A) > all_to_all@intra > decompress > compress(B) > all_to_all@inter > decompress > compress(C)"
+    " > all_gather@inter > all_gather@intra > decompress",
+    "compress(A) > all_to_all@intra > all_to_all@inter > decompress > compress(B) > all_gather@inter"
+    " > all_gather@intra > decompress",
+    "reduce_scatter@intra > reduce_scatter@inter > compress(A) > all_gather@inter > decompress > compress(B)"
+    " > all_gather@intra > decompress",
+]
+"""Strategies, in which letters stand for compressors."""
+
+
+def some_strategy(draw: random.Random, cluster: Cluster) -> Strategy:
+    """One of any shape that the cluster allows, with any compressors that the shape allows."""
+    while True:
+        text = draw.choice([*FLAT, *BY_LEVEL, *BY_LEVEL] if cluster.has_levels else FLAT)
+        linear = draw.choice(LINEAR)
+        for letter in "ABC":
+            text = text.replace(f"({letter})", f"({draw.choice(GATHERED)})")
+        try:
+            return Strategy.parse(text.replace("(L)", f"({linear})"))
+        except BadStrategy:
+            continue
 
 
 # A job of several ranks, whose steps are arithmetic
@@ -53,7 +108,7 @@ class Job:
         self.carried = [self._fresh(rank) for rank in range(cluster.world_size)]
 
     def _fresh(self, rank: int) -> GradientState:
-        residuals = Residuals(residual_layout(self.plan, self.cluster, rank), CPU)
+        residuals = Residuals(residual_layout(self.plan, self.cluster, rank, FEEDBACK), CPU)
         states = CompressorStates(state_layout(self.plan, SHAPES, self.cluster, rank), CPU)
         return GradientState(residuals, states)
 
@@ -72,57 +127,44 @@ class Job:
         return applied or dict(together[0])
 
     def _reduced(self, number: int, bucket: Bucket, flat: list[Tensor]) -> Tensor:
-        shards, _ = shard_of(bucket, self.cluster, 0)
-        means: list[Tensor] = []
-        for place in range(shards):
-            segments = bucket.segments(shards, place)
-            hosts, leaders = self._parts(flat, shards, place)
-            compressor, sizes = bucket.strategy.compressor, [size for _, size in segments]
-            if compressor is None:
-                means.append(torch.stack(hosts).mean(dim=0))
-                continue
-            shapes = [(size,) for size in sizes] if shards > 1 else [SHAPES[name] for name in bucket.names]
-            kept = [self.carried[rank] for rank in leaders]
-            replicas = [Replica(k.residuals.of_bucket(number), self._state(k, number)) for k in kept]
-            means.append(average(compressor, hosts, replicas, sizes, shapes))
-            for k, replica in zip(kept, replicas, strict=True):
-                if replica.state is not None:
-                    k.compressor_states.of_bucket(number).copy_(replica.state)
-        return torch.cat(means)[: bucket.elements]
+        walkers = [
+            Walker(route, value, {leg.slot: self._replica(rank, number, leg.slot) for leg in route.slots})
+            for rank, (value, route) in enumerate(zip(flat, self._routes(bucket), strict=True))
+        ]
+        means = walk(walkers, self.cluster)
+        assert all(torch.equal(means[0], mean) for mean in means[1:]), f"ranks end with other means by {bucket.strategy}"
+        return means[0]
 
-    def _parts(self, flat: list[Tensor], shards: int, place: int) -> tuple[list[Tensor], list[int]]:
-        """What ranks compress of a shard, and which ranks these are: a host's mean, or each rank's own."""
-        if shards == 1:
-            return flat, list(range(len(flat)))
-        padded = [torch.cat([value, torch.zeros(-len(value) % shards)]) for value in flat]
-        part = len(padded[0]) // shards
-        hosts: list[Tensor] = []
-        ranks: list[int] = []
-        for host in range(self.cluster.hosts):
-            here = [r for r in range(len(flat)) if self.cluster.placement[r] == host]
-            hosts.append(torch.stack([padded[r] for r in here]).mean(dim=0)[place * part : (place + 1) * part])
-            ranks.append(next(r for r in here if self.cluster.local_rank(r) == place))
-        return hosts, ranks
+    def _routes(self, bucket: Bucket) -> list[Route]:
+        shapes = [SHAPES[name] for name in bucket.names]
+        return [route_of(bucket.strategy, shapes, self.cluster, rank) for rank in range(self.cluster.world_size)]
 
-    def _state(self, kept: GradientState, number: int) -> Tensor | None:
-        compressor = self.plan.buckets[number].strategy.compressor
-        return kept.compressor_states.of_bucket(number) if compressor is not None and compressor.has_state else None
+    def _replica(self, rank: int, number: int, slot: int) -> Replica:
+        kept = self.carried[rank]
+        has_residual = (number, slot) in residual_layout(self.plan, self.cluster, rank, FEEDBACK)
+        has_state = (number, slot) in state_layout(self.plan, SHAPES, self.cluster, rank)
+        return Replica(
+            kept.residuals.of(number, slot) if has_residual else None,
+            kept.compressor_states.of(number, slot) if has_state else None,
+        )
 
     def owed(self) -> dict[str, Tensor]:
-        """Of the mean gradient, from where the plan says that things lie."""
+        """Of the mean gradient, from where the routes say that things lie."""
         ranks = self.cluster.world_size
         total = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
-        for rank, kept in enumerate(self.carried):
+        for kept in self.carried:
             for name, value in kept.undelivered.items():
                 total[name] += value.double() / ranks
-            for number, layout in residual_layout(self.plan, self.cluster, rank).items():
-                whole = torch.zeros(layout.padded, dtype=torch.float64)
-                part = layout.padded // layout.shards
-                whole[layout.shard * part :][:part] = kept.residuals.of_bucket(number).double()
-                whole *= layout.shards * layout.divisor / ranks
-                pieces = torch.split(whole[: sum(layout.sizes)], list(layout.sizes))
-                for name, piece in zip(layout.names, pieces, strict=True):
-                    total[name] += piece
+        for number, bucket in enumerate(self.plan.buckets):
+            whole = torch.zeros(bucket.elements, dtype=torch.float64)
+            for rank, route in enumerate(self._routes(bucket)):
+                for leg in route.slots:
+                    residual = self._replica(rank, number, leg.slot).residual
+                    if residual is not None:
+                        places = torch.tensor([place for piece in leg.pieces for place in piece], dtype=torch.long)
+                        whole[places] += residual.double() * float(leg.unit.weight)
+            for name, piece in zip(bucket.names, torch.split(whole, list(bucket.sizes)), strict=True):
+                total[name] += piece
         return total
 
     def saved(self) -> list[dict[str, Any]]:
@@ -136,7 +178,7 @@ class Job:
     def load(self, given: Sequence[Any]) -> None:
         def work(peer: VirtualRank) -> int:
             kept = self.carried[peer.rank]
-            here = Here(SIZES, sorted(SIZES), {self.plan.digest}, kept.residuals.slices)
+            here = Here(SIZES, sorted(SIZES), {self.plan.digest})
             agreed = read_together(given[peer.rank], here, peer.exchange())
             assert agreed is not None
             restore(agreed, kept, here, peer.exchange("restoring"))
@@ -171,11 +213,7 @@ def some_plan(draw: random.Random, cluster: Cluster) -> Plan:
     buckets: list[Bucket] = []
     for start, stop in itertools.pairwise(cuts):
         named = tuple(names[start:stop])
-        compressor = draw.choice([None, *map(parse_compressor, COMPRESSORS)])
-        kinds = [Strategy.flat]
-        if cluster.ranks_per_host > 1 and cluster.hosts > 1 and "powersgd" not in str(compressor):
-            kinds = [Strategy.flat, Strategy.hierarchical, Strategy.hierarchical]
-        buckets.append(Bucket(named, tuple(SIZES[n] for n in named), draw.choice(kinds)(compressor)))
+        buckets.append(Bucket(named, tuple(SIZES[n] for n in named), some_strategy(draw, cluster)))
     return Plan(tuple(buckets))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from books import CLUSTERS, CPU, SIZES, Books, Job, dealt, some_plan
+from books import CLUSTERS, CPU, EVERYWHERE, SIZES, Books, Job, dealt, some_plan
 from torch import Tensor
 from virtual_ranks import VirtualRank, run_virtual
 
@@ -28,7 +28,7 @@ ROUNDING = 3e-6
 def play(seed: int) -> tuple[float, list[str]]:
     """The worst the books were off in a random history, and what happened in it."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    cluster = draw.choice(list(CLUSTERS.values()))
+    cluster = draw.choice(EVERYWHERE)
     job, books, events, worst = Job(cluster, some_plan(draw, cluster)), Books.empty(), list[str](), 0.0
     for _ in range(12):
         event = draw.choice(["step", "step", "step", "load", "roll back", "replan", "give up", "ranks"])
@@ -43,11 +43,11 @@ def play(seed: int) -> tuple[float, list[str]]:
         elif event == "replan":
             job.follow(some_plan(draw, job.cluster))
         elif event == "give up":
-            dense = [Strategy.flat(None), Strategy.hierarchical(None)][: job.cluster.hosts]
+            dense = [Strategy.flat(None), Strategy.hierarchical(None)][: 1 + job.cluster.has_levels]
             job.follow(job.plan.with_strategies([draw.choice(dense) for _ in job.plan.buckets]))
         else:
             states = job.saved()
-            cluster = job.cluster if event == "load" else draw.choice(list(CLUSTERS.values()))
+            cluster = job.cluster if event == "load" else draw.choice(EVERYWHERE)
             plan = job.plan if event == "load" and draw.random() < 0.3 else some_plan(draw, cluster)
             job = Job(cluster, plan)
             job.load(dealt(draw, states, cluster.world_size))
