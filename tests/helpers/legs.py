@@ -1,4 +1,4 @@
-"""Walk the legs of a bucket's route on all ranks at once, in one process: payloads are real, the network is arithmetic."""
+"""Walk the legs of a bucket's route on all ranks in one process: payloads are real, the network is arithmetic."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def walk(walkers: Sequence[Walker], cluster: Cluster) -> list[Tensor]:
             before = [walker.held for walker in walkers]
             for rank, (walker, leg) in enumerate(zip(walkers, legs, strict=True)):
                 group = cluster.group(leg.level, rank)
-                _arrive(walker, leg, _received(leg, [before[k] for k in group], [_leg(legs[k]) for k in group]))
+                _arrive(walker, _received(leg, [before[k] for k in group], [_leg(legs[k]) for k in group]))
         else:
             for walker, leg in zip(walkers, legs, strict=True):
                 _encode(walker, leg) if isinstance(leg, Encode) else _decode(walker, leg)
@@ -95,12 +95,10 @@ def _decode(walker: Walker, leg: Decode) -> None:
     walker.held, walker.agreed = torch.cat(means), None
 
 
-
-
 # Sending
 
 
-def _arrive(walker: Walker, leg: Send, value: Tensor) -> None:
+def _arrive(walker: Walker, value: Tensor) -> None:
     if walker.dense is None:
         walker.held = value
     else:

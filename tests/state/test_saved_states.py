@@ -40,7 +40,7 @@ def refusals(given: list[Any], ranks: int = 2) -> list[str]:
     """What each rank is told, all of them errors."""
 
     def work(peer: Any) -> None:
-        read_together(given[peer.rank], Here(SIZES, sorted(SIZES), {"a plan"}, {}), peer.exchange())
+        read_together(given[peer.rank], Here(SIZES, sorted(SIZES), {"a plan"}), peer.exchange())
 
     outcomes = try_virtual(ranks, work)
     assert all(isinstance(outcome, BadState | PeerFailed) for outcome in outcomes), outcomes
@@ -72,8 +72,8 @@ def _without(key: str) -> Callable[[State], State]:
 
 def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
     def change(state: State) -> State:
-        held = {**state["residuals"]["a"], **changes}
-        return {**state, "residuals": {**state["residuals"], name: held}}
+        (held,) = state["residuals"]["a"]
+        return {**state, "residuals": {**state["residuals"], name: [{**held, **changes}]}}
 
     return change
 
@@ -90,7 +90,8 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
         (_with_residual("a", values=None), "the state is not whole: AttributeError"),
         (lambda s: {**s, "owed": {"b": torch.zeros(9)}}, "'b' had 9 elements, and has 7 here"),
         (lambda s: {**s, "rank": 2}, "says that it is of rank 2 of 2"),
-        (lambda s: {**s, "version": 3}, "this state has version 3; this fxcomp reads versions 1 and 2.*\n.*saved it"),
+        (lambda s: {**s, "version": 4}, "this state has version 4; this fxcomp reads versions 1 to 3.*\n.*saved it"),
+        (_with_residual("a", weight=[1, 0]), "the state is not whole: ZeroDivisionError"),
     ],
 )
 def test_a_state_of_something_else_is_refused_on_all(change: Any, what: str):
@@ -118,7 +119,7 @@ def test_what_was_left_out_of_a_parameter_that_is_frozen_now_is_dropped_with_a_w
         from fxcomp.state.saved_state import restore
 
         kept = job.carried[peer.rank]
-        here = Here(SIZES, sorted({*SIZES} - {"a", "b"}), set(), kept.residuals.slices)
+        here = Here(SIZES, sorted({*SIZES} - {"a", "b"}), set())
         agreed = read_together(states[peer.rank], here, peer.exchange())
         assert agreed is not None
         restore(agreed, kept, here, peer.exchange("restoring"))
@@ -131,7 +132,7 @@ def test_where_nobody_has_a_state_nothing_changes():
     job, books = trained(compressed("int4"))
 
     def work(peer: Any) -> Any:
-        return read_together(None, Here(SIZES, sorted(SIZES), set(), {}), peer.exchange())
+        return read_together(None, Here(SIZES, sorted(SIZES), set()), peer.exchange())
 
     assert try_virtual(2, work) == [None, None]
     assert books.off_by(job.owed()) < 1e-5
