@@ -54,18 +54,18 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The value that an input stands for: `name` of a parameter or buffer, or a group's or leaf's `index`."""
+    """The value that an input stands for: `name`, or the `index` of a group, leaf or bucket."""
 
     kind: InputKind
     name: str = ""
     key: str = ""
     index: int = 0
     slot: int = 0
-    """Of what a bucket keeps: the number of the compression that keeps it."""
+    """Of a bucket: which of its compressions keeps the value."""
 
     def __str__(self) -> str:
-        slot = f" slot {self.slot}" if self.slot else ""
-        return f"{self.kind.value} {self.name or self.index}{slot}{'.' + self.key if self.key else ''}"
+        key, slot = "." + self.key if self.key else "", f" slot {self.slot}" if self.slot else ""
+        return f"{self.kind.value} {self.name or self.index}{key}{slot}"
 
 
 class Sharing(Enum):
@@ -85,7 +85,7 @@ class NodeInfo:
     stage: int = 0
     """Of a bucket's line: so many of the bucket's collectives come before it."""
     slot: int = 0
-    """Of a compressor's line: the number of its compression in the bucket's strategy."""
+    """Of a bucket's line: which of the bucket's compressions it belongs to."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """The time that a thread spends on launching a collective."""

@@ -365,7 +365,9 @@ class _Walk:
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
-        borders = cut_points(self._segments(extent), ranks, self.grain)
+        # A plan's dense warm-up has the same leading splits, and a rank's velocity stays where it is.
+        grain = 1 if split in self.strategy.steps[: self.strategy.leading_splits] else self.grain
+        borders = cut_points(self._segments(extent), ranks, grain)
         return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:

@@ -132,7 +132,9 @@ class Job:
             for rank, (value, route) in enumerate(zip(flat, self._routes(bucket), strict=True))
         ]
         means = walk(walkers, self.cluster)
-        assert all(torch.equal(means[0], mean) for mean in means[1:]), f"ranks end with other means by {bucket.strategy}"
+        assert all(torch.equal(means[0], mean) for mean in means[1:]), (
+            f"ranks end with other means by {bucket.strategy}"
+        )
         return means[0]
 
     def _routes(self, bucket: Bucket) -> list[Route]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.randomness import key_of
 from fxcomp.errors import BadState
 from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
+from fxcomp.runtime.parts import Part
 
 CPU = torch.device("cpu")
 INT8 = parse_compressor("int8(stochastic=true)")
@@ -20,21 +22,32 @@ POWERSGD = parse_compressor("powersgd(1)").bound_to([(6, 4), (3,)], 2)
 
 
 def states(*layouts: StateLayout, seed: int = 7) -> CompressorStates:
-    return CompressorStates(dict(enumerate(layouts)), CPU, seed)
+    return CompressorStates({(number, each.slot): each for number, each in enumerate(layouts)}, CPU, seed)
 
 
 def layout(
-    *names: str, compressor: Compressor = INT8, sizes: Sequence[int] = (), rank: int = 0, shard: int = 0
+    *names: str, compressor: Compressor = INT8, sizes: Sequence[int] = (), place: int = 0, slot: int = 0
 ) -> StateLayout:
     sizes = sizes or [8] * len(names)
-    return StateLayout(compressor, tuple(zip(names, sizes, strict=True)), rank, shard)
+    parts = [Part(name, 0, size, size, index) for index, (name, size) in enumerate(zip(names, sizes, strict=True))]
+    return StateLayout(compressor, tuple((part, compressor.of_segment(part.index)) for part in parts), place, slot)
+
+
+def pieces(start: int, *, compressor: Compressor = INT8, slot: int = 0) -> StateLayout:
+    """Eight of sixteen elements of `a`."""
+    return StateLayout(compressor, ((Part("a", start, 8, 16), compressor),), slot=slot)
 
 
 def filled(kept: CompressorStates, *names: str) -> CompressorStates:
     for number, name in enumerate(names):
-        piece = kept.of_parameter(name)
-        piece.copy_(100 * number + torch.arange(piece.numel()))
+        for piece in kept.of_parameter(name):
+            piece.copy_(100 * number + torch.arange(piece.numel()))
     return kept
+
+
+def only(kept: CompressorStates, name: str) -> Tensor:
+    (piece,) = kept.of_parameter(name)
+    return piece
 
 
 def load(kept: CompressorStates, state: Mapping[str, Any]) -> None:
@@ -42,38 +55,37 @@ def load(kept: CompressorStates, state: Mapping[str, Any]) -> None:
 
 
 def same(one: CompressorStates, other: CompressorStates, *names: str) -> bool:
-    return all(torch.equal(one.of_parameter(name), other.of_parameter(name)) for name in names)
+    return all(torch.equal(only(one, name), only(other, name)) for name in names)
 
 
 def test_a_bucket_has_its_parameters_states_in_order():
     kept = filled(states(layout("a", "b")), "a", "b")
-    assert kept.of_bucket(0).tolist() == [0, 1, 100, 101]
-    kept.of_bucket(0).add_(1)
-    assert kept.of_parameter("b").tolist() == [101, 102]
+    assert kept.of(0).tolist() == [0, 1, 100, 101]
+    kept.of(0).add_(1)
+    assert only(kept, "b").tolist() == [101, 102]
 
 
-def test_streams_follow_from_seed_name_rank_and_shard():
-    def key(**changes: object) -> int:
-        name = changes.pop("name", "a")
-        seed = changes.pop("seed", 7)
-        return int(states(layout(name, **changes), seed=seed).of_parameter(name)[0])
+def test_streams_follow_from_seed_name_place_slot_and_start():
+    def key(given: StateLayout, seed: int = 7) -> int:
+        return int(only(states(given, seed=seed), given.parts[0][0].name)[0])
 
-    keys = [key(), key(name="b"), key(seed=8), key(rank=1), key(shard=1)]
+    others = [layout("b"), layout("a", place=1), pieces(0), pieces(8), pieces(0, slot=1), pieces(8, slot=1)]
+    keys = [key(layout("a")), key(layout("a"), seed=8), *map(key, others)]
     assert len(set(keys)) == len(keys)
-    assert key() == key_of(key_of(7, "a"), 0)
+    assert key(layout("a")) == key_of(key_of(7, "a"), 0), "as before there were slots"
 
 
 def test_ranks_that_must_draw_alike_do():
     randomk = parse_compressor("randomk(0.5)")
-    first, other = (states(layout("a", compressor=randomk, rank=rank)).of_bucket(0) for rank in (0, 1))
+    first, other = (states(layout("a", compressor=randomk, place=place)).of(0) for place in (0, 1))
     assert torch.equal(first, other)
 
 
 def test_each_segment_keeps_what_its_own_shape_asks_for():
     kept = states(layout("matrix", "vector", compressor=POWERSGD, sizes=(24, 3)))
-    assert kept.of_parameter("matrix").numel() == 4
-    assert kept.of_parameter("vector").tolist() == [0, 0, 0]
-    assert kept.of_bucket(0).dtype is torch.float32
+    assert only(kept, "matrix").numel() == 4
+    assert only(kept, "vector").tolist() == [0, 0, 0]
+    assert kept.of(0).dtype is torch.float32
 
 
 def test_other_buckets_take_each_parameters_own_state():
@@ -86,8 +98,8 @@ def test_other_buckets_take_each_parameters_own_state():
 def test_a_saved_state_is_a_copy():
     kept = filled(states(layout("a")), "a")
     saved = kept.state_dict()
-    kept.of_bucket(0).zero_()
-    assert saved["compressors"]["a"]["state"].tolist() == [0, 1]
+    kept.of(0).zero_()
+    assert saved["compressors"]["a"][0]["state"].tolist() == [0, 1]
 
 
 OTHERS = [
@@ -105,8 +117,8 @@ def test_what_another_compressor_or_size_made_starts_anew_with_a_warning(other: 
         UserWarning, match=r"of 1 of 2 parameters starts anew: 'a', saved by int8\(stochastic=true\), now"
     ):
         load(loaded, saved)
-    assert torch.equal(loaded.of_parameter("a"), states(other).of_parameter("a"))
-    assert loaded.of_parameter("b").tolist() == [100, 101]
+    assert torch.equal(only(loaded, "a"), only(states(other), "a"))
+    assert only(loaded, "b").tolist() == [100, 101]
 
 
 def test_a_state_from_before_there_were_compressors_starts_all_anew():
@@ -116,24 +128,75 @@ def test_a_state_from_before_there_were_compressors_starts_all_anew():
     assert same(loaded, states(layout("a", "b")), "a", "b")
 
 
-def _without_b(saved: dict[str, dict[str, object]]) -> None:
+def _without_b(saved: dict[str, object]) -> None:
     del saved["b"]
 
 
-def _shorter(saved: dict[str, dict[str, Tensor]]) -> None:
-    saved["b"]["state"] = saved["b"]["state"][:1]
+def _shorter(saved: dict[str, list[dict[str, Tensor]]]) -> None:
+    saved["b"][0]["state"] = saved["b"][0]["state"][:1]
 
 
-def _another_size(saved: dict[str, dict[str, int]]) -> None:
-    saved["b"]["size"] = 9
+def _another_size(saved: dict[str, list[dict[str, int]]]) -> None:
+    saved["b"][0]["size"] = 9
 
 
-@pytest.mark.parametrize("change", [_without_b, _shorter, _another_size])
+def _another_slot(saved: dict[str, list[dict[str, int]]]) -> None:
+    saved["b"][0]["slot"] = 1
+
+
+@pytest.mark.parametrize("change", [_without_b, _shorter, _another_size, _another_slot])
 def test_a_state_that_is_not_whole_is_refused_and_changes_nothing(change):
     state = filled(states(layout("a", "b")), "a", "b").state_dict()
     change(state["compressors"])
     kept = states(layout("a", "b"))
-    before = kept.of_bucket(0).clone()
+    before = kept.of(0).clone()
     with pytest.raises(BadState, match=r"does not match its own layout.*\n.*as state_dict\(\) returned it"):
         load(kept, state)
-    assert torch.equal(kept.of_bucket(0), before)
+    assert torch.equal(kept.of(0), before)
+
+
+# Slots and pieces
+
+
+def both_slots(*, first: Compressor = INT8) -> CompressorStates:
+    whole, cut = layout("a", compressor=first, sizes=(16,)), pieces(8, slot=1)
+    return CompressorStates({(0, 0): whole, (0, 1): cut}, CPU, 7)
+
+
+def test_each_slot_takes_back_its_own():
+    saved = both_slots()
+    saved.of(0, 0).fill_(1)
+    saved.of(0, 1).fill_(2)
+    loaded, followed = both_slots(), both_slots()
+    load(loaded, saved.state_dict())
+    followed.take_over(saved)
+    for kept in (loaded, followed):
+        assert kept.of(0, 0).tolist() == [1, 1]
+        assert kept.of(0, 1).tolist() == [2, 2]
+
+
+def test_another_place_of_a_parameter_starts_its_own_stream():
+    """Two places that drew alike would round alike."""
+    loaded = states(pieces(0))
+    with pytest.warns(UserWarning, match=r"starts anew: 'a', saved by int8\(stochastic=true\), now int8"):
+        load(loaded, filled(states(pieces(8)), "a").state_dict())
+    assert torch.equal(loaded.of(0), states(pieces(0)).of(0))
+
+
+def test_a_second_slot_is_no_loss_where_there_was_none():
+    loaded = both_slots()
+    load(loaded, filled(states(layout("a", sizes=(16,))), "a").state_dict())
+    assert loaded.of(0, 0).tolist() == [0, 1]
+    assert torch.equal(loaded.of(0, 1), both_slots().of(0, 1))
+
+
+def test_a_state_from_before_there_were_slots_goes_on_in_the_first():
+    state = filled(states(layout("a", "b")), "a", "b").state_dict()
+    parts = {name: {**part, "shard": 0} for name, (part,) in state["compressors"].items()}
+    for part in parts.values():
+        del part["slot"], part["start"]
+    rows = sorted((n, [str(p[k]) for k in ("compressor", "size", "elements", "dtype")], 2) for n, p in parts.items())
+    layout_of_old = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+    loaded = states(layout("b", "a"))
+    load(loaded, {"compressors": parts, "compressor_layout": layout_of_old})
+    assert loaded.of(0).tolist() == [100, 101, 0, 1]
