@@ -1,8 +1,8 @@
 """Run the lines of an emitted step: packing, compressing, launching and waiting.
 
-The main thread plays the device, and a pool of one thread plays the host's processor: work handed over with `d2h` runs
-there, in order, until `h2d` takes it back. Every buffer is kept from step to step. Nothing here knows a plan; the
-emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
+The main thread plays the device, and a pool plays the host's processor: work handed over with `d2h` runs there until
+`h2d` takes it back, down to the launch on one thread, from the wait on another. Every buffer is kept from step to step.
+Nothing here knows a plan; the emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxcomp.errors import LostTouch
 from fxcomp.runtime import arithmetic
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.host_pool import HostPool, OnHost, value_of
+from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.moves import Cut, Move, Pattern, pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
@@ -195,15 +195,15 @@ class Runtime:
         values: sum or max.
         """
         if isinstance(value, OnHost):
-            launch = functools.partial(self._launch, name, kind, value, cut, level, how, "pool")
-            return HostFlight(self.pool.submit(launch))
-        return self._launch(name, kind, value, cut, level, how, "main")
+            launch = functools.partial(self._launch, name, kind, cut, level, how, "pool")
+            return HostFlight(self.pool.submit(launch, value))
+        return self._launch(name, kind, cut, level, how, "main", value)
 
     def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
         if isinstance(flight, HostFlight):
-            given = flight.future
-            return OnHost(self.pool.submit(lambda: _finish(given.result())))
+            launched = flight.future
+            return OnHost(self.pool.submit(lambda: _finish(launched.result()), on=PoolThread.ARRIVING))
         return self._exposed(lambda: _finish(flight))
 
     def decompress(
@@ -224,11 +224,12 @@ class Runtime:
             compressor.decode(value, ranks, segments, mean, agreement, state)
             return mean
 
-        return self.pool.after(run, payloads) if agreed is None else self.pool.after(run, payloads, agreed)
+        given = (payloads,) if agreed is None else (payloads, agreed)
+        return self.pool.after(run, *given, on=PoolThread.ARRIVING)
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
         """Make a summed payload a compressor's next state, where it is finite."""
-        self.pool.after(arithmetic.keep, state, payload)
+        self.pool.after(arithmetic.keep, state, payload, on=PoolThread.ARRIVING)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
@@ -321,7 +322,7 @@ class Runtime:
         self._slots.clear()
 
     def close(self) -> None:
-        """End the pool's thread."""
+        """End the pool's threads."""
         self.pool.close()
 
     def _exposed(self, work: Callable[[], T]) -> T:
@@ -331,10 +332,7 @@ class Runtime:
         self.counters.waits.append((start, self.clock.look()))
         return result
 
-    def _launch(
-        self, name: str, kind: str, given: Tensor | OnHost, cut: Cut, level: str, how: str, lane: str
-    ) -> Flight:
-        value = value_of(given)
+    def _launch(self, name: str, kind: str, cut: Cut, level: str, how: str, lane: str, value: Tensor) -> Flight:
         self.counters.count(kind, level, value.nbytes)
         collective = f"{kind}@{level}"
         try:

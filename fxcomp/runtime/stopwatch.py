@@ -111,13 +111,13 @@ class Stopwatch:
         ends, look = self._marks.ends, self._clock.look
         call_when_done(flight.work, lambda: ends.setdefault(call, look()))
 
-    def _on_pool(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Work for the pool with a clock around it, which looks when the pool comes to it."""
+    def _on_pool(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Work for the pool with a clock around it, which looks when the pool has come to it and has what it takes."""
         call, marks, look = self._line, self._marks.pool, self._pool_clock.look
 
-        def timed() -> Any:
+        def timed(*given: Any) -> Any:
             start = look()
-            result = work()
+            result = work(*given)
             marks.append((call, start, look()))
             return result
 
