@@ -80,7 +80,7 @@ class Groups:
         return cls(mine)
 
     def place(self, level: str) -> int:
-        return next(group.place for (name, _), group in self._groups.items() if name == level)
+        return self._groups[level, self.lanes[0]].place
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         group = self._groups[level, lane]
@@ -228,14 +228,14 @@ class NullTransport:
         return _Done()
 
     def all_gather(self, move: Move) -> Work:
-        """Repeat this rank's part. Where a cut lists the parts, zero the others': this one's may not be valid there."""
-        place = self.place(move.level)
-        parts = move.parts(Pattern.ALL_GATHER, place)
-        out = move.out.view(-1)
-        if isinstance(move.cut, int):
-            out.view(move.cut, -1).copy_(move.value.view(-1))
-        else:
-            torch.split_with_sizes(out.zero_(), parts)[place].copy_(move.value.view(-1))
+        """Repeat this rank's part. Parts of other sizes are zero, which a decoder may refuse."""
+        parts = move.parts(Pattern.ALL_GATHER, self.place(move.level))
+        value = move.value.view(-1)
+        for part in torch.split_with_sizes(move.out.view(-1), parts):
+            if part.numel() == value.numel():
+                part.copy_(value)
+            else:
+                part.zero_()
         return _Done()
 
     def all_to_all(self, move: Move) -> Work:
