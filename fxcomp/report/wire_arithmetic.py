@@ -86,8 +86,12 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
     topology = cluster.topology_at(strategy.level)
     size = sent_by(Bucket(bucket.names, bucket.sizes, _dense(strategy)), cluster, shapes)[strategy.is_hierarchical].size
-    algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, topology)
-    compression = replace(compression_of(bucket, strategy, costs, cluster, shapes), all_reduce=algorithm)
+    ways = {
+        kind: chosen_algorithm(kind, size, topology, costs.library)
+        for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+    }
+    compression = compression_of(bucket, strategy, costs, cluster, shapes)
+    compression = replace(compression, all_reduce=ways[CollectiveKind.ALL_REDUCE], algorithm=ways[compression.kind])
     found = pays_at_gb_per_s(compression, topology.ranks, size, topology.alpha_us, topology.message_us)
     by_level = " by level" if strategy.is_hierarchical else ""
     what = f"{strategy.compressor}{by_level} on an exposed bucket of {bucket.dense_bytes / 1e6:.3g} MB"
