@@ -1,5 +1,7 @@
 """Rounds in one process: what two shots deliver and owe."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,15 @@ def owed(shards: list[Shard]) -> Tensor:
     return torch.cat(parts)
 
 
-def missing_after(steps: int, first: str, second: str, ranks: int, *, owner_feedback: bool = True) -> float:
+def missing_after(
+    steps: int,
+    first: str,
+    second: str,
+    ranks: int,
+    *,
+    owner_feedback: bool = True,
+    after_step: Callable[[list[Shard]], None] = lambda shards: None,  # noqa: ARG005
+) -> float:
     """The largest value that was neither delivered nor is owed, after so many steps."""
     one, two = parse_compressor(first), parse_compressor(second)
     shards = fresh(one, two, ranks, owner_feedback=owner_feedback)
@@ -50,6 +60,7 @@ def missing_after(steps: int, first: str, second: str, ranks: int, *, owner_feed
         gradients = gradients_of(ranks, step)
         due += torch.stack(gradients).double().mean(dim=0)
         delivered += average_in_two_shots(one, two, gradients, shards).double()
+        after_step(shards)
     return (due - delivered - owed(shards)).abs().max().item()
 
 
@@ -62,6 +73,20 @@ def test_what_two_shots_do_not_deliver_is_owed(first: str, second: str, ranks: i
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_without_the_owners_residual_something_is_lost_in_every_pair(first: str, second: str):
     assert missing_after(20, first, second, 4, owner_feedback=False) > 1e-3
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_an_owner_may_owe_to_its_own_gradient_if_it_counts_the_ranks(first: str, second: str):
+    def move(shards: list[Shard], factor: float) -> None:
+        for rank, shard in enumerate(shards):
+            own, owners = shard.workers[rank].residual, shard.owner.residual
+            assert own is not None
+            assert owners is not None
+            own += factor * owners
+            owners.zero_()
+
+    assert missing_after(20, first, second, 4, after_step=lambda shards: move(shards, 4)) < 1e-5
+    assert missing_after(20, first, second, 4, after_step=lambda shards: move(shards, 1)) > 1e-3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
