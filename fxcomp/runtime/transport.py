@@ -117,7 +117,7 @@ class Groups:
         group = self._groups[move.level, move.lane]
         parts = move.parts(Pattern.REDUCE_SCATTER, group.place, len(group.ranks))
         value, out = move.value.view(-1), move.out.view(-1)
-        if value.device.type != "cpu" and len(set(parts)) == 1:
+        if value.device.type != "cpu" and len(set(parts)) == 1 and not _is_float8(value):
             with group.translated:
                 return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
         elements = len(parts) * out.numel()
@@ -200,7 +200,11 @@ def _dealt(
 def _as_bytes(value: Tensor) -> Tensor:
     """View a tensor as what every backend moves, flat: gloo does not know float8."""
     flat = value.view(-1)
-    return flat.view(torch.uint8) if flat.is_floating_point() and flat.element_size() == 1 else flat
+    return flat.view(torch.uint8) if _is_float8(flat) else flat
+
+
+def _is_float8(value: Tensor) -> bool:
+    return value.is_floating_point() and value.element_size() == 1
 
 
 class _Done:
