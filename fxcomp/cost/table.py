@@ -109,7 +109,12 @@ class CostTable:
         return min(1.0, taken.overlap_speed(self.collective_us(kind, level, size, cluster)))
 
     def _transport(self, kind: CollectiveKind) -> TransportCost | None:
-        return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
+        """Find what a collective takes of the processors: what is sent straight takes what a gather does."""
+        gather, all_reduce = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE
+        found = self.transport.get(kind)
+        if found is None and kind is not all_reduce:
+            found = self.transport.get(gather)
+        return found or self.transport.get(all_reduce)
 
     @property
     def offloads(self) -> bool:
