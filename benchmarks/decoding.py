@@ -22,7 +22,7 @@ from fxcomp.cost.measure import CPU_CACHES, RANKS, measure_compressors, median_u
 from fxcomp.planning.measure_machine import hardware, versions
 
 NAMES = ("int8", "int4", "topk(0.01)", "sign", "sidco(0.01)")
-SIZES = (262_144, 4_194_304)
+SIZES = (262_144, 1_048_576)
 PAYLOADS = (1, 2, 4, 8, 16)
 TURNS = 5
 

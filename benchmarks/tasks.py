@@ -1,8 +1,9 @@
 """Small training tasks whose data is made here, for workers that live in one process.
 
-    logreg   logistic regression, 4,096 features of very different scales, workers with data of their own
-    charlm   the next byte of Python's standard library from the sixteen before: an embedding and two hidden layers
-    images   ten smooth patterns, shifted and under noise: two convolutions and two linear layers
+    quadratic  each worker pulls to a place of its own, under noise; the loss is the distance from the places' mean
+    logreg     logistic regression, 4,096 features of very different scales, workers with data of their own
+    charlm     the next byte of Python's standard library from the sixteen before: an embedding and two hidden layers
+    images     ten smooth patterns, shifted and under noise: two convolutions and two linear layers
 
 Each is far inside the learning rates at which dense training is stable, and is stopped before all methods have learned
 everything there is, so that what a compressor loses shows in the loss. Everything follows from the seed.
@@ -37,6 +38,7 @@ class Task:
     """Of each worker, at these parameters and this step."""
     loss: Callable[[Tensor], float]
     """Of all that there is to learn, at these parameters."""
+    workers: int = WORKERS
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -44,25 +46,25 @@ class Task:
 
 
 @cache
-def make_task(name: str, seed: int = 0) -> Task:
+def make_task(name: str, seed: int = 0, workers: int = WORKERS) -> Task:
     """Make a task of this name; its data once in a process."""
-    return TASKS[name](seed)
+    return ALL_TASKS[name](seed, workers)
 
 
-def logistic_regression(seed: int) -> Task:
+def logistic_regression(seed: int, workers: int = WORKERS) -> Task:
     """Features are sparse and of scales from 1 to e^-4; the rows of each worker lean another way."""
     features, rows, batch, steps, decay = 4096, 1000, 32, 600, 5e-4
     random = torch.Generator().manual_seed(seed)
     scale = (-4 * torch.rand(features, generator=random)).exp()
     truth = torch.randn(features, generator=random) / scale.sqrt()
     shards: list[tuple[Tensor, Tensor]] = []
-    for _ in range(WORKERS):
+    for _ in range(workers):
         lean = 1 + 0.5 * torch.randn(features, generator=random)
         x = torch.randn(rows, features, generator=random) * scale * lean
         x *= torch.rand(rows, features, generator=random) < 0.1
         noise = 2 * torch.randn(rows, generator=random)
         shards.append((x, (x @ truth + noise > 0).float()))
-    picks = torch.randint(rows, (steps, WORKERS, batch), generator=random)
+    picks = torch.randint(rows, (steps, workers, batch), generator=random)
 
     def gradients(weights: Tensor, step: int) -> list[Tensor]:
         found: list[Tensor] = []
@@ -77,10 +79,10 @@ def logistic_regression(seed: int) -> Task:
         return (torch.stack(parts).mean() + decay * weights.square().sum()).item()
 
     start, rates = torch.zeros(features), {"sgd": 0.3, "adamw": 0.02}
-    return Task("logreg", ((64, 64),), start, steps, rates, gradients, loss)
+    return Task("logreg", ((64, 64),), start, steps, rates, gradients, loss, workers)
 
 
-def character_model(seed: int) -> Task:
+def character_model(seed: int, workers: int = WORKERS) -> Task:
     """116,835 parameters, 73,728 of them in one matrix: more places than 16 bits can name."""
     context, embedding, width, batch, steps = 16, 24, 192, 64, 500
     random = torch.Generator().manual_seed(seed)
@@ -89,7 +91,7 @@ def character_model(seed: int) -> Task:
         *((letters, embedding), (width, context * embedding), (width,)),
         *((width, width), (width,), (letters, width), (letters,)),
     )
-    starts = torch.randint(len(tokens) - context, (steps, WORKERS, batch), generator=random)
+    starts = torch.randint(len(tokens) - context, (steps, workers, batch), generator=random)
     judged = torch.randint(len(tokens) - context, (8192,), generator=random)
     start = torch.cat([torch.randn(letters * embedding, generator=random), _first_values(shapes[1:], random)])
 
@@ -106,11 +108,11 @@ def character_model(seed: int) -> Task:
 
     return _classifier(
         "charlm", shapes, steps, {"sgd": 0.15, "adamw": 4e-3}, outputs, lambda step, w: passages(starts[step, w]),
-        passages(judged), start,
+        passages(judged), start, workers,
     )  # fmt: skip
 
 
-def small_images(seed: int) -> Task:
+def small_images(seed: int, workers: int = WORKERS) -> Task:
     """Three channels of 16 x 16 pixels; 72,042 parameters."""
     pixels, batch, steps, noise = 16, 16, 250, 2.0
     shapes = ((16, 3, 3, 3), (16,), (32, 16, 3, 3), (32,), (128, 512), (128,), (10, 128), (10,))
@@ -128,8 +130,8 @@ def small_images(seed: int) -> Task:
         return torch.stack(cut) + noise * torch.randn(count, 3, pixels, pixels, generator=random), labels
 
     start = _first_values(shapes, random)
-    x, y = draw(steps * WORKERS * batch)
-    x, y = x.view(steps, WORKERS, batch, 3, pixels, pixels), y.view(steps, WORKERS, batch)
+    x, y = draw(steps * workers * batch)
+    x, y = x.view(steps, workers, batch, 3, pixels, pixels), y.view(steps, workers, batch)
 
     def outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         w1, b1, w2, b2, w3, b3, w4, b4 = parameters
@@ -139,15 +141,36 @@ def small_images(seed: int) -> Task:
 
     return _classifier(
         "images", shapes, steps, {"sgd": 0.02, "adamw": 3e-3}, outputs, lambda step, w: (x[step, w], y[step, w]),
-        draw(2048), start,
+        draw(2048), start, workers,
     )  # fmt: skip
 
 
-TASKS: dict[str, Callable[[int], Task]] = {
+def quadratic(seed: int, workers: int = WORKERS) -> Task:
+    """Every value is pulled as hard as every other, so what an encoder never delivers is never made good."""
+    size, steps, spread, noise = 4096, 2000, 0.3, 0.15
+    random = torch.Generator().manual_seed(seed)
+    places = spread * torch.randn(workers, size, generator=random)
+    goal = places.mean(dim=0)
+
+    def gradients(weights: Tensor, step: int) -> list[Tensor]:
+        drawn = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+        pulls = weights - places + noise * torch.randn(workers, size, generator=drawn)
+        return list(pulls.unbind())
+
+    def loss(weights: Tensor) -> float:
+        return (weights - goal).square().mean().sqrt().item()
+
+    start, rates = torch.zeros(size), {"sgd": 0.002}
+    return Task("quadratic", ((size,),), start, steps, rates, gradients, loss, workers)
+
+
+TASKS: dict[str, Callable[[int, int], Task]] = {
     "logreg": logistic_regression,
     "charlm": character_model,
     "images": small_images,
 }
+ALL_TASKS = {"quadratic": quadratic, **TASKS}
+"""With the one that only tells about two shots."""
 
 
 def _text() -> Tensor:
@@ -167,6 +190,7 @@ def _classifier(
     batch_at: Callable[[int, int], tuple[Tensor, Tensor]],
     judged: tuple[Tensor, Tensor],
     start: Tensor,
+    workers: int,
 ) -> Task:
     sizes = list(map(math.prod, shapes))
 
@@ -175,7 +199,7 @@ def _classifier(
 
     def gradients(flat: Tensor, step: int) -> list[Tensor]:
         found: list[Tensor] = []
-        for worker in range(WORKERS):
+        for worker in range(workers):
             x, y = batch_at(step, worker)
             leaf = flat.detach().requires_grad_()
             found += torch.autograd.grad(functional.cross_entropy(outputs(parts(leaf), x), y), leaf)
@@ -186,7 +210,7 @@ def _classifier(
         x, y = judged
         return functional.cross_entropy(outputs(parts(flat), x), y).item()
 
-    return Task(name, shapes, start, steps, rates, gradients, loss)
+    return Task(name, shapes, start, steps, rates, gradients, loss, workers)
 
 
 def _first_values(shapes: Sequence[tuple[int, ...]], random: torch.Generator) -> Tensor:

@@ -20,10 +20,11 @@ from fxcomp.cluster.link import Link
 class TrafficPattern(Enum):
     """Name who sends to whom at the same time, which decides how many messages share a link."""
 
-    CHAIN = "chain"  # each rank to the next: rings, and pipelined trees along the same order
+    CHAIN = "chain"  # each rank to the next: rings
+    TREE = "tree"  # to a parent and back: pipelined trees, units joined as in a chain
     DOUBLING = "doubling"  # to partners at distances 1, 2, 4, ...
     PAIRS = "pairs"  # everyone to everyone
-    ROOT = "root"  # everyone to one rank
+    ROOT = "root"  # everyone to the first rank, or it to everyone
     ONE = "one"  # one rank to another
 
     __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
@@ -78,17 +79,20 @@ class Crossing(NamedTuple):
     turns: int  # times that the ring comes in
 
     @classmethod
-    def of(cls, inside: int, ranks: int, turns: int) -> Crossing:
+    def of(cls, inside: int, ranks: int, turns: int, *, units: int, has_root: bool) -> Crossing:
+        """Count what `inside` of a group's ranks send out, or take in; `units` such links lead to its ranks."""
         outside, others = ranks - inside, ranks - 1
         pairs = inside * outside / others  # each sends every other one its part
-        # The root may be inside or outside: the worse.
-        loads = (float(turns), float(min(inside, outside)), pairs, max(inside, outside) / others, 1.0)
+        rooted = (outside if has_root else inside) / others
+        # Two units share one edge of a tree: what goes up leaves one of them, what comes down the other.
+        tree = turns / 2 if units == 2 else float(turns)
+        loads = (float(turns), tree, float(min(inside, outside)), pairs, rooted, 1.0)
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
         """Add another unit's traffic on a medium that both share. What one rank receives passes it once."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
-        loads = (*sums[:3], *map(max, self.loads[3:], other.loads[3:]))
+        loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)
 
 
@@ -99,7 +103,11 @@ class Crowd(NamedTuple):
     loads: tuple[float, ...]
 
 
-_OWN_LINK = Crossing((1.0, 1.0, 1.0, 1.0, 1.0), 1, 1)  # a rank's own link carries what it sends
+_EVERYONE = 4
+"""In so many patterns, the first ones, every rank sends."""
+
+_OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)  # a rank's own link carries what it sends
+_OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share one edge of a tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +153,8 @@ class Tree:
     def _own_links(self, group: tuple[int, ...]) -> dict[int, Crossing]:
         hosts = self.units[1]
         inside = Counter(hosts[rank] for rank in group)
-        return {rank: _OWN_LINK for rank in group if inside[hosts[rank]] > 1}
+        own = _OF_TWO if len(group) == 2 else _OWN_LINK
+        return {rank: own for rank in group if inside[hosts[rank]] > 1}
 
     def _uplinks(self, group: tuple[int, ...], tier: int) -> dict[int, Crossing]:
         units = [self.units[tier][rank] for rank in group]
@@ -153,7 +162,11 @@ class Tree:
         for k, unit in enumerate(units):
             turns[unit] += units[k - 1] != unit
         ranks = len(group)
-        return {unit: Crossing.of(m, ranks, turns[unit]) for unit, m in inside.items() if m < ranks}
+        return {
+            unit: Crossing.of(m, ranks, turns[unit], units=len(inside), has_root=unit == units[0])
+            for unit, m in inside.items()
+            if m < ranks
+        }
 
     def group_topology(
         self, shape: str, ranks: int, crossed: Mapping[Place, Crossing], crowds: Mapping[Place, Crowd]

@@ -26,7 +26,9 @@ class Compression:
     kind: CollectiveKind = CollectiveKind.ALL_GATHER
     """The collective in which payloads meet."""
     all_reduce: Algorithm = Algorithm.RING
-    """The algorithm of all_reduces, dense ones and payloads'."""
+    """The algorithm of the dense all_reduce."""
+    algorithm: Algorithm = Algorithm.RING
+    """The algorithm of the payloads' collective."""
 
 
 def pays_at_gb_per_s(
@@ -34,8 +36,7 @@ def pays_at_gb_per_s(
 ) -> Between | None:
     """Return the bandwidths of a rank, in GB/s, at which compressing `size` dense bytes is faster; None if at none."""
     dense = counts(CollectiveKind.ALL_REDUCE, ranks, compression.all_reduce)
-    is_summed = compression.kind is CollectiveKind.ALL_REDUCE
-    sent = counts(compression.kind, ranks, compression.all_reduce if is_summed else None)
+    sent = counts(compression.kind, ranks, compression.algorithm)
     fewer_bytes = size * (dense[2] - sent[2] / compression.rate)
     us = (dense[0] - sent[0]) * alpha_us + (dense[1] - sent[1]) * message_us - compression.us_per_byte * size
     root = -fewer_bytes / us / 1e3 if us else math.nan  # where fewer_bytes / B + us = 0

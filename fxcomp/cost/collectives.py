@@ -4,7 +4,8 @@
 
 p is the number of ranks. n is what the collective works on in bytes: for a gather what *one* rank contributes, for the
 others what a rank has in full. α is a step's latency, o what the processor spends on a message, and B the bandwidth
-that one rank gets, in bytes a µs; a `GroupTopology` knows all three for ranks that sit somewhere.
+that one rank gets, in bytes a µs; a `GroupTopology` knows all three for ranks that sit somewhere. Of a rooted
+collective, which has the group's first rank as its root, messages and wire are the root's: its link is the slowest.
 
 The forms are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in
 MPICH" (2005), but for trees, which pass large messages on in pieces while more come in, as NCCL's do (P. Sanders, J.
@@ -30,6 +31,15 @@ _sympy = cast(Any, sympy)  # untyped
 
 ALPHA, MESSAGE, BANDWIDTH, RANKS, BYTES = _sympy.symbols("α o B p n", positive=True)
 CEIL_LOG2 = _sympy.Function("ceil_log2")  # ⌈log₂ p⌉ through floats is wrong for p = 2²⁹
+
+
+class Library(Enum):
+    """Name what runs collectives, and so decides how."""
+
+    GLOO = "gloo"  # on the host; fxcomp sends by itself what must not take turns
+    NCCL = "nccl"  # between GPUs; no formula was checked on one
+
+    __hash__ = object.__hash__  # Enum's own runs in Python
 
 
 class Algorithm(Enum):
@@ -58,7 +68,7 @@ class Formula:
         return self.steps * ALPHA + self.messages * MESSAGE + self.wire / BANDWIDTH
 
 
-_others = RANKS - 1
+_one, _others = _sympy.Integer(1), RANKS - 1
 _doublings = CEIL_LOG2(RANKS)
 _share = _others / RANKS * BYTES
 _TREE_SHARE = _sympy.Rational(9, 10)  # of a ring's bandwidth: NCCL tuning.cc
@@ -67,28 +77,61 @@ _A, _K, _P = Algorithm, CollectiveKind, TrafficPattern
 FORMULAS: dict[CollectiveKind, dict[Algorithm, Formula]] = {
     _K.ALL_REDUCE: {
         _A.RING: Formula(2 * _others, 2 * _others, 2 * _share, _P.CHAIN),
-        _A.TREE: Formula(2 * _doublings, 2 * _doublings, 2 * BYTES / _TREE_SHARE, _P.CHAIN),
+        _A.TREE: Formula(2 * _doublings, 2 * _doublings, 2 * BYTES / _TREE_SHARE, _P.TREE),
         _A.HALVING_DOUBLING: Formula(2 * _doublings, 2 * _doublings, 2 * _share, _P.DOUBLING),
     },
     _K.REDUCE_SCATTER: {
         _A.RING: Formula(_others, _others, _share, _P.CHAIN),
         _A.HALVING_DOUBLING: Formula(_doublings, _doublings, _share, _P.DOUBLING),
+        _A.DIRECT: Formula(_one, _others, _share, _P.PAIRS),
     },
     _K.ALL_GATHER: {
         _A.RING: Formula(_others, _others, _others * BYTES, _P.CHAIN),
         _A.HALVING_DOUBLING: Formula(_doublings, _doublings, _others * BYTES, _P.DOUBLING),
-        _A.DIRECT: Formula(_sympy.Integer(1), _others, _others * BYTES, _P.PAIRS),
+        _A.DIRECT: Formula(_one, _others, _others * BYTES, _P.PAIRS),
     },
-    _K.ALL_TO_ALL: {_A.DIRECT: Formula(_sympy.Integer(1), _others, _share, _P.PAIRS)},
-    _K.BROADCAST: {_A.TREE: Formula(_doublings, _doublings, BYTES, _P.CHAIN)},
-    _K.REDUCE: {_A.TREE: Formula(_doublings, _doublings, BYTES, _P.CHAIN)},
-    _K.GATHER: {_A.DIRECT: Formula(_sympy.Integer(1), _others, _others * BYTES, _P.ROOT)},
-    _K.POINT_TO_POINT: {_A.DIRECT: Formula(_sympy.Integer(1), _sympy.Integer(1), BYTES, _P.ONE)},
+    _K.ALL_TO_ALL: {_A.DIRECT: Formula(_one, _others, _share, _P.PAIRS)},
+    _K.BROADCAST: {
+        _A.RING: Formula(_others, _one, BYTES, _P.CHAIN),
+        _A.DIRECT: Formula(_one, _others, _others * BYTES, _P.ROOT),
+    },
+    _K.REDUCE: {
+        _A.RING: Formula(_others, _one, BYTES, _P.CHAIN),
+        _A.DIRECT: Formula(_one, _others, _others * BYTES, _P.ROOT),
+    },
+    _K.GATHER: {_A.DIRECT: Formula(_one, _others, _others * BYTES, _P.ROOT)},
+    _K.POINT_TO_POINT: {_A.DIRECT: Formula(_one, _one, BYTES, _P.ONE)},
 }
 """The algorithms of every collective; the first is the default."""
 
-CHOSEN_BY_SIZE: dict[CollectiveKind, tuple[Algorithm, ...]] = {_K.ALL_REDUCE: (_A.RING, _A.TREE)}
-"""Collectives for which a library takes the faster algorithm at each size (NCCL tuning.cc; gloo keeps to rings)."""
+CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
+    Library.GLOO: {
+        _K.ALL_REDUCE: (_A.RING,),
+        _K.ALL_GATHER: (_A.DIRECT, _A.RING),
+        _K.REDUCE_SCATTER: (_A.DIRECT,),
+        _K.ALL_TO_ALL: (_A.DIRECT,),
+        _K.BROADCAST: (_A.DIRECT,),
+        _K.REDUCE: (_A.DIRECT,),
+        _K.GATHER: (_A.DIRECT,),
+        _K.POINT_TO_POINT: (_A.DIRECT,),
+    },
+    Library.NCCL: {
+        _K.ALL_REDUCE: (_A.RING, _A.TREE),
+        _K.ALL_GATHER: (_A.RING,),
+        _K.REDUCE_SCATTER: (_A.RING,),
+        _K.ALL_TO_ALL: (_A.DIRECT,),
+        _K.BROADCAST: (_A.RING,),
+        _K.REDUCE: (_A.DIRECT,),
+        _K.GATHER: (_A.DIRECT,),
+        _K.POINT_TO_POINT: (_A.DIRECT,),
+    },
+}
+"""The algorithms that a library chooses from.
+
+NCCL: its tuning.cc; reduces to a root go as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct
+unless ranks share a link, which a ring crosses with fewer bytes. gloo's own broadcast, which buffers take, is a tree:
+from four ranks on it takes less than its price here.
+"""
 
 
 # Prices
@@ -123,22 +166,83 @@ def time_us(
     return latencies * alpha_us + sent * message_us + share * size / (gb_per_s * 1e3)
 
 
-def collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algorithm: Algorithm | None = None) -> float:
-    """Time one collective in a group; by the faster algorithm where the library chooses, unless one is named."""
-    if algorithm is None and kind in CHOSEN_BY_SIZE:
-        return min([_collective_us(kind, size, group, chosen) for chosen in CHOSEN_BY_SIZE[kind]])
-    return _collective_us(kind, size, group, algorithm)
+def collective_us(
+    kind: CollectiveKind,
+    size: float,
+    group: GroupTopology,
+    algorithm: Algorithm | None = None,
+    library: Library = Library.NCCL,
+) -> float:
+    """Time one collective in a group by this algorithm, or by the one that the library takes."""
+    return _collective_us(kind, size, group, algorithm or chosen_algorithm(kind, size, group, library))
 
 
-def chosen_algorithm(kind: CollectiveKind, size: float, group: GroupTopology) -> Algorithm:
-    """Return the algorithm that prices a collective of this size in a group."""
-    choices = CHOSEN_BY_SIZE.get(kind, (default_algorithm(kind),))
+def chosen_algorithm(
+    kind: CollectiveKind, size: float, group: GroupTopology, library: Library = Library.NCCL
+) -> Algorithm:
+    """Return the algorithm that the library takes in a group: NCCL the fastest for the size, gloo one for all sizes."""
+    if library is Library.GLOO:
+        return large_algorithm(kind, group, library)
+    choices = CANDIDATES[library][kind]
+    if len(choices) == 1:
+        return choices[0]
     return min(choices, key=lambda algorithm: _collective_us(kind, size, group, algorithm))
 
 
-def _collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algorithm: Algorithm | None) -> float:
+def _collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algorithm: Algorithm) -> float:
     speed = group.gb_per_s(pattern_of(kind, algorithm))
     return time_us(kind, group.ranks, size, group.alpha_us, speed, group.message_us, algorithm)
+
+
+def large_algorithm(kind: CollectiveKind, group: GroupTopology, library: Library) -> Algorithm:
+    """Return the algorithm that the library takes where only bytes count."""
+    choices = CANDIDATES[library][kind]
+    if len(choices) == 1:
+        return choices[0]
+    return min(choices, key=lambda algorithm: _us_per_byte(kind, group, algorithm))
+
+
+def _us_per_byte(kind: CollectiveKind, group: GroupTopology, algorithm: Algorithm) -> float:
+    compiled = _compiled(kind, algorithm)
+    return compiled.counts(group.ranks)[2] / group.gb_per_s(compiled.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """A collective in terms of another one, which was measured in the same group."""
+
+    bytes_per_byte: float
+    """Bytes of the measured one that occupy the links as long as a byte of this one."""
+    known_steps: float
+    more_steps: float
+    """The steps that this one has beyond the known one's; below 0 if fewer."""
+
+
+def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology, library: Library) -> Likeness:
+    """Compare two collectives as a library runs them: bytes by their patterns' bandwidths, and steps."""
+    known_way, asked_way = (large_algorithm(kind, group, library) for kind in (known, asked))
+    known_steps, asked_steps = (
+        counts(*way)[0] for way in ((known, group.ranks, known_way), (asked, group.ranks, asked_way))
+    )
+    one_us = _us_per_byte(known, group, known_way)
+    share = _us_per_byte(asked, group, asked_way) / one_us if one_us else 0.0
+    return Likeness(share, known_steps, asked_steps - known_steps)
+
+
+def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> list[CollectiveKind]:
+    """List the collectives whose measurements may price another one: first those that the library runs in its way."""
+    way = large_algorithm(kind, group, library)
+    others = (_K.ALL_REDUCE, _K.ALL_GATHER, _K.ALL_TO_ALL)
+    return sorted(others, key=lambda known: large_algorithm(known, group, library) is not way)
+
+
+def added_bytes(kind: CollectiveKind, size: float, ranks: int, library: Library) -> float:
+    """Count the bytes of the parts that fxcomp adds up after a collective, on the busiest rank."""
+    if ranks == 1:
+        return 0.0
+    if kind is _K.REDUCE:
+        return ranks * size
+    return size if kind is _K.REDUCE_SCATTER and library is Library.GLOO else 0.0
 
 
 def pattern_of(kind: CollectiveKind, algorithm: Algorithm | None = None) -> TrafficPattern:
@@ -190,11 +294,18 @@ _NAMES = [{"ceil_log2": _ceil_log2}, "math"]
 # Text
 
 
-def format_collective_us(kind: CollectiveKind, size: float, group: GroupTopology) -> str:
-    """Write `collective_us` as its formula and the numbers put in."""
-    algorithm = chosen_algorithm(kind, size, group)
+def format_collective_us(
+    kind: CollectiveKind, size: float, group: GroupTopology, library: Library = Library.NCCL, added_us: float = 0.0
+) -> str:
+    """Write `collective_us` as its formula and the numbers put in, with what adding up takes afterwards."""
+    algorithm = chosen_algorithm(kind, size, group, library)
     speed = group.gb_per_s(pattern_of(kind, algorithm))
-    return format_price(kind, group.ranks, size, group.alpha_us, speed, group.message_us, algorithm)
+    text = format_price(kind, group.ranks, size, group.alpha_us, speed, group.message_us, algorithm)
+    if not added_us:
+        return text
+    us = _collective_us(kind, size, group, algorithm)
+    formula, numbers, _ = text.rsplit(" = ", 2)
+    return f"{formula} + sum = {numbers} + {added_us:.3g} us = {(us + added_us) / 1e3:.4g} ms"
 
 
 def format_price(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +39,9 @@ FEWEST_POINTS = 3
 
 FINEST = 0.01
 """Relative errors below this are not told apart (assumed: the same call twice differs by as much)."""
+
+DISTURBED = 0.25
+"""A time that is further off the line is another job's doing (assumed)."""
 
 _ROUNDS = 5  # of reweighting at most, until no weight changes by more than `_SETTLED` (both assumed)
 _SETTLED = 0.01
@@ -73,6 +76,26 @@ def fit(samples: Sequence[Sample], most_pieces: int = MOST_PIECES) -> Fit:
         worst=float(np.max(errors)),
         noise=_noise(samples, dict(points)),
     )
+
+
+def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
+    """Let a fit's end pass through the largest size's time: the rate of long transfers continues beyond it.
+
+    A line that errs least over all sizes gives small ones as much weight. Over 100 Mbit/s it told 2 % less than 4 MiB
+    took, and 5 to 7 % less than 24 MB (measured, 2026-11). A largest size far off the line is taken as disturbed.
+    """
+    points, last = medians(samples), found.pieces[-1]
+    largest, us = points[-1]
+    start = max([last.start, *(size for size, _ in points if size <= largest / 2)])
+    if start >= largest or not FINEST < abs(us / found.at(largest) - 1) < DISTURBED:
+        return found
+    slope = (us - found.at(start)) / (largest - start)
+    if slope <= 0:
+        return found
+    end = Piece(start, found.at(start) - slope * start, slope)
+    if start > last.start:
+        return replace(found, pieces=(*found.pieces, end))
+    return replace(found, pieces=(*found.pieces[:-1], replace(end, is_switch=last.is_switch)))
 
 
 def medians(samples: Sequence[Sample]) -> list[Sample]:

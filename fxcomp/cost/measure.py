@@ -10,10 +10,12 @@ from functools import partial
 import torch
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.topology import GroupTopology
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
+from fxcomp.cost.collectives import Library, large_algorithm
 from fxcomp.cost.compressor_keys import compressor_key
-from fxcomp.cost.fit import fit
+from fxcomp.cost.fit import anchored, fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, format_bytes
 from fxcomp.cost.roofline import Roofline
 from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
@@ -28,6 +30,10 @@ MOST_RECEIVED = 256 << 20
 """A gather fills no more than this on one rank, so that measuring needs no memory that training would miss."""
 GROWTH = 4
 REPEATS = 3
+LONG = 1 / 16
+"""A sample that takes more than this part of the budget is not repeated: what disturbs it is small beside it."""
+SLOWER = 1.1
+"""A byte of a long transfer may take so many times what one of a shorter one took (assumed)."""
 RANKS = 2  # that a compressor is bound to
 FEW, MANY = 1, 8
 """The numbers of payloads that decoding is timed with; others lie on the line through both. One through 1 and 4 tells
@@ -43,6 +49,7 @@ def measure_collectives(
     budget_s: float = 3.0,
     *,
     kinds: Sequence[CollectiveKind] = IN_STEPS,
+    library: Library | None = None,
     largest: int = LARGEST_BYTES,
     rounds: int = 1,
     tell: Callable[[str], None] = lambda _: None,
@@ -52,9 +59,15 @@ def measure_collectives(
     The first round takes sizes that grow by `GROWTH`, the second those between, a third all of them once more. What is
     measured next depends on the returned numbers alone: ranks that took different decisions would wait for each other
     for ever. So time is what `time_collective` says has passed, never a clock; what one collective leaves of its share
-    of the budget is for the ones after it.
+    of the budget is for the ones after it. Given the library, what it runs like a gather, message by message, is left
+    out.
     """
-    pairs = [(kind, level) for level in _levels(cluster) for kind in kinds]
+    pairs = [
+        (kind, level)
+        for level in _levels(cluster)
+        for kind in kinds
+        if library is None or not _is_told_by_gather(kind, cluster.topology_at(level), library)
+    ]
     fits: dict[tuple[CollectiveKind, str], MeasuredCollective] = {}
     for k, (kind, level) in enumerate(pairs):
         group = cluster.topology_at(level)
@@ -69,9 +82,16 @@ def measure_collectives(
     return fits
 
 
+def _is_told_by_gather(kind: CollectiveKind, group: GroupTopology, library: Library) -> bool:
+    gather = CollectiveKind.ALL_GATHER
+    alike = group.ranks == 2 or large_algorithm(kind, group, library) is large_algorithm(gather, group, library)
+    return kind is CollectiveKind.ALL_TO_ALL and alike
+
+
 def fitted_collective(ranks: int, samples: Sequence[tuple[int, float]]) -> MeasuredCollective:
     """Fit (bytes, seconds)."""
-    found = fit([(size, 1e6 * seconds) for size, seconds in samples])
+    times = [(size, 1e6 * seconds) for size, seconds in samples]
+    found = anchored(fit(times), times)
     largest = max(size for size, _ in samples)
     return MeasuredCollective(ranks, found, f"measured, {len(samples)} samples up to {format_bytes(largest)}")
 
@@ -95,7 +115,9 @@ def _sample(
 ) -> tuple[list[tuple[int, float]], float]:
     """Time every size of every round while the budget lasts; the samples, and what they took, in seconds.
 
-    A size is expected to take what it took before, or `GROWTH` times the next smaller one's time at most.
+    A size is expected to take what it took before, or `GROWTH` times the next smaller one's time at most. One that
+    takes long is timed once a round. What is left in the end goes into one sample as large as it allows, because the
+    rate of long transfers is not quite that of short ones.
     """
     spent = timed(SMALLEST_BYTES)  # the first one opens connections: not a sample
     samples: list[tuple[int, float]] = []
@@ -111,6 +133,14 @@ def _sample(
                 spent += seconds
                 samples.append((size, seconds))
                 known[size] = min(seconds, known.get(size, seconds))
+                if seconds > LONG * budget_s:
+                    break
+    last, most = max(known), max(max(sizes) for sizes in rounds)
+    fits = int(last * min(most / last, (budget_s - spent) / (SLOWER * known[last])))
+    if fits >= 2 * last:
+        size = fits // SMALLEST_BYTES * SMALLEST_BYTES
+        seconds = timed(size)
+        return [*samples, (size, seconds)], spent + seconds
     return samples, spent
 
 

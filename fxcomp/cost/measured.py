@@ -63,29 +63,17 @@ class MeasuredCollective:
         """The fit's median relative error over sizes."""
         return self.fit.residual
 
-    def us(self, known: CollectiveKind, asked: CollectiveKind, size: float) -> float:
-        """Time a collective over `size` bytes, of the kind that was measured or of another.
+    def us(self, size: float) -> float:
+        """Time the collective that was measured over `size` bytes."""
+        return self.fit.at(size)
 
-        Another one is taken to send its wire bytes as fast as the known one would, and to pay the known one's latency
-        for each of its own steps.
+    def us_of_another(self, size: float, like: formulas.Likeness) -> float:
+        """Time another collective over `size` bytes.
+
+        Its bytes travel as fast as the known one's would, and each of its own steps takes the known one's latency.
         """
-        if asked is known:
-            return self.fit.at(size)
-        ranks = self.ranks
-        one_byte = formulas.wire_bytes(known, ranks, 1.0)
-        if not one_byte:
-            return 0.0
-        as_much = formulas.wire_bytes(asked, ranks, size) / one_byte
-        more_steps = formulas.steps(asked, ranks) - formulas.steps(known, ranks)
-        return max(0.0, self.fit.at(as_much) + more_steps * self.alpha_us(known))
-
-    def format_us(self, known: CollectiveKind, asked: CollectiveKind, size: float) -> str:
-        """Write `us` as text: `all_reduce as measured among 4 ranks: 2 MB take 1.66 ms (measured, 24 samples)`."""
-        us = self.us(known, asked, size)
-        name = asked.value if asked is known else f"{asked.value}, priced as {known.value},"
-        return (
-            f"{name} as measured among {self.ranks} ranks: {size / 1e6:.3g} MB take {us / 1e3:.4g} ms ({self.source})"
-        )
+        alpha_us = self.fit.pieces[0].at_zero_us / max(1.0, like.known_steps)
+        return max(0.0, self.fit.at(size * like.bytes_per_byte) + like.more_steps * alpha_us)
 
     def describe(self, kind: CollectiveKind) -> str:
         """Write α per step, the bandwidth of every piece, half of their 95 % intervals, and the error."""

@@ -17,6 +17,7 @@ from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cluster.topology import TOPOLOGY_TEXT
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
+from fxcomp.cost.collectives import Library
 from fxcomp.cost.compressor_keys import exact_key, nearest_key, parse_compressor_key
 from fxcomp.cost.contention import NO_TIME_US, TransportCost
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective
@@ -75,10 +76,20 @@ class CostTable:
 
     def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """Time one collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
-        measured = self._measured(kind, level, cluster)
-        if measured is not None:
-            return measured[1].us(measured[0], kind, size)
-        return formulas.collective_us(kind, size, cluster.topology_at(level))
+        group, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
+        if measured is None:
+            us = formulas.collective_us(kind, size, group, library=self.library)
+            return us + self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
+        known, found = measured
+        if known is kind:
+            return found.us(size)
+        us = found.us_of_another(size, formulas.likeness(known, kind, group, self.library))
+        return us + self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
+
+    @property
+    def library(self) -> Library:
+        """What runs collectives: gloo where compute's device is the host."""
+        return Library.GLOO if self.copy_gb_per_s is None else Library.NCCL
 
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """Return the share of compute's processors that a collective takes while it runs."""
@@ -86,7 +97,8 @@ class CostTable:
         takes_us = self.collective_us(kind, level, size, cluster) if taken is not None else 0.0
         if taken is None or takes_us < NO_TIME_US:
             return 0.0
-        sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
+        algorithm = formulas.large_algorithm(kind, cluster.topology_at(level), self.library)
+        sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size, algorithm)
         return self.contention * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
 
     def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
@@ -97,7 +109,12 @@ class CostTable:
         return min(1.0, taken.overlap_speed(self.collective_us(kind, level, size, cluster)))
 
     def _transport(self, kind: CollectiveKind) -> TransportCost | None:
-        return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
+        """Find what a collective takes of the processors: what is sent straight takes what a gather does."""
+        gather, all_reduce = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE
+        found = self.transport.get(kind)
+        if found is None and kind is not all_reduce:
+            found = self.transport.get(gather)
+        return found or self.transport.get(all_reduce)
 
     @property
     def offloads(self) -> bool:
@@ -122,8 +139,12 @@ class CostTable:
         group, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
         if measured is not None:
             known, found = measured
-            return found.format_us(known, kind, size)
-        return formulas.format_collective_us(kind, size, group)
+            us = self.collective_us(kind, level, size, cluster)
+            name = kind.value if kind is known else f"{kind.value}, priced as {known.value},"
+            took = f"{size / 1e6:.3g} MB take {us / 1e3:.4g} ms ({found.source})"
+            return f"{name} as measured among {found.ranks} ranks: {took}"
+        added_us = self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
+        return formulas.format_collective_us(kind, size, group, self.library, added_us)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """Time a rank's compression of its own gradient."""
@@ -266,9 +287,12 @@ class CostTable:
         """Find this collective as measured in the same topology, or another one over the same links."""
         if not self.collectives:
             return None
-        topology = cluster.topology_at(level).text
-        for known in (kind, CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER):
-            found = self.collectives.get((known, topology))
+        group = cluster.topology_at(level)
+        found = self.collectives.get((kind, group.text))
+        if found is not None:
+            return kind, found
+        for known in formulas.stand_ins(kind, group, self.library):
+            found = self.collectives.get((known, group.text))
             if found is not None:
                 return known, found
         return None

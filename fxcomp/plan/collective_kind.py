@@ -57,5 +57,6 @@ _JOINED_BY = {
     CollectiveKind.GATHER: CollectiveKind.BROADCAST,
 }
 
-IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
-"""The collectives that most plans are made of: every backend must have them, and they are measured while compiling."""
+IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
+"""The collectives that most plans are made of: every backend must have them. They are measured while compiling, an
+all_to_all only where no gather tells its time."""

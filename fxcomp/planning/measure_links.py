@@ -46,7 +46,8 @@ def with_live_links(costs: CostTable, transport: Groups, cluster: Cluster, devic
     only waits, and how much longer collectives take while it computes.
     """
     timed = TimedCollectives(transport, device)
-    costs = replace(costs, collectives=measure_collectives(timed, cluster), launch_us=timed.launch_us(costs.launch_us))
+    found = measure_collectives(timed, cluster, library=costs.library)
+    costs = replace(costs, collectives=found, launch_us=timed.launch_us(costs.launch_us))
     if math.isinf(costs.processors.count):
         return costs
     taken = timed.processor_times()

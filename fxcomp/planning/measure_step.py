@@ -23,8 +23,10 @@ from fxcomp.graph.work import is_free, work_key
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
+from fxcomp.runtime.flight import Flight
 from fxcomp.runtime.host_pool import OnHost
-from fxcomp.runtime.runtime import Flight, HostFlight, Runtime
+from fxcomp.runtime.moves import Cut
+from fxcomp.runtime.runtime import HostFlight, Runtime
 from fxcomp.runtime.transport import Transport
 
 
@@ -213,10 +215,10 @@ class _LinesTimed(Runtime):
         self._marks.clear()
 
     def launch(
-        self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str, how: str = "sum"
+        self, name: str, kind: str, value: Tensor | OnHost, cut: Cut, level: str, how: str = "sum"
     ) -> Flight | HostFlight:
         start = time.perf_counter()
-        flight = super().launch(name, kind, value, ranks, level, how)
+        flight = super().launch(name, kind, value, cut, level, how)
         if kind != CollectiveKind.BROADCAST.value:  # of buffers, whose start is in the region that made them
             self._launches.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
         return flight

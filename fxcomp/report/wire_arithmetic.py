@@ -105,8 +105,12 @@ def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: C
     topology = cluster.topology_at(_level(strategy))
     dense = sent_by(Bucket(bucket.names, bucket.sizes, strategy.uncompressed), cluster, shapes)
     size = next(sent.size for sent in dense if sent.step.kind is CollectiveKind.ALL_REDUCE)
-    algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, topology)
-    compression = replace(compression_of(bucket, strategy, costs, cluster, shapes), all_reduce=algorithm)
+    ways = {
+        kind: chosen_algorithm(kind, size, topology, costs.library)
+        for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+    }
+    compression = compression_of(bucket, strategy, costs, cluster, shapes)
+    compression = replace(compression, all_reduce=ways[CollectiveKind.ALL_REDUCE], algorithm=ways[compression.kind])
     found = pays_at_gb_per_s(compression, topology.ranks, size, topology.alpha_us, topology.message_us)
     by_level = " by level" if strategy.is_hierarchical else ""
     what = f"{strategy.compressor}{by_level} on an exposed bucket of {bucket.dense_bytes / 1e6:.3g} MB"

@@ -1,8 +1,14 @@
-"""Run work on the host's own thread, in the order in which it is handed over.
+"""Run work on the host's own threads, each in the order in which work is handed to it.
 
-One thread for all, so collectives that it launches leave in the same order on every rank. It flushes denormals as the
-thread that hands work over: `torch.set_flush_denormal` holds for one thread alone, and without it a bucket compressed
-here would have other bits than one compressed there.
+    sending    d2h 0, compress 0, launch 0 | d2h 1, compress 1, launch 1 | ...
+    arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
+
+Two threads, because a wait for a collective would hold up the buckets that are to be sent after it. All collectives are
+launched by one of them, so they leave in the same order on every rank. Work waits only for work that was handed over
+before it, so the two never wait for each other in a circle.
+
+Threads flush denormals as the thread that hands work over: `torch.set_flush_denormal` holds for one thread alone, and
+without it a bucket compressed here would have other bits than one compressed there.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -26,53 +33,62 @@ class OnHost:
     future: Future[Tensor]
 
 
+class PoolThread(Enum):
+    """The pool's two threads."""
+
+    SENDING = "sending"
+    """Compresses, and launches all collectives."""
+    ARRIVING = "arriving"
+    """Waits for collectives, and decompresses."""
+
+
 def value_of(value: Any) -> Any:
     """Wait for a value if the pool is computing it."""
     return value.future.result() if isinstance(value, OnHost) else value
 
 
 class HostPool:
-    """A pool of one thread, which starts with the first work."""
+    """A pool of two threads, each of which starts with its first work."""
 
     def __init__(self) -> None:
-        self.watch: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
+        self.watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         """Puts a clock around work, in a step that is timed."""
-        self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None
+        self._executors: dict[PoolThread, ThreadPoolExecutor] = {}
+        self._last: dict[PoolThread, Future[Any]] = {}
         self._failures: list[BaseException] = []
-        """Errors raised on the thread: nobody may read the result."""
+        """Errors raised on a thread: nobody may read the result."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Hand work over."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="fxcomp-pool")
+    def submit(self, work: Callable[..., T], *given: Any, on: PoolThread = PoolThread.SENDING) -> Future[T]:
+        """Hand work over, with arguments that the pool may still be computing."""
+        executor = self._executors.get(on)
+        if executor is None:
+            executor = self._executors[on] = ThreadPoolExecutor(1, thread_name_prefix=f"fxcomp-pool-{on.value}")
         work = _as_caller_computes(work if self.watch is None else self.watch(work))
         failures = self._failures
 
         def run() -> T:
             try:
-                return work()
+                return work(*map(value_of, given))
             except BaseException as error:
                 failures.append(error)
                 raise
 
-        future = self._last = self._executor.submit(run)
+        future = self._last[on] = executor.submit(run)
         return future
 
-    def after(self, run: Callable[..., Tensor], *values: Any) -> Tensor | OnHost:
+    def after(self, run: Callable[..., Tensor], *values: Any, on: PoolThread = PoolThread.SENDING) -> Tensor | OnHost:
         """Run with these arguments: now, or on the pool if it is computing one of them."""
         if any(isinstance(value, OnHost) for value in values):
-            return OnHost(self.submit(lambda: run(*map(value_of, values))))
+            return OnHost(self.submit(run, *values, on=on))
         return run(*values)
 
     def wait(self) -> None:
         """Wait until everything that was handed over is done."""
-        if self._last is not None:
-            wait([self._last])  # one thread: earlier work is done, too
-            self._last = None
+        wait(self._last.values())  # a thread's earlier work is done, too
+        self._last.clear()
 
     def finish(self) -> None:
-        """Wait, and raise what was raised on the thread, whoever reads its results."""
+        """Wait, and raise what was raised on a thread, whoever reads its results."""
         self.wait()
         if self._failures:
             failures, self._failures = self._failures, []
@@ -85,16 +101,15 @@ class HostPool:
 
     def drop(self) -> None:
         """Leave the work alone: it is not waited for, and what has not begun never does."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None
-        self._last, self._failures = None, []
+        for executor in self._executors.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._executors, self._last, self._failures = {}, {}, []
 
     def close(self) -> None:
-        """End the thread."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-            self._executor = None
+        """End the threads."""
+        for executor in self._executors.values():
+            executor.shutdown(wait=True)
+        self._executors = {}
 
 
 def flushes_denormals() -> bool:
@@ -102,13 +117,13 @@ def flushes_denormals() -> bool:
     return sys.float_info.min / 2 == 0.0
 
 
-def _as_caller_computes(work: Callable[[], T]) -> Callable[[], T]:
+def _as_caller_computes(work: Callable[..., T]) -> Callable[..., T]:
     """Make work flush denormals as the calling thread does, on whatever thread it runs."""
     flushes = flushes_denormals()
 
-    def run() -> T:
+    def run(*given: Any) -> T:
         if flushes_denormals() != flushes:
             torch.set_flush_denormal(flushes)
-        return work()
+        return work(*given)
 
     return run

@@ -1,14 +1,13 @@
 """Run the lines of an emitted step: packing, compressing, launching and waiting.
 
-The main thread plays the device, and a pool of one thread plays the host's processor: work handed over with `d2h` runs
-there, in order, until `h2d` takes it back. Every buffer is kept from step to step. Nothing here knows a plan; the
-emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
+The main thread plays the device, and a pool plays the host's processor: work handed over with `d2h` runs there until
+`h2d` takes it back, down to the launch on one thread, from the wait on another. Every buffer is kept from step to step.
+Nothing here knows a plan; the emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,12 +20,11 @@ from torch import Tensor
 from fxcomp.compressors import Compressor, pieces
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.pieces import Segments, as_pieces
-from fxcomp.errors import LostTouch
 from fxcomp.runtime import arithmetic
 from fxcomp.runtime.clock import clock_of
-from fxcomp.runtime.group import Work
-from fxcomp.runtime.host_pool import HostPool, OnHost, value_of
-from fxcomp.runtime.moves import Cut, Move, Pattern, pattern_of
+from fxcomp.runtime.flight import Flight, Launch
+from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
+from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
@@ -36,18 +34,6 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 GradientCheck = Callable[[str, Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A collective under way; `output` is valid once `work` is done."""
-
-    name: str
-    """Its line's name, which holds the bucket's number: `all_gather_3_int4`."""
-    collective: str
-    """Its kind and level: `all_gather@world`."""
-    output: Tensor
-    work: Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +186,20 @@ class Runtime:
     ) -> Flight | HostFlight:
         """Start a collective and return at once.
 
-        `cut` says which part each rank owns (`runtime/moves.py`); an all_reduce has none, nor has a broadcast with
-        cut 1, which overwrites the value on all ranks but the first. `how` is what an all_reduce makes of the ranks'
-        values: sum or max.
+        `cut` says which part each rank owns (`runtime/moves.py`), and is 1 for an all_reduce and a broadcast in place.
+        `how` is what an all_reduce makes of the ranks' values: sum or max.
         """
         if isinstance(value, OnHost):
-            launch = functools.partial(self._launch, name, kind, value, cut, level, how, "pool")
-            return HostFlight(self.pool.submit(launch))
-        return self._launch(name, kind, value, cut, level, how, "main")
+            launch = Launch(name, kind, cut, level, how, "pool")
+            return HostFlight(self.pool.submit(functools.partial(self._start, launch), value))
+        return self._start(Launch(name, kind, cut, level, how, "main"), value)
 
     def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
         if isinstance(flight, HostFlight):
-            given = flight.future
-            return OnHost(self.pool.submit(lambda: _finish(given.result())))
-        return self._exposed(lambda: _finish(flight))
+            launched = flight.future
+            return OnHost(self.pool.submit(lambda: launched.result().finish(), on=PoolThread.ARRIVING))
+        return self._exposed(flight.finish)
 
     def decompress(
         self,
@@ -236,11 +221,12 @@ class Runtime:
             pieces.decode(compressor, DecoderInput(value, ranks, sizes, agreement, state), mean, parts)
             return mean
 
-        return self.pool.after(run, payloads) if agreed is None else self.pool.after(run, payloads, agreed)
+        given = (payloads,) if agreed is None else (payloads, agreed)
+        return self.pool.after(run, *given, on=PoolThread.ARRIVING)
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
         """Make a summed payload a compressor's next state, where it is finite."""
-        self.pool.after(arithmetic.keep, state, payload)
+        self.pool.after(arithmetic.keep, state, payload, on=PoolThread.ARRIVING)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
@@ -333,7 +319,7 @@ class Runtime:
         self._slots.clear()
 
     def close(self) -> None:
-        """End the pool's thread."""
+        """End the pool's threads."""
         self.pool.close()
 
     def _exposed(self, work: Callable[[], T]) -> T:
@@ -343,50 +329,6 @@ class Runtime:
         self.counters.waits.append((start, self.clock.look()))
         return result
 
-    def _launch(
-        self, name: str, kind: str, given: Tensor | OnHost, cut: Cut, level: str, how: str, lane: str
-    ) -> Flight:
-        value = value_of(given)
-        self.counters.count(kind, level, value.nbytes)
-        collective = f"{kind}@{level}"
-        try:
-            output, work = self._started(name, kind, value, cut, level, how, lane)
-        except LostTouch as lost:
-            raise _named(lost, name, collective) from None
-        return Flight(name, collective, output, work)
-
-    def _started(
-        self, name: str, kind: str, value: Tensor, cut: Cut, level: str, how: str, lane: str
-    ) -> tuple[Tensor, Work]:
-        """Start a collective; returns the memory that it fills."""
-        if kind == "all_reduce":
-            return value, self.transport.all_reduce(value, level, lane, how)
-        if kind == "broadcast" and cut == 1:
-            return value, self.transport.broadcast(value, 0, level, lane)
-        pattern = pattern_of(kind)
-        take = functools.partial(self._buffers.take, dtype=value.dtype, device=value.device)
-        parts = pattern.parts(cut, value.numel())
-        _, elements = pattern.elements(parts, self.transport.place(level))
-        move = Move(value, take(name, elements), cut, level, lane, functools.partial(take, f"{name}_parts"))
-        match pattern:
-            case Pattern.ALL_GATHER:
-                return move.out, self.transport.all_gather(move)
-            case Pattern.ALL_TO_ALL:
-                return move.out, self.transport.all_to_all(move)
-            case Pattern.REDUCE_SCATTER:
-                return move.out, self.transport.reduce_scatter(move)
-
-
-def _finish(flight: Flight) -> Tensor:
-    try:
-        flight.work.wait()
-    except LostTouch as lost:
-        raise _named(lost, flight.name, flight.collective) from None
-    return flight.output
-
-
-def _named(lost: LostTouch, name: str, collective: str) -> LostTouch:
-    """Say which collective did not end, and of which bucket."""
-    number = re.search(r"_(\d+)", name.removeprefix(collective.partition("@")[0]))
-    bucket = f" of bucket {number[1]}" if number else ""
-    return LostTouch(f"{collective}{bucket} did not end (line {name}): {lost}")
+    def _start(self, launch: Launch, value: Tensor) -> Flight:
+        self.counters.count(launch.kind, launch.level, value.nbytes)
+        return launch.start(value, self.transport, self._buffers.take)

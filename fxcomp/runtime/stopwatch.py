@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxcomp.runtime.clock import Clock, HostClock
+from fxcomp.runtime.flight import Flight
 from fxcomp.runtime.group import call_when_done
-from fxcomp.runtime.runtime import Flight, Runtime
+from fxcomp.runtime.runtime import Runtime
 
 Call = tuple[str, int]
 """A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""
@@ -111,13 +112,13 @@ class Stopwatch:
         ends, look = self._marks.ends, self._clock.look
         call_when_done(flight.work, lambda: ends.setdefault(call, look()))
 
-    def _on_pool(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Work for the pool with a clock around it, which looks when the pool comes to it."""
+    def _on_pool(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Work for the pool with a clock around it, which looks when the pool has come to it and has what it takes."""
         call, marks, look = self._line, self._marks.pool, self._pool_clock.look
 
-        def timed() -> Any:
+        def timed(*given: Any) -> Any:
             start = look()
-            result = work()
+            result = work(*given)
             marks.append((call, start, look()))
             return result
 

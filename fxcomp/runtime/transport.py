@@ -80,7 +80,7 @@ class Groups:
         return cls(mine)
 
     def place(self, level: str) -> int:
-        return next(group.place for (name, _), group in self._groups.items() if name == level)
+        return self._groups[level, self.lanes[0]].place
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         group = self._groups[level, lane]
@@ -117,7 +117,7 @@ class Groups:
         group = self._groups[move.level, move.lane]
         parts = move.parts(Pattern.REDUCE_SCATTER, group.place, len(group.ranks))
         value, out = move.value.view(-1), move.out.view(-1)
-        if value.device.type != "cpu" and len(set(parts)) == 1:
+        if value.device.type != "cpu" and len(set(parts)) == 1 and not _is_float8(value):
             with group.translated:
                 return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
         elements = len(parts) * out.numel()
@@ -200,7 +200,11 @@ def _dealt(
 def _as_bytes(value: Tensor) -> Tensor:
     """View a tensor as what every backend moves, flat: gloo does not know float8."""
     flat = value.view(-1)
-    return flat.view(torch.uint8) if flat.is_floating_point() and flat.element_size() == 1 else flat
+    return flat.view(torch.uint8) if _is_float8(flat) else flat
+
+
+def _is_float8(value: Tensor) -> bool:
+    return value.is_floating_point() and value.element_size() == 1
 
 
 class _Done:
@@ -228,14 +232,14 @@ class NullTransport:
         return _Done()
 
     def all_gather(self, move: Move) -> Work:
-        """Repeat this rank's part. Where a cut lists the parts, zero the others': this one's may not be valid there."""
-        place = self.place(move.level)
-        parts = move.parts(Pattern.ALL_GATHER, place)
-        out = move.out.view(-1)
-        if isinstance(move.cut, int):
-            out.view(move.cut, -1).copy_(move.value.view(-1))
-        else:
-            torch.split_with_sizes(out.zero_(), parts)[place].copy_(move.value.view(-1))
+        """Repeat this rank's part. Parts of other sizes are zero, which a decoder may refuse."""
+        parts = move.parts(Pattern.ALL_GATHER, self.place(move.level))
+        value = move.value.view(-1)
+        for part in torch.split_with_sizes(move.out.view(-1), parts):
+            if part.numel() == value.numel():
+                part.copy_(value)
+            else:
+                part.zero_()
         return _Done()
 
     def all_to_all(self, move: Move) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,6 +69,55 @@ def average(
     return decode(bound, payload, 1 if bound.is_linear else ranks, segments, agreed, replicas[0].state)
 
 
+@dataclass(slots=True)
+class Shard:
+    """A part of a bucket, and what its encoders remember between steps."""
+
+    segments: tuple[int, ...]
+    workers: list[Replica]
+    """Of each rank, which encodes its own gradient of this shard."""
+    owner: Replica
+    """Of the rank that encodes the mean. Its residual is in the unit of the mean."""
+
+
+def shards_of(
+    first: Compressor,
+    second: Compressor,
+    segments: Sequence[int],
+    borders: Sequence[int],
+    *,
+    owner_feedback: bool = True,
+    seed: int = 0,
+) -> list[Shard]:
+    """Shards between these borders, one a rank, before their first step; workers have error feedback."""
+    ranks = len(borders) - 1
+    found: list[Shard] = []
+    for number, (low, high) in enumerate(pairwise(borders)):
+        inside, key = _segments_between(segments, low, high), key_of(seed, "shard", number)
+        owner = Replica(
+            torch.zeros(high - low) if owner_feedback else None, fresh_state(second, inside, rank=ranks, seed=key)
+        )
+        found.append(Shard(inside, replicas_of(first, inside, ranks, feedback=True, seed=key), owner))
+    return found
+
+
+def average_in_two_shots(
+    first: Compressor, second: Compressor, buckets: Sequence[Tensor], shards: Sequence[Shard]
+) -> Tensor:
+    """The mean of all ranks' buckets in two shots; shards change as a step changes them.
+
+    Every rank encodes each shard apart with `first`. The shard's owner decodes and averages in rank order, and encodes
+    the mean with `second`. Every rank decodes that, the owner too.
+    """
+    sizes = [sum(shard.segments) for shard in shards]
+    decoded: list[Tensor] = []
+    parts = [torch.split_with_sizes(bucket, sizes) for bucket in buckets]
+    for number, shard in enumerate(shards):
+        mean = average(first, [part[number] for part in parts], shard.workers, shard.segments)
+        decoded.append(average(second, [mean], [shard.owner], shard.segments))
+    return torch.cat(decoded)
+
+
 def agree(
     compressor: Compressor, buckets: Sequence[Tensor], replicas: Sequence[Replica], segments: Sequence[int]
 ) -> Tensor | None:
@@ -110,3 +160,15 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     for other in tensors[1:]:
         total += other
     return total
+
+
+def _segments_between(segments: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+    """The sizes of what lies between two borders, parameter by parameter."""
+    found: list[int] = []
+    start = 0
+    for size in segments:
+        inside = min(start + size, high) - max(start, low)
+        if inside > 0:
+            found.append(inside)
+        start += size
+    return tuple(found)

@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,7 +11,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.break_even import Compression, pays_at_gb_per_s
-from fxcomp.cost.collectives import FORMULAS, Algorithm
+from fxcomp.cost.collectives import CANDIDATES, FORMULAS, Algorithm, Library
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 
@@ -23,12 +25,15 @@ BY_HAND = {
     (K.ALL_REDUCE, A.HALVING_DOUBLING): 40.0 + 4.0 + 12.0,
     (K.REDUCE_SCATTER, A.RING): 30.0 + 3.0 + 6.0,
     (K.REDUCE_SCATTER, A.HALVING_DOUBLING): 20.0 + 2.0 + 6.0,
+    (K.REDUCE_SCATTER, A.DIRECT): 10.0 + 3.0 + 6.0,
     (K.ALL_GATHER, A.RING): 30.0 + 3.0 + 24.0,
     (K.ALL_GATHER, A.HALVING_DOUBLING): 20.0 + 2.0 + 24.0,
     (K.ALL_GATHER, A.DIRECT): 10.0 + 3.0 + 24.0,
     (K.ALL_TO_ALL, A.DIRECT): 10.0 + 3.0 + 6.0,
-    (K.BROADCAST, A.TREE): 20.0 + 2.0 + 8.0,
-    (K.REDUCE, A.TREE): 20.0 + 2.0 + 8.0,
+    (K.BROADCAST, A.RING): 30.0 + 1.0 + 8.0,
+    (K.BROADCAST, A.DIRECT): 10.0 + 3.0 + 24.0,
+    (K.REDUCE, A.RING): 30.0 + 1.0 + 8.0,
+    (K.REDUCE, A.DIRECT): 10.0 + 3.0 + 24.0,
     (K.GATHER, A.DIRECT): 10.0 + 3.0 + 24.0,
     (K.POINT_TO_POINT, A.DIRECT): 10.0 + 1.0 + 8.0,
 }
@@ -49,6 +54,8 @@ def test_one_rank_takes_no_time_and_sends_nothing(kind: K, algorithm: A):
 
 def test_every_collective_has_a_price():
     assert set(FORMULAS) == set(K)
+    for library in Library:
+        assert {kind: set(CANDIDATES[library][kind]) - set(FORMULAS[kind]) for kind in K} == {kind: set() for kind in K}
     assert {kind: formulas.default_algorithm(kind) for kind in (K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER)} == {
         K.ALL_REDUCE: A.RING,
         K.ALL_GATHER: A.RING,
@@ -64,9 +71,89 @@ def test_a_reduce_scatter_and_an_all_gather_of_shards_make_an_all_reduce():
         assert scatter + gather == pytest.approx(whole)
 
 
-def test_a_broadcast_takes_as_many_rounds_as_doublings():
-    rounds = [formulas.steps(K.BROADCAST, ranks) for ranks in (2, 3, 4, 5, 2**29)]
-    assert rounds == [1, 2, 2, 3, 29]
+def test_a_tree_takes_two_rounds_for_each_doubling():
+    rounds = [formulas.steps(K.ALL_REDUCE, ranks, A.TREE) for ranks in (2, 3, 4, 5, 2**29)]
+    assert rounds == [2, 4, 4, 6, 58]
+
+
+def test_gloo_sends_straight_to_each_rank_unless_ranks_share_a_link():
+    flat, full = (Cluster.parse(shape, intra=Link(1, 100), inter=Link(10, 1)) for shape in ("8x1", "4x2"))
+    ways = {
+        (cluster.shape, kind): formulas.chosen_algorithm(kind, 1e3, cluster.topology_at(Level.WORLD), Library.GLOO)
+        for cluster in (flat, full)
+        for kind in (K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER, K.ALL_TO_ALL)
+    }
+    assert ways == {
+        ("8x1", K.ALL_REDUCE): A.RING,
+        ("8x1", K.ALL_GATHER): A.DIRECT,
+        ("8x1", K.REDUCE_SCATTER): A.DIRECT,
+        ("8x1", K.ALL_TO_ALL): A.DIRECT,
+        ("4x2", K.ALL_REDUCE): A.RING,
+        ("4x2", K.ALL_GATHER): A.RING,
+        ("4x2", K.REDUCE_SCATTER): A.DIRECT,
+        ("4x2", K.ALL_TO_ALL): A.DIRECT,
+    }
+    for level in (Level.INTRA, Level.INTER):  # each rank has a link, or all groups share one alike
+        assert formulas.chosen_algorithm(K.ALL_GATHER, 1e3, full.topology_at(level), Library.GLOO) is A.DIRECT
+
+
+# What crosses a host's uplink, counted message by message
+
+
+def sent_by_a_host(cluster: Cluster, messages: Sequence[tuple[int, int, float]]) -> float:
+    """Return the bytes that leave the busiest host, or come in to it: (from, to, bytes)."""
+    hosts = cluster.placement
+    out, into = Counter[int](), Counter[int]()
+    for source, target, size in messages:
+        if hosts[source] != hosts[target]:
+            out[hosts[source]] += size
+            into[hosts[target]] += size
+    return max(*out.values(), *into.values())
+
+
+def by_pairs(ranks: int, part: float) -> list[tuple[int, int, float]]:
+    return [(a, b, part) for a in range(ranks) for b in range(ranks) if a != b]
+
+
+@pytest.mark.parametrize("shape", ["8x8", "2x8", "8x1", "3+2"])
+def test_a_flat_exchange_puts_every_ranks_messages_on_its_hosts_uplink(shape: str):
+    """Two shots flat send k times the bytes over the uplink of a host of k ranks."""
+    cluster, n = Cluster.parse(shape, intra=Link(0, 1e9), inter=Link(0, 1)), 1e6
+    group, p = cluster.topology_at(Level.WORLD), cluster.world_size
+    exchange = sent_by_a_host(cluster, by_pairs(p, n / p))
+    for kind, size in ((K.ALL_TO_ALL, n), (K.REDUCE_SCATTER, n), (K.ALL_GATHER, n / p)):
+        us = formulas.collective_us(kind, size, group, A.DIRECT)
+        assert us == pytest.approx(exchange / 1e3)
+    if shape == "8x8":
+        assert exchange == pytest.approx(8 * 7 / 8 * n)
+
+
+@pytest.mark.parametrize("shape", ["8x8", "8x1", "3+2", "2+3"])
+def test_a_rooted_collective_waits_for_the_link_of_its_root(shape: str):
+    cluster, n = Cluster.parse(shape, intra=Link(0, 1e9), inter=Link(0, 1)), 1e6
+    group, p = cluster.topology_at(Level.WORLD), cluster.world_size
+    gathered = sent_by_a_host(cluster, [(rank, 0, n) for rank in range(1, p)])
+    for kind in (K.GATHER, K.REDUCE, K.BROADCAST):
+        assert formulas.collective_us(kind, n, group, A.DIRECT) == pytest.approx(gathered / 1e3)
+
+
+@pytest.mark.parametrize(("shape", "times"), [("2x1", 1), ("2x4", 1), ("4x1", 2), ("4x4", 2), ("2x4x1", 2)])
+def test_a_tree_sends_once_each_way_between_two_hosts_and_twice_between_more(shape: str, times: int):
+    """Each of two hosts has one edge of the tree; one of more passes on what comes up, and what comes down."""
+    cluster, n = Cluster.parse(shape, intra=Link(0, 1e9), inter=Link(0, 1)), 1e6
+    us = formulas.collective_us(K.ALL_REDUCE, n, cluster.topology_at(Level.WORLD), A.TREE)
+    assert us == pytest.approx(times * n / 0.9 / 1e3)
+
+
+def test_a_tree_on_a_shared_medium_sends_both_ways_through_it():
+    us = [
+        formulas.collective_us(K.ALL_REDUCE, 1e6, cluster.topology_at(Level.WORLD), A.TREE)
+        for cluster in (
+            Cluster(2, 1, Link(0, 1e9), Link(0, 1, is_shared=True)),
+            Cluster(1, 2, Link(0, 1), Link(0, 1)),
+        )
+    ]
+    assert us == pytest.approx([2e3 / 0.9, 1e3 / 0.9])
 
 
 def test_ranks_of_a_host_share_its_link_between_hosts_but_a_flat_ring_does_not():
@@ -101,8 +188,7 @@ def test_an_all_reduce_is_a_tree_where_latencies_count_and_a_ring_where_bytes_do
 
 def saved_us(c: Compression, ranks: int, size: float, alpha_us: float, gb_per_s: float) -> float:
     dense = formulas.time_us(K.ALL_REDUCE, ranks, size, alpha_us, gb_per_s, algorithm=c.all_reduce)
-    algorithm = c.all_reduce if c.kind is K.ALL_REDUCE else None
-    compressed = formulas.time_us(c.kind, ranks, size / c.rate, alpha_us, gb_per_s, algorithm=algorithm)
+    compressed = formulas.time_us(c.kind, ranks, size / c.rate, alpha_us, gb_per_s, algorithm=c.algorithm)
     return dense - compressed - c.us_per_byte * size
 
 
@@ -122,6 +208,7 @@ def test_where_compressing_pays_agrees_with_a_scan():
             10 ** chance.uniform(-5, -2),
             kind,
             chance.choice([A.RING, A.TREE]),
+            chance.choice([A.RING, A.TREE if kind is K.ALL_REDUCE else A.DIRECT]),
         )
         ranks, alpha, size = chance.choice([2, 3, 8, 40]), 10 ** chance.uniform(0, 2), 10 ** chance.uniform(3, 9)
         found = pays_at_gb_per_s(c, ranks, size, alpha)
@@ -149,7 +236,7 @@ def test_int8_pays_below_a_bandwidth_worked_out_by_hand():
         (K.ALL_REDUCE, 1e9, "all_reduce ring: 2(p-1)α + 2(p-1)/p·n/B ="),
         (K.ALL_REDUCE, 1e3, "all_reduce tree: 2⌈log₂ p⌉α + 20/9·n/B ="),
         (K.ALL_GATHER, 1e3, "all_gather ring: (p-1)α + (p-1)n/B ="),
-        (K.BROADCAST, 1e3, "broadcast tree: ⌈log₂ p⌉α + n/B ="),
+        (K.BROADCAST, 1e3, "broadcast ring: (p-1)α + n/B ="),
         (K.GATHER, 1e3, "gather direct: α + (p-1)n/B ="),
     ],
 )

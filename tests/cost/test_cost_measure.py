@@ -1,5 +1,6 @@
 """Measuring: a fit finds the link again, decisions follow the returned numbers, kernels give plausible points."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost import measure
+from fxcomp.cost.collectives import Library
 from fxcomp.cost.measure import (
     MOST_RECEIVED,
     fitted_collective,
@@ -51,7 +53,7 @@ class Network:
 @pytest.mark.parametrize("gbit", [0.1, 1.0, 25.0])
 def test_a_fit_finds_the_link_again_within_the_budget(gbit: float):
     network = Network(50.0, gbit / 8, FLAT)
-    fits = measure_collectives(network, FLAT, budget_s=3.0)
+    fits = measure_collectives(network, FLAT, budget_s=3.0, library=Library.GLOO)
     assert list(fits) == [(CollectiveKind.ALL_REDUCE, "4x1"), (CollectiveKind.ALL_GATHER, "4x1")]
     for (kind, _), fit in fits.items():
         assert fit.gb_per_s(kind) == pytest.approx(gbit / 8, rel=0.1)
@@ -72,6 +74,50 @@ def test_the_same_numbers_lead_to_the_same_measurements():
     one, other = Network(30.0, 0.2, FLAT), Network(30.0, 0.2, FLAT)
     assert measure_collectives(one, FLAT) == measure_collectives(other, FLAT)
     assert one.calls == other.calls
+
+
+PAIR = Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "library", "where"),
+    [
+        (FLAT, Library.GLOO, []),
+        (PAIR, Library.NCCL, []),
+        (FLAT, Library.NCCL, ["4x1"]),
+        (Cluster(2, 3, intra=Link(1, 10), inter=Link(10, 1)), Library.GLOO, ["2x3"]),
+    ],
+    ids=["sent like a gather", "two ranks", "beside rings", "ranks share a link"],
+)
+def test_an_all_to_all_is_measured_where_no_gather_tells_its_time(cluster: Cluster, library: Library, where: list[str]):
+    fits = measure_collectives(Network(10.0, 1.0, cluster), cluster, library=library)
+    assert [reach for kind, reach in fits if kind is CollectiveKind.ALL_TO_ALL] == where
+
+
+def test_the_longest_transfer_uses_up_the_budget_and_tells_the_rate_of_longer_ones():
+    """A byte of a long transfer takes longer than one of a short transfer, as over TCP."""
+
+    def us(size: float) -> float:
+        return 500 + size / 12.5 * (1.0 + 0.03 * max(0.0, math.log10(size / 2e5)))
+
+    asked: list[int] = []
+
+    def link(_: CollectiveKind, __: Level, size: int) -> float:
+        asked.append(size)
+        return 1e-6 * us(size)
+
+    kind = CollectiveKind.ALL_REDUCE
+    found = measure_collectives(link, PAIR, budget_s=1.5, kinds=[kind])[kind, "2x1"]
+    assert max(asked) > 8 << 20
+    assert sum(map(us, asked)) < 1.5e6
+    assert found.us(24e6) == pytest.approx(us(24e6), rel=0.015)
+
+
+def test_a_disturbed_last_sample_is_not_taken_for_the_links_rate():
+    kind = CollectiveKind.ALL_REDUCE
+    samples = [(1 << k, 1e-6 * (100 + (1 << k) / 12.5)) for k in range(10, 24, 2)]
+    disturbed = fitted_collective(2, [*samples[:-1], (samples[-1][0], 3 * samples[-1][1])])
+    assert disturbed.gb_per_s(kind) == pytest.approx(fitted_collective(2, samples).gb_per_s(kind), rel=0.1)
 
 
 def test_bursts_of_a_shaped_link_do_not_hide_its_rate():

@@ -20,6 +20,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 CLUSTER = Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))
+FLAT = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
 INT8 = parse_compressor("int8")
 TABLE = CostTable(
     hardware="a machine",
@@ -55,15 +56,19 @@ def test_what_was_measured_live_wins_over_the_clusters_link():
     live = TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
     assert live == pytest.approx(6 * 20.0 + 1.5 * 1000 / 500)
     by_link = TABLE.without_collectives().collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
-    assert by_link == pytest.approx(4 * 10.0 + 20 / 9 * 1000 / 1000)  # a tree
+    assert by_link == pytest.approx(6 * 10.0 + 1.5 * 1000 / 1000)
     assert TABLE.collective_source(CollectiveKind.ALL_REDUCE, Level.WORLD, CLUSTER) == "measured, 9 samples"
     scatter = TABLE.collective_source(CollectiveKind.REDUCE_SCATTER, Level.WORLD, CLUSTER)
     assert scatter == "assumed, as all_reduce: measured, 9 samples"
 
 
 def test_a_collective_that_was_not_measured_takes_the_link_of_one_that_was():
-    scatter = TABLE.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, CLUSTER)
+    gpu = replace(TABLE, copy_gb_per_s=10.0)
+    scatter = gpu.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, FLAT)
     assert scatter == pytest.approx(3 * 20.0 + 0.75 * 1000 / 500)
+    # Sent straight: 4/3 of a byte crosses a host's uplink for each that one of its two ranks sends; then the sum.
+    direct = TABLE.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, CLUSTER)
+    assert direct == pytest.approx(20.0 + 0.75 * 4 / 3 * 1000 / 500 + 1000 / 5000)
     assert TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.INTRA, 0, CLUSTER) == pytest.approx(2 * 1.0)
 
 
@@ -139,8 +144,8 @@ def test_a_collectives_load_is_its_processor_time_over_its_time():
     table = replace(TABLE, transport={kind: TransportCost(us=30.0, us_per_mb=1000.0)})
     assert table.load_of(kind, level, 10**6, CLUSTER) == pytest.approx((30 + 1500) / (6 * 20 + 1.5e6 / 500))
     # What was not measured is as an all_reduce of as many bytes sent.
-    scatter = table.load_of(CollectiveKind.REDUCE_SCATTER, level, 10**6, CLUSTER)
-    assert scatter == pytest.approx((30 + 750) / (3 * 20 + 0.75e6 / 500))
+    scatter = table.load_of(CollectiveKind.REDUCE_SCATTER, level, 10**6, FLAT)
+    assert scatter == pytest.approx((30 + 750) / (20 + 0.75e6 / 500 + 200))
     assert table.load_of(kind, Level.INTRA, 0, Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))) == 0.0
 
 
@@ -218,13 +223,27 @@ def test_groups_that_sit_differently_have_their_own_prices():
 def test_a_collective_priced_as_another_pays_for_its_own_steps_on_every_piece():
     kind = CollectiveKind.ALL_REDUCE
     bent = Fit((Piece(0.0, 60.0, 0.001), Piece(1e6, -940.0, 0.002)), 1e3, 1e7, 20)
-    table = CostTable(collectives={(kind, "2x2"): MeasuredCollective(4, bent)})
-    half = table.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 4e6, CLUSTER)
+    table = CostTable(collectives={(kind, "4x1"): MeasuredCollective(4, bent)}, copy_gb_per_s=10.0)
+    half = table.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 4e6, FLAT)
     assert half == pytest.approx(bent.at(2e6) - 30.0)
     sizes = [10.0**k for k in range(9)]
     for other in CollectiveKind:
-        times = [table.collective_us(other, Level.WORLD, size, CLUSTER) for size in sizes]
+        times = [table.collective_us(other, Level.WORLD, size, FLAT) for size in sizes]
         assert times == sorted(times)
+
+
+@pytest.mark.parametrize("kind", [CollectiveKind.ALL_TO_ALL, CollectiveKind.REDUCE_SCATTER])
+def test_what_is_sent_straight_is_priced_by_a_gather_of_the_parts_that_was_sent_straight(kind: CollectiveKind):
+    """To every rank a message of n/p bytes from every other one: what they hold, the links do not see."""
+    gathered = Fit((Piece(0.0, 50.0, 0.003), Piece(1e5, -50.0, 0.004)), 1e3, 1e7, 20)
+    known = {(CollectiveKind.ALL_GATHER, "4x1"): MeasuredCollective(4, gathered)}
+    known[CollectiveKind.ALL_REDUCE, "4x1"] = MeasuredCollective.line(CollectiveKind.ALL_REDUCE, 4, 99.0, 0.1)
+    table = CostTable(collectives=known)
+    for size in (0.0, 4e3, 4e6):
+        summed_us = table.pack_us(size) if kind is CollectiveKind.REDUCE_SCATTER else 0.0
+        us = table.collective_us(kind, Level.WORLD, size, FLAT)
+        assert us == pytest.approx(gathered.at(size / 4) + summed_us)
+    assert table.collective_source(kind, Level.WORLD, FLAT) == "assumed, as all_gather: measured"
 
 
 def test_threads_that_are_not_measured_take_the_nearest_number_and_say_so():

@@ -19,7 +19,7 @@ from fxcomp.passes import assign_streams, bucket_gradients, canonicalize_sync
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.plan.streams import Stream
-from fxcomp.runtime import runtime
+from fxcomp.runtime import flight
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Groups
 from fxcomp.state.handover import Holding
@@ -117,7 +117,7 @@ def a_step_that_is_not_finite_is_committed() -> None:
 
 @caught_by("tests/runtime/test_runtime.py::test_a_result_is_taken_when_its_collective_has_ended")
 def a_wait_is_skipped() -> None:
-    runtime._finish = lambda flight: flight.output
+    flight.Flight.finish = lambda self: self.output
 
 
 @caught_by("tests/runtime/test_runtime.py::test_packing_flattens_scales_and_keeps_its_buffer")

@@ -13,7 +13,7 @@ import torch
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadTensor
-from fxcomp.runtime.host_pool import OnHost
+from fxcomp.runtime.host_pool import OnHost, PoolThread
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 
@@ -83,19 +83,74 @@ def test_a_result_is_taken_when_its_collective_has_ended():
     rt.close()
 
 
-def test_the_pool_runs_in_order_and_on_one_thread(rt: Runtime):
+def test_the_pool_sends_in_order_and_on_one_thread(rt: Runtime):
     seen: list[tuple[int, str]] = []
     numbers = itertools.count()
 
-    def watched(work: Callable[[], Any]) -> Callable[[], Any]:
+    def watched(work: Callable[..., Any]) -> Callable[..., Any]:
         number = next(numbers)
-        return lambda: (seen.append((number, threading.current_thread().name)), work())[1]
+        return lambda *given: (seen.append((number, threading.current_thread().name)), work(*given))[1]
 
     rt.pool.watch = watched
     values = [rt.d2h(f"on_host_{k}", torch.full((1,), float(k))) for k in range(50)]
     assert [rt.h2d("back", value).item() for value in values] == list(range(50))
     assert [number for number, _ in seen] == list(range(50))
     assert len({name for _, name in seen}) == 1
+
+
+class HeldNetwork(NullTransport):
+    """Delivers each result when it is let go."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, str]] = []
+        self.let_go = threading.Event()
+
+    def all_reduce(self, *given: Any) -> SimpleNamespace:
+        lane = given[2]
+        self.launched.append((lane, threading.current_thread().name))
+        return SimpleNamespace(wait=lambda: self.let_go.wait(60.0))
+
+
+def test_a_wait_on_the_pool_holds_up_no_bucket_that_is_sent_after_it():
+    network = HeldNetwork()
+    rt = Runtime(network, torch.device("cpu"))
+    flights = [rt.launch(f"r_{k}", "all_reduce", rt.d2h(f"h_{k}", torch.ones(3)), 2, "world") for k in range(2)]
+    first = rt.wait(flights[0])
+    rt.launch("r_2", "all_reduce", rt.d2h("h_2", torch.ones(3)), 2, "world")
+    sent_later = rt.d2h("h_3", torch.ones(3))
+    assert isinstance(sent_later, OnHost)
+    sent_later.future.result(60.0)
+    assert [lane for lane, _ in network.launched] == ["pool"] * 3
+    assert len({thread for _, thread in network.launched}) == 1
+    assert isinstance(first, OnHost)
+    assert not first.future.done()
+    network.let_go.set()
+    rt.finish()
+    assert first.future.done()
+    rt.close()
+
+
+def test_what_is_compressed_again_waits_for_what_arrives():
+    """Two collectives in a row: the second payload is made of the first one's mean."""
+    network = HeldNetwork()
+    rt, bf16 = Runtime(network, torch.device("cpu")), parse_compressor("bf16")
+    payload = rt.compress("p_0", bf16, rt.d2h("h", torch.full((4,), 2.0)), None, (4,))
+    mean = rt.decompress("m_0", bf16, rt.wait(rt.launch("r_0", "all_reduce", payload, 1, "world")), 1, (4,))
+    again = rt.compress("p_1", bf16, mean, None, (4,))
+    last = rt.decompress("m_1", bf16, rt.wait(rt.launch("r_1", "all_reduce", again, 1, "world")), 1, (4,))
+    network.let_go.set()
+    assert isinstance(last, OnHost)
+    assert rt.h2d("back", last).tolist() == [2.0] * 4
+    rt.close()
+
+
+def test_time_on_the_pool_begins_when_work_has_what_it_takes(rt: Runtime):
+    begun: list[bool] = []
+    slow = rt.pool.submit(lambda: threading.Event().wait(0.05), on=PoolThread.ARRIVING)
+    rt.pool.watch = lambda work: lambda *given: (begun.append(slow.done()), work(*given))[1]
+    rt.pool.after(torch.neg, OnHost(rt.pool.submit(torch.ones, 2, on=PoolThread.ARRIVING)))
+    rt.finish()
+    assert begun == [True, True]
 
 
 def test_an_error_on_the_pool_is_raised_where_its_result_is_taken(rt: Runtime):

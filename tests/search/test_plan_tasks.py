@@ -147,7 +147,7 @@ def test_a_dense_step_takes_what_is_worked_out_by_hand():
     where = cluster(4, 1, "8gbit@10us")
     timeline = simulate(plan_tasks(matrices(1000), Plan((Bucket(("w0",), (1000,), DENSE),)), COSTS, where))
     pack = 20.0 + 4000 / 5000
-    all_reduce = 4 * 10.0 + 20 / 9 * 4000 / 1000  # a tree
+    all_reduce = 6 * 10.0 + 1.5 * 4000 / 1000
     assert timeline.step_time_us == pytest.approx(10_000 + pack + all_reduce + 1.0)
 
 

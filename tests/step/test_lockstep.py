@@ -142,8 +142,8 @@ def pool_fails() -> dict[str, list[Any]]:
     saved, said = step.state_dict(), dict[str, list[Any]]()
     submit = step.in_force.runtime.pool.submit
 
-    def unread(work: Callable[[], Tensor]) -> Any:
-        future = submit(work)
+    def unread(work: Callable[..., Tensor], *given: Any, **options: Any) -> Any:
+        future = submit(work, *given, **options)
         submit(fails)
         return future
 

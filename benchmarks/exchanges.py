@@ -1,0 +1,121 @@
+"""Make one gradient of all workers', as a compressor, two of them or nothing does: an `Exchange` each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from tasks import Task
+from torch import Tensor
+
+from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.plan.shards import cut_points
+from fxcomp.testing import Replica, average, average_in_two_shots, replicas_of, shards_of
+
+MOMENTUM = 0.9
+
+Exchange = Callable[[list[Tensor]], Tensor]
+"""Makes one gradient of all workers', and remembers what it must."""
+
+
+def exact_mean(gradients: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(gradients)).mean(dim=0)
+
+
+def compressed(
+    compressor: Compressor, shapes: Sequence[Sequence[int]], workers: int, *, feedback: bool, seed: int = 0
+) -> Exchange:
+    """All workers compress with this; nobody sees more of the others than the network would bring."""
+    bound, segments = compressor.bound_to(shapes, workers), tuple(map(math.prod, shapes))
+    replicas = replicas_of(bound, segments, workers, feedback=feedback, seed=seed)
+    return lambda gradients: average(bound, gradients, replicas, segments, shapes)
+
+
+def corrected(compressor: Compressor, shapes: Sequence[Sequence[int]], workers: int) -> Exchange:
+    """The same with error feedback and momentum correction: train with momentum=0, for each worker has its own."""
+    bound, segments = compressor.bound_to(shapes, workers), tuple(map(math.prod, shapes))
+    replicas = replicas_of(bound, segments, workers, feedback=True)
+    velocities = [torch.zeros(sum(segments)) for _ in range(workers)]
+
+    def exchange(gradients: list[Tensor]) -> Tensor:
+        for velocity, gradient in zip(velocities, gradients, strict=True):
+            velocity.mul_(MOMENTUM).add_(gradient)
+        mean = average(bound, [velocity.clone() for velocity in velocities], replicas, segments, shapes)
+        if bound.sends_values:
+            for velocity, replica in zip(velocities, replicas, strict=True):
+                velocity[residual_of(replica) == 0] = 0
+        return mean
+
+    return exchange
+
+
+def fitted(compressor: Compressor, task: Task) -> Compressor:
+    """The compressor, with a fixed threshold of five times the gradient's root mean square at the start."""
+    if not any(parameter.name == "value" for parameter in compressor.facts.parameters):
+        return compressor
+    scale = exact_mean(task.gradients(task.start, 0)).square().mean().sqrt().item()
+    changes: dict[str, Any] = {"value": float(f"{5 * scale:.2g}")}
+    return replace(compressor, **changes)  # pyright: ignore[reportArgumentType]
+
+
+class OwnerResidual(Enum):
+    """What a shard's owner does with what its encoder left out."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+    """A mistake: it is lost for good."""
+    MISCOUNTED = "added to the owner's own gradient once"
+    """A mistake: the mean divides it by the number of workers. It would have to be added that many times."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The compressors of two shots. Its text parses back: `int4 > int8`."""
+
+    first: Compressor
+    second: Compressor
+
+    def __str__(self) -> str:
+        return f"{self.first} > {self.second}"
+
+    @property
+    def grain(self) -> int:
+        """A shard's border is at a multiple of both compressors' blocks."""
+        return math.lcm(*(int(getattr(compressor, "block", 1)) for compressor in (self.first, self.second)))
+
+
+def parse_pair(text: str) -> Pair:
+    first, second = text.split(">")
+    return Pair(parse_compressor(first.strip()), parse_compressor(second.strip()))
+
+
+def in_two_shots(pair: Pair, task: Task, owner: OwnerResidual = OwnerResidual.KEPT, seed: int = 0) -> Exchange:
+    """All workers encode with the first compressor, owners of shards with the second."""
+    borders = cut_points(task.segments, task.workers, pair.grain)
+    shards = shards_of(
+        pair.first,
+        pair.second,
+        task.segments,
+        borders,
+        owner_feedback=owner is not OwnerResidual.DROPPED,
+        seed=seed,
+    )
+
+    def exchange(gradients: list[Tensor]) -> Tensor:
+        mean = average_in_two_shots(pair.first, pair.second, gradients, shards)
+        if owner is OwnerResidual.MISCOUNTED:
+            for number, shard in enumerate(shards):
+                residual_of(shard.workers[number]).add_(residual_of(shard.owner))
+                residual_of(shard.owner).zero_()
+        return mean
+
+    return exchange
+
+
+def residual_of(replica: Replica) -> Tensor:
+    assert replica.residual is not None, "asked only under error feedback"
+    return replica.residual

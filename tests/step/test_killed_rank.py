@@ -1,0 +1,53 @@
+"""A rank that is killed inside a step: every other one raises what did not end, and who is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from ranks import try_ranks
+from small_step import batch, compiled
+
+import fxcomp
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+from fxcomp.runtime.runtime import Runtime
+
+RANKS, VICTIM = 3, 1
+
+
+def two_buckets(device: str) -> fxcomp.CompiledStep:
+    strategy = Strategy.parse(f"compress(int8)@{device} > all_gather@world > decompress@{device}")
+    sizes = {"bias": 10, "weight": 200}
+    return compiled(plan=Plan(tuple(Bucket((name,), (size,), strategy) for name, size in sizes.items())))
+
+
+def one_is_killed(rank: int, device: str) -> None:
+    step = two_buckets(device)
+    step(batch(0))
+    launch = Runtime.launch
+
+    def killed(self: Runtime, name: str, *arguments: Any) -> Any:
+        if name.startswith("all_gather_1"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return launch(self, name, *arguments)
+
+    if dist.get_rank() == rank:
+        with patch.object(Runtime, "launch", killed):
+            step(batch(1))
+    step(batch(1))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_all_others_name_a_rank_that_is_killed_and_the_bucket(device: str):
+    outcomes = try_ranks(RANKS, one_is_killed, VICTIM, device, timeout_s=60)
+    assert outcomes[VICTIM].error == "RankDied"
+    for rank in {*range(RANKS)} - {VICTIM}:
+        assert outcomes[rank].error == "PeerFailed"
+        cause = rf"all_gather@world of bucket (0|1) did not end \(line all_gather_\1_int8\): rank {VICTIM} left"
+        assert re.match(f"step 1 did not end: {cause}", outcomes[rank].text)
