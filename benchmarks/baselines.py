@@ -98,7 +98,7 @@ def _without_transport(job: Job) -> Callable[[Any], torch.Tensor]:
     step = fxcomp.compile_step(
         job.model, job.loss_fn, job.optimizer, job.batch, plan="dense", max_grad_norm=job.max_grad_norm
     )
-    step.in_force.runtime.transport = NullTransport()
+    step.in_force.runtime.transport = NullTransport(step.in_force.runtime.transport)
     return step
 
 

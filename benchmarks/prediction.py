@@ -1,6 +1,7 @@
 """Predict steps and measure them: several models, plans, bandwidths, over shaped hosts.
 
-    python benchmarks/prediction.py --hosts 2 --inter 100mbit,300mbit,1gbit,10gbit --json prediction.json
+    python benchmarks/prediction.py --hosts 2,4,8 --inter 100mbit,300mbit --json prediction.json --report prediction.md
+    python benchmarks/prediction.py --hosts 8 --quick          the mlp over 100 Mbit/s, few rounds
 
 For each model and bandwidth fxcomp measures its costs once, as `compile_step` does. Every plan is then predicted from
 these and run; plans take turns, round after round, of a few steps each, of which the first does not count: it finds the
@@ -9,7 +10,10 @@ how far the two are apart is the noise floor, the error of a perfect prediction.
 
 The machine drifts, so predictions are judged after scaling by the step without a network, measured over predicted. What
 drifts is the processor: `error` is of the step with compute scaled and links as they were (docs/decisions/0009); beside
-it stand `whole_error`, of the step scaled as a whole, and `raw_error`, of the step as predicted.
+it stand `whole_error`, of the step scaled as a whole, and `raw_error`, of the step as predicted, which a user sees with
+`printed_error` beside it. benchmarks/prediction_report.py judges the records.
+
+A plan is a name that `compile_step` takes, one of those below, or a strategy's text, which all matrices then follow.
 """
 
 from __future__ import annotations
@@ -28,23 +32,41 @@ from pathlib import Path
 from typing import Any
 
 from models import MODELS
+from prediction_report import Record, summary
 from step_time import Reporter, agree, set_rate
 
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
-from fxcomp.errors import FxcompError
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadStrategy, FxcompError
 from fxcomp.frontends.job import Job
+from fxcomp.plan.modes import Mode
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.search.candidates import Candidates
+from fxcomp.search.local_search import CAPS, LocalSearch
+from fxcomp.search.workload import Workload
 
 MARK = "@step_time "
 FREE = "free"  # the dense plan without a network
 SMALL_BUCKET = 1 << 18  # bytes
 MIXED = ("dense", "int8", "topk(0.01)", "bf16", "int4")  # bucket by bucket, in turns
-PLANS = ("dense", "dense, one bucket", "bf16", "int8", "topk(0.01)", "mixed")
+ONE_SHOT = "compress({0})@gpu > all_gather@world > decompress@gpu"
+SECOND_SHOT = "compress({1})@gpu > all_gather@world > decompress@gpu"
+TWO_SHOTS = f"compress({{0}})@gpu > all_to_all@world > decompress@gpu > {SECOND_SHOT}"
+STRATEGIES = {
+    "int4 two shots": TWO_SHOTS.format("int4", "int4"),
+    "int4, int8 two shots": TWO_SHOTS.format("int4", "int8"),
+    "topk, bf16 two shots": TWO_SHOTS.format("topk(0.01)", "bf16"),
+}
+PLANS = ("dense", "dense, one bucket", "bf16", "int8", "topk(0.01)", "mixed", *STRATEGIES)
 WARM_UP_STEPS = 2
 TURN = 3  # steps
 FREE_TURNS = 3  # a round: every prediction is scaled by it
-
-Record = dict[str, Any]
+EVERY_INTER = "100mbit,300mbit,1gbit,10gbit"
+LEAST_ROUNDS, MOST_ROUNDS, QUICK_ROUNDS = 6, 16, 2
 
 
 # What each rank does
@@ -60,7 +82,8 @@ def rank_main(arguments: argparse.Namespace) -> None:
         for model in arguments.models:
             tell.prefix = f"{inter} {model}: "
             found = predict_and_measure(model, arguments, tell)
-            tell.send({"records": [{"model": model, "hosts": arguments.hosts, "inter": inter, **r} for r in found]})
+            where = {"model": model, "hosts": dist.get_world_size(), "inter": inter}
+            tell.send({"records": [{**where, **r} for r in found]})
         set_rate("loopback")
     dist.destroy_process_group()
 
@@ -75,7 +98,8 @@ def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Reporte
         for k in range(WARM_UP_STEPS):
             step(batches.batch_at(k, rank))
     one_round_s = TURN * (time.perf_counter() - begun) / WARM_UP_STEPS
-    rounds = agree(2 * min(max(int(arguments.seconds / one_round_s / 2), 3), 8))
+    fitting = 2 * int(arguments.seconds / one_round_s / 2)
+    rounds = agree(QUICK_ROUNDS if arguments.quick else min(max(fitting, LEAST_ROUNDS), MOST_ROUNDS))
     tell(f"{rounds} rounds of {one_round_s:.1f} s")
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
@@ -103,12 +127,13 @@ def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str,
     tell("measuring costs")
     first = compiled()
     free = compiled(plan="dense", costs=first.costs, error_feedback=timed_only)
-    gradients = [pair for bucket in free.plan.buckets for pair in zip(bucket.names, bucket.sizes, strict=True)]
     steps: dict[str, Any] = {}
     for name in names:
         tell(f"compiling {name}")
-        steps[name] = compiled(plan=plan_called(name, gradients), costs=first.costs, error_feedback=timed_only)
-    free.runtime.transport = NullTransport()
+        plan = plan_called(name, free.in_force.decision.workload, first.costs)
+        steps[name] = compiled(plan=plan, costs=first.costs, error_feedback=timed_only)
+    runtime = free.in_force.runtime
+    runtime.transport = NullTransport(runtime.transport)
     return {**steps, FREE: free}
 
 
@@ -121,31 +146,57 @@ def after_one_step(model: str) -> Job:
     return job
 
 
-def plan_called(name: str, gradients: Sequence[tuple[str, int]]) -> Any:
-    """A plan by its name here, over the gradients (name, elements) in their order."""
-    from fxcomp.compressors import parse_compressor
-    from fxcomp.plan.plan import Bucket, Plan
-    from fxcomp.plan.strategy import DENSE, Strategy
-
+def plan_called(name: str, workload: Workload, costs: CostTable) -> Any:
+    """A plan by its name here."""
+    if name in STRATEGIES or is_text(name):
+        return plan_of(Strategy.parse(STRATEGIES.get(name, name)), workload, costs)
     kind, _, buckets = name.partition(", ")
-    if not buckets and kind != "mixed":
-        return name
+    return in_buckets(kind, buckets, workload) if buckets or kind == "mixed" else name
+
+
+def plan_of(strategy: Strategy, workload: Workload, costs: CostTable) -> Plan:
+    """All matrices follow a strategy and vectors stay dense, in buckets of the best size, as `uniform` makes them."""
+    import torch.distributed as dist
+
+    unused = Link(1.0, 1.0)  # what was measured prices every collective here
+    cluster = Cluster(dist.get_world_size(), 1, intra=unused, inter=unused)
+    plans = Candidates(workload, costs, cluster, Mode.LOSSLESS, {False: (strategy,), True: (DENSE,)})
+    search = LocalSearch(plans)
+    return plans.plan(min((search.start(cap, 0) for cap in CAPS), key=plans.step_us))
+
+
+def in_buckets(kind: str, buckets: str, workload: Workload) -> Plan:
+    """Dense, or the strategies of MIXED in turns; in one bucket, or in small ones."""
     cap = float("inf") if buckets == "one bucket" else SMALL_BUCKET
     groups: list[list[tuple[str, int]]] = []
     size = 0
-    for pair in gradients:
-        if not groups or size + 4 * pair[1] > cap:
+    for gradient in workload.gradients:
+        if not groups or size + 4 * gradient.elements > cap:
             groups.append([])
             size = 0
-        groups[-1].append(pair)
-        size += 4 * pair[1]
-    strategies = [DENSE if kind == "dense" or c == "dense" else Strategy.flat(parse_compressor(c)) for c in MIXED]
+        groups[-1].append((gradient.name, gradient.elements))
+        size += 4 * gradient.elements
+    strategies = [DENSE if "dense" in (kind, c) else Strategy.parse(ONE_SHOT.format(c)) for c in MIXED]
     return Plan(
         tuple(
             Bucket(tuple(n for n, _ in group), tuple(s for _, s in group), strategies[k % len(strategies)])
             for k, group in enumerate(groups)
         )
     )
+
+
+def is_text(name: str) -> bool:
+    """Tell a strategy's text from a plan's name."""
+    return "@" in name
+
+
+def parses(name: str) -> bool:
+    """Tell whether this fxcomp knows a plan; others are left out."""
+    try:
+        Strategy.parse(STRATEGIES.get(name, name if is_text(name) else "all_reduce@world"))
+    except BadStrategy:
+        return False
+    return True
 
 
 def timed_ms(step: Any, batch: Any) -> float:
@@ -175,6 +226,7 @@ def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Reco
         "whole_error": whole_ms / measured_ms - 1,
         "raw_predicted_ms": predicted_ms,
         "raw_error": predicted_ms / measured_ms - 1,
+        "printed_error": step.costs.error,
         "free_ms": free_ms,
         "predicted_free_ms": step.predicted_free_ms,
         "p10_ms": sorted(times)[len(times) // 10],
@@ -196,57 +248,6 @@ def with_compute_scaled(step: Any, drift: float) -> float:
         for span in step.timeline.spans
     ]
     return step_time_us(tasks, step.costs.processors) / 1e3
-
-
-# What the numbers say
-
-
-def summary(records: Sequence[Record]) -> str:
-    """Errors and orders of each configuration, and of all."""
-    lines = [
-        "| model | inter | free ms | plan | measured | repeat | predicted | error | whole | raw |",
-        "|---|---|--:|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {r['model']} | {r['inter']} | {r['free_ms']:.0f} | {r['plan']} | {r['measured_ms']:.1f} |"
-        f" {r['repeat_ms']:.1f} | {r['predicted_ms']:.1f} | {r['error']:+.1%} | {r['whole_error']:+.1%} |"
-        f" {r['raw_error']:+.1%} |"
-        for r in records
-    ]
-    errors = sorted(abs(r["error"]) for r in records)
-    noise = sorted(abs(r["repeat_ms"] / r["measured_ms"] - 1) for r in records)
-    configurations: dict[tuple[str, str], list[Record]] = {}
-    for r in records:
-        configurations.setdefault((r["model"], r["inter"]), []).append(r)
-    lines += [
-        "",
-        f"error: median {statistics.median(errors):.1%}, 90th percentile {at(errors, 0.9):.1%}",
-        *(f"{kind}: {quantiles(records, kind)}" for kind in ("whole_error", "raw_error")),
-        f"noise: median {statistics.median(noise):.1%}, 90th percentile {at(noise, 0.9):.1%}",
-    ]
-    for (model, inter), found in configurations.items():
-        order = rank_correlation([r["predicted_ms"] for r in found], [r["measured_ms"] for r in found])
-        again = rank_correlation([r["repeat_ms"] for r in found], [r["measured_ms"] for r in found])
-        lines.append(f"order of plans, {model} at {inter}: {order:.2f} (the same plans again: {again:.2f})")
-    return "\n".join(lines)
-
-
-def quantiles(records: Sequence[Record], kind: str) -> str:
-    errors = sorted(abs(r[kind]) for r in records)
-    return f"median {statistics.median(errors):.1%}, 90th percentile {at(errors, 0.9):.1%}"
-
-
-def at(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        return [sum(v < x for v in values) + (sum(v == x for v in values) - 1) / 2 for x in values]
-
-    return statistics.correlation(ranks(a), ranks(b))
 
 
 # The parent
@@ -274,10 +275,13 @@ def main() -> None:
         print(summary(content["records"]), flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        if arguments.report:
+            arguments.report.write_text(summary(found) + "\n")
 
     try:
-        with ShapedHosts(arguments.hosts) as hosts:
-            run_ranks([str(Path(__file__).resolve()), *sys.argv[1:]], hosts=hosts, timeout_s=7200, on_line=hear)
+        for count in arguments.hosts:
+            with ShapedHosts(count) as hosts:
+                run_ranks([str(Path(__file__).resolve()), *sys.argv[1:]], hosts=hosts, timeout_s=7200, on_line=hear)
     except FxcompError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(summary(found))
@@ -285,15 +289,20 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predict training steps and measure them over shaped networks.")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--inter", default="100mbit,300mbit,1gbit,10gbit")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--plans", default="; ".join(PLANS), help="separated by semicolons")
+    parser.add_argument("--hosts", default="2", help="numbers of hosts, separated by commas; one rank each")
+    parser.add_argument("--inter", help="bandwidths, separated by commas")
+    parser.add_argument("--models", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--plans", default="; ".join(PLANS), help="names and strategies, separated by semicolons")
     parser.add_argument("--seconds", type=float, default=40.0, help="for measuring one model at one bandwidth")
+    parser.add_argument("--quick", action="store_true", help="two rounds; mlp and 100 Mbit/s unless told otherwise")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="the tables in Markdown")
     arguments = parser.parse_args()
-    arguments.inter, arguments.models = arguments.inter.split(","), arguments.models.split(",")
-    arguments.plans = [name.strip() for name in arguments.plans.split(";")]
+    arguments.hosts = [int(count) for count in arguments.hosts.split(",")]
+    arguments.inter = (arguments.inter or ("100mbit" if arguments.quick else EVERY_INTER)).split(",")
+    arguments.models = arguments.models.split(",") if arguments.models else ["mlp"] if arguments.quick else [*MODELS]
+    named = [name.strip() for name in arguments.plans.split(";")]
+    arguments.plans = [name for name in named if parses(name)]
     return arguments
 
 

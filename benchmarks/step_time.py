@@ -1,11 +1,18 @@
 """Measure training steps over shaped networks: fxcomp, DDP with and without its hooks, and no network at all.
 
     python benchmarks/step_time.py --hosts 2 --inter 100mbit,300mbit,1gbit,10gbit --json step_time.json
+    python benchmarks/step_time.py --hosts 8 --inter 100mbit,300mbit --model benchmarks/models.py:mlp
+    python benchmarks/step_time.py --names fxcomp,fxcomp_aggressive --against ../before --inter 100mbit
 
 All contestants live in the same rank processes and take turns in short blocks, in another order each round, so that a
 machine that drifts drifts for all. A step takes as long as its slowest rank. Plain DDP takes two turns a round; how far
 the two differ is the A/A spread, the error bar of everything else. The JSON file holds one record for each contestant
 and bandwidth; tables and verdicts are printed, and written to `--report`.
+
+`--against` takes another checkout with its kernels built, as `git worktree add ../before COMMIT` makes one. Its
+compiled steps run in processes of their own on the same hosts and take turns with the others, as `fxcomp_before` and so
+on.
+`--against .` measures this checkout against itself: how far a ratio is from 1 by chance.
 
 Four bandwidths take about fifteen minutes, and longer with `--loss-steps`, which trains every contestant from the same
 seed at full speed to compare what they learned.
@@ -16,348 +23,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import random
 import signal
-import statistics
 import sys
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from baselines import BASELINES, FREE, FXCOMP, Contestant, make_contestant
+from baselines import BASELINES, FREE, FXCOMP
+from step_time_ranks import MARK, UNSHAPED, Settings
+from step_time_verdicts import Turns, analyse, records
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands.demo.launch_ranks import join, run_ranks
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, sent_by_this_host, shape_this_host, why_not
+from fxcomp.commands.demo.launch_ranks import run_ranks
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
 from fxcomp.errors import FxcompError
-from fxcomp.frontends.job import Job, load_job
+from fxcomp.frontends.job import load_job
 
-EXAMPLE_GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
+HERE = Path(__file__).resolve().parent
+EXAMPLE_GPT = HERE.parent / "examples" / "gpt.py"
 NAMES = (*BASELINES, *FXCOMP, *FREE)
-TWICE = "ddp_fp32"  # measured against itself
-WARM_UP_STEPS = 3  # DDP lays its buckets out anew after the first, PowerSGD starts with the third
-HELD_OUT_BATCHES = 8
-ENOUGH_BLOCKS = 20
-MARGIN = 1.02  # "never slower" allows this factor, plus the A/A spread
-LARGEST_SPREAD = 0.10  # no verdict above
-RESAMPLES = 2000
-UNSHAPED = "loopback"
-MARK = "@step_time "  # begins the lines that ranks print for the parent
-
-
-@dataclass
-class Turns:
-    """What one contestant did at one bandwidth. A block holds the times of its steps, in ms."""
-
-    name: str
-    blocks: list[list[float]] = field(default_factory=list)
-    again: list[list[float]] = field(default_factory=list)  # the second turn in each round, for TWICE
-    wire_bytes: float = 0.0  # sent by a host in a step
-    predicted_ms: float | None = None
-    predicted_free_ms: float | None = None
-    final_loss: float | None = None
-
-    @property
-    def pairs(self) -> list[list[float]]:
-        """All steps of each round."""
-        return [a + b for a, b in zip(self.blocks, self.again, strict=True)] if self.again else self.blocks
-
-    @property
-    def median_ms(self) -> float:
-        return statistics.median(flat(self.pairs))
-
-
-# What each rank does
-
-
-def rank_main(arguments: argparse.Namespace) -> None:
-    """Measure all bandwidths; rank 0 sends a line of JSON to the parent for each."""
-    import torch.distributed as dist
-
-    join()
-    rank = dist.get_rank()
-    say_note = Reporter(rank)
-    names = arguments.names
-
-    def make(name: str, plan: object = None) -> Contestant:
-        say_note(f"preparing {name}")
-        return make_contestant(name, load_job(arguments.model), plan=plan)
-
-    batches = load_job(arguments.model)
-    lasting = {name: make(name) for name in names if name not in FXCOMP}
-    run_each(lasting.values(), batches, rank, WARM_UP_STEPS)
-    losses: dict[str, float] = {}  # by name and plan: equal plans learn the same
-    for inter in arguments.inter:
-        set_rate(inter)
-        say_note.prefix = f"{inter}: "
-        # What fxcomp measures and plans belongs to this link.
-        compiled = {name: make(name) for name in names if name in FXCOMP}
-        run_each(compiled.values(), batches, rank, WARM_UP_STEPS)
-        contestants = [(lasting | compiled)[name] for name in names]
-        turns = take_turns(contestants, arguments, batches, rank, say_note)
-        set_rate(UNSHAPED)
-        for turn, contestant in zip(turns, contestants, strict=True):
-            if arguments.loss_steps and contestant.is_synchronised:
-                key = f"{contestant.name} {contestant.plan}"
-                if key not in losses:
-                    fresh = make(contestant.name, contestant.plan)
-                    losses[key] = final_loss(fresh, arguments.loss_steps, batches, rank, say_note)
-                turn.final_loss = losses[key]
-        say_note.send({"inter": inter, "turns": [asdict(turn) for turn in turns]})
-    dist.destroy_process_group()
-
-
-class Reporter:
-    """Tell the parent, from rank 0."""
-
-    def __init__(self, rank: int) -> None:
-        self.is_silent = rank != 0
-        self.prefix = ""
-
-    def __call__(self, note: str) -> None:
-        self.send({"note": self.prefix + note})
-
-    def send(self, content: object) -> None:
-        if not self.is_silent:
-            print(MARK + json.dumps(content), flush=True)
-
-
-def take_turns(
-    contestants: Sequence[Contestant], arguments: argparse.Namespace, batches: Job, rank: int, say_note: Reporter
-) -> list[Turns]:
-    """Run blocks of all contestants, round after round."""
-    turns = {
-        c.name: Turns(c.name, predicted_ms=c.predicted_ms, predicted_free_ms=c.predicted_free_ms) for c in contestants
-    }
-    round_s = run_each(contestants, batches, rank, 1)
-    steps, blocks = choose_lengths(round_s, arguments)
-    say_note(f"{blocks} rounds, blocks of {steps} steps, about {blocks * steps * round_s:.0f} s")
-    sent: dict[str, list[float]] = {c.name: [] for c in contestants}
-    for turn_round in range(blocks):
-        order = [(c, False) for c in contestants] + [(c, True) for c in contestants if c.name == TWICE]
-        random.Random(turn_round).shuffle(order)
-        for contestant, is_second in order:
-            times, bytes_per_step = run_block(contestant, steps, batches, rank, arguments.hosts)
-            (turns[contestant.name].again if is_second else turns[contestant.name].blocks).append(times)
-            sent[contestant.name].append(bytes_per_step)
-        say_note(f"round {turn_round + 1} of {blocks}")
-    for name, turn in turns.items():
-        turn.wire_bytes = statistics.mean(sent[name])
-    return list(turns.values())
-
-
-def choose_lengths(round_s: float, arguments: argparse.Namespace) -> tuple[int, int]:
-    """How many steps a block and how many rounds fit into the time for one bandwidth."""
-    budget_s = arguments.minutes * 60 / len(arguments.inter)
-    steps = arguments.steps_per_block or min(max(int(budget_s / (ENOUGH_BLOCKS * round_s)), 1), 5)
-    blocks = arguments.blocks or min(max(int(budget_s / (steps * round_s)), 12), 40)
-    return agree(steps), agree(blocks)
-
-
-def run_block(contestant: Contestant, steps: int, batches: Job, rank: int, hosts: int) -> tuple[list[float], float]:
-    """Time some steps. Return the slowest rank's time of each, in ms, and the bytes that a host sent in a step."""
-    import torch
-    import torch.distributed as dist
-
-    times: list[float] = []
-    dist.barrier()
-    before = sent_by_this_host(os.environ["GLOO_SOCKET_IFNAME"])
-    for _ in range(steps):
-        batch = batches.batch_at(contestant.next_step(), rank)
-        if not contestant.is_synchronised:
-            dist.barrier()
-        start = time.perf_counter()
-        contestant.step(batch)
-        times.append((time.perf_counter() - start) * 1e3)
-    sent = sent_by_this_host(os.environ["GLOO_SOCKET_IFNAME"]) - before
-    slowest = torch.tensor(times)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    total = torch.tensor(sent if os.environ["LOCAL_RANK"] == "0" else 0)
-    dist.all_reduce(total)
-    return slowest.tolist(), total.item() / steps / hosts
-
-
-def run_each(contestants: Iterable[Contestant], batches: Job, rank: int, steps: int) -> float:
-    """Run each contestant for some steps, TWICE twice, and return the seconds they took."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    start = time.perf_counter()
-    for contestant in contestants:
-        for _ in range(steps * (2 if contestant.name == TWICE else 1)):
-            contestant.step(batches.batch_at(contestant.next_step(), rank))
-    return time.perf_counter() - start
-
-
-def final_loss(contestant: Contestant, steps: int, batches: Job, rank: int, say_note: Reporter) -> float:
-    """Train afresh and return the loss on batches that nobody trained on, the mean over ranks."""
-    import torch
-    import torch.distributed as dist
-
-    for step in range(steps):
-        contestant.step(batches.batch_at(step, rank))
-        if (step + 1) % 10 == 0:
-            say_note(f"training {contestant.name}: step {step + 1} of {steps}")
-    contestant.model.eval()
-    with torch.no_grad():
-        held_out = [batches.batch_at(1_000_000 + index, rank) for index in range(HELD_OUT_BATCHES)]
-        mean = torch.stack([batches.loss_fn(contestant.model, batch) for batch in held_out]).mean()
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
-
-
-def set_rate(inter: str) -> None:
-    """Shape all hosts anew, between two barriers."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    if os.environ["LOCAL_RANK"] == "0" and os.environ["GLOO_SOCKET_IFNAME"] != "lo":
-        shape_this_host(None if inter == UNSHAPED else inter)
-    dist.barrier()
-
-
-def agree(number: int) -> int:
-    """Take rank 0's number."""
-    import torch
-    import torch.distributed as dist
-
-    box = torch.tensor(number)
-    dist.broadcast(box, src=0)
-    return int(box.item())
-
-
-# What the numbers say
-
-
-def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[dict[str, object]]:
-    spread = aa_spread(turns)
-    return [
-        {
-            "model": model,
-            "hosts": hosts,
-            "inter": inter,
-            "name": turn.name,
-            "measured_ms": quantiles(flat(turn.pairs)),
-            "predicted_ms": turn.predicted_ms,
-            "final_loss": turn.final_loss,
-            "wire_bytes": round(turn.wire_bytes),
-            "aa_spread": spread,
-        }
-        for turn in with_one_free(turns)
-    ]
-
-
-def with_one_free(turns: Sequence[Turns]) -> list[Turns]:
-    """`free` is the faster of the steps without a network, under that one name."""
-    free = [turn for turn in turns if turn.name in FREE]
-    if not free:
-        return list(turns)
-    fastest = min(free, key=lambda turn: turn.median_ms)
-    return [*(turn for turn in turns if turn.name not in FREE), replace(fastest, name=FREE[0])]
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
-    return {"median": statistics.median(ordered), "p10": p10, "p90": p90, "n": len(ordered)}
-
-
-def aa_spread(turns: Sequence[Turns]) -> float | None:
-    """How far the same thing, measured twice, is from itself: |a / b − 1| of the medians."""
-    for turn in turns:
-        if turn.again:
-            return abs(statistics.median(flat(turn.blocks)) / statistics.median(flat(turn.again)) - 1)
-    return None
-
-
-def analyse(inter: str, turns: Sequence[Turns]) -> str:
-    """Write the table of one bandwidth, and the verdicts, as Markdown."""
-    by_name = {turn.name: turn for turn in turns}
-    spread = aa_spread(turns)
-    lines = [f"## {inter}", "", "| name | median ms | p10–p90 | predicted | recovered | MB on the wire | loss |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|")
-    for turn in turns:
-        span = quantiles(flat(turn.pairs))
-        cells = (
-            turn.name,
-            f"{span['median']:.0f}",
-            f"{span['p10']:.0f}–{span['p90']:.0f}",
-            "–" if turn.predicted_ms is None else f"{turn.predicted_ms:.0f}",
-            "–" if (share := recovered(turn, by_name)) is None else f"{share:.0%}",
-            f"{turn.wire_bytes / 1e6:.2f}",
-            "–" if turn.final_loss is None else f"{turn.final_loss:.3f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"A/A spread {spread:.1%}." if spread is not None else "No A/A measurement."]
-    lines += [verdict(turn, by_name, spread) for turn in turns if turn.name in FXCOMP]
-    lines += [prediction_line(turn, by_name) for turn in turns if turn.predicted_ms is not None]
-    return "\n".join(lines) + "\n"
-
-
-def recovered(turn: Turns, by_name: dict[str, Turns]) -> float | None:
-    """The share of what the network costs plain DDP that this contestant gets back."""
-    free = [by_name[name].median_ms for name in FREE if name in by_name]
-    if turn.name in FREE or TWICE not in by_name or not free:
-        return None
-    plain = by_name[TWICE].median_ms
-    return (plain - turn.median_ms) / (plain - min(free)) if plain > min(free) else None
-
-
-def verdict(turn: Turns, by_name: dict[str, Turns], spread: float | None) -> str:
-    """Compare with the best alternative: chosen on odd rounds, compared on even ones."""
-    rivals = [by_name[name] for name in BASELINES if name in by_name]
-    if not rivals or len(turn.blocks) < 2:
-        return f"- {turn.name}: nothing to compare with."
-    best = min(rivals, key=lambda rival: statistics.median(flat(rival.pairs[0::2])))
-    mine, theirs = turn.pairs[1::2], best.pairs[1::2]
-    low, high = bootstrap_ratio(mine, theirs)
-    ratio = statistics.median(flat(mine)) / statistics.median(flat(theirs))
-    text = f"- {turn.name} / {best.name} = {ratio:.3f}, 95 % interval {low:.3f}–{high:.3f} ({len(mine)} pairs): "
-    if spread is None or spread > LARGEST_SPREAD:
-        return text + "no verdict, the A/A spread is too large or unknown."
-    if len(turn.blocks) < ENOUGH_BLOCKS:
-        text += f"provisional, {len(turn.blocks)} rounds of {ENOUGH_BLOCKS}; "
-    holds = low < MARGIN + spread
-    return text + ("never slower: holds." if holds else "SLOWER than the best alternative.")
-
-
-def bootstrap_ratio(mine: Sequence[list[float]], theirs: Sequence[list[float]]) -> tuple[float, float]:
-    """The 95 % interval of the ratio of medians, when rounds are drawn again with replacement."""
-    generator = random.Random(0)
-    ratios: list[float] = []
-    for _ in range(RESAMPLES):
-        drawn = generator.choices(range(len(mine)), k=len(mine))
-        numerator = statistics.median(flat([mine[i] for i in drawn]))
-        ratios.append(numerator / statistics.median(flat([theirs[i] for i in drawn])))
-    ratios.sort()
-    return ratios[int(0.025 * RESAMPLES)], ratios[int(0.975 * RESAMPLES)]
-
-
-def prediction_line(turn: Turns, by_name: dict[str, Turns]) -> str:
-    """The error of the prediction, raw and after scaling by how fast the machine was just now."""
-    assert turn.predicted_ms is not None, "asked only for contestants with a prediction"
-    text = f"- {turn.name}: prediction off by {turn.predicted_ms / turn.median_ms - 1:+.1%}"
-    free = [by_name[name].median_ms for name in FREE if name in by_name]
-    if not free or not turn.predicted_free_ms:
-        return text + "."
-    scaled = turn.predicted_ms * min(free) / turn.predicted_free_ms
-    return text + f", {scaled / turn.median_ms - 1:+.1%} scaled to this run's free step."
-
-
-def flat(blocks: Sequence[list[float]]) -> list[float]:
-    return [step for block in blocks for step in block]
-
-
-# The parent
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" in os.environ:
-        rank_main(arguments)
-        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and hosts are removed on the way out
     try:
         contest(arguments)
@@ -371,7 +58,7 @@ def contest(arguments: argparse.Namespace) -> None:
     """Start the ranks, and write what they report as it comes."""
     found: list[dict[str, object]] = []
     sections: list[str] = []
-    model = Path(arguments.model.rpartition(":")[0] or arguments.model).stem
+    model = name_of(arguments.model)
     load_job(arguments.model)  # here too, so that a mistake in it is told before ranks start
 
     def hear(_rank: int, line: str) -> None:
@@ -392,15 +79,40 @@ def contest(arguments: argparse.Namespace) -> None:
             title = f"# Step time: {model}, {arguments.hosts} hosts of {arguments.ranks_per_host}\n\n"
             arguments.report.write_text(title + "\n".join(sections))
 
-    command = [str(Path(__file__).resolve()), *sys.argv[1:]]
-    if arguments.inter == [UNSHAPED]:
-        run_ranks(command, ranks_per_host=arguments.hosts * arguments.ranks_per_host, timeout_s=math.inf, on_line=hear)
+    shaped = arguments.inter != [UNSHAPED]
+    ranks_here = arguments.ranks_per_host if shaped else arguments.hosts * arguments.ranks_per_host
+    settings = settings_of(arguments, ranks_here)
+    command = [str(HERE / "step_time_start.py"), json.dumps(asdict(settings))]
+    started = ranks_here * len(settings.checkouts)
+    if not shaped:
+        run_ranks(command, ranks_per_host=started, timeout_s=math.inf, on_line=hear)
         return
     missing = why_not()
     if missing is not None:
         sys.exit(f"{missing}\n  Without shaping: --inter {UNSHAPED}")
     with ShapedHosts(arguments.hosts) as hosts:
-        run_ranks(command, hosts=hosts, ranks_per_host=arguments.ranks_per_host, timeout_s=math.inf, on_line=hear)
+        run_ranks(command, hosts=hosts, ranks_per_host=started, timeout_s=math.inf, on_line=hear)
+
+
+def name_of(model: str) -> str:
+    """Name a model after its function, or after its file where that is just `job`."""
+    path, _, function = model.rpartition(":")
+    return function if path and function != "job" else Path(path or model).stem
+
+
+def settings_of(arguments: argparse.Namespace, ranks_here: int) -> Settings:
+    return Settings(
+        model=arguments.model,
+        inter=arguments.inter,
+        names=arguments.names,
+        hosts=arguments.hosts,
+        ranks_here=ranks_here,
+        checkouts=[str(HERE.parent), *([str(arguments.against)] if arguments.against else [])],
+        minutes=arguments.minutes,
+        blocks=arguments.blocks,
+        steps_per_block=arguments.steps_per_block,
+        loss_steps=arguments.loss_steps,
+    )
 
 
 def show_progress(note: str) -> None:
@@ -419,6 +131,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default=f"{EXAMPLE_GPT}:job", metavar="FILE:FUNCTION")
     parser.add_argument("--names", default=",".join(NAMES), help="which contestants")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="measure another checkout's compiled steps too"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write tables and verdicts here, as Markdown")
     parser.add_argument("--minutes", type=float, default=15.0, help="for measuring, over all bandwidths (default 15)")
@@ -440,9 +155,23 @@ def parse_arguments() -> argparse.Namespace:
                 parse_gb_per_s(inter)
             except FxcompError as error:
                 parser.error(str(error))
+    if arguments.against:
+        arguments.against = arguments.against.resolve()
+        if (missing := why_no_checkout(arguments.against)) is not None:
+            parser.error(missing)
     if arguments.quick:
         arguments.blocks, arguments.steps_per_block, arguments.loss_steps = 4, 1, 0
     return arguments
+
+
+def why_no_checkout(path: Path) -> str | None:
+    """Say why a folder cannot be measured against; None if it can."""
+    for name in ("fxcomp/__init__.py", "benchmarks/baselines.py"):
+        if not (path / name).is_file():
+            return f"--against needs a checkout of fxcomp, and there is no {name} in {path}"
+    if not list((path / "fxcomp").glob("_kernels*.so")):
+        return f"{path} has no built kernels: run `python setup.py build_ext --inplace` there"
+    return None
 
 
 if __name__ == "__main__":

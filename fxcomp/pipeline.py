@@ -1,6 +1,6 @@
 """The compiler: from a captured step and a plan to the program that follows it.
 
-graph ─► label ─► bucket ─► split by level ─► compress ─► thread state ─► annotate ─► order ─► emit ─► Program
+graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
 These are the main ones; `Compiler.rewrite` has every pass.
 """
@@ -28,11 +28,10 @@ from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.correct_momentum import correct_momentum
-from fxcomp.passes.insert_compression import insert_compression
 from fxcomp.passes.label_gradients import label_gradients
+from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
-from fxcomp.passes.split_by_level import split_by_level
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
@@ -73,8 +72,7 @@ class Compiler:
         run = run or PassRunner(remembers=False)
         gm = self._labelled(run, clone(graph))
         gm = run(bucket_gradients, gm, plan)
-        gm = run(split_by_level, gm, plan, self.cluster)
-        gm = run(insert_compression, gm, plan, self.cluster, self.cluster.local_rank(self.rank))
+        gm = run(lower_strategies, gm, plan, self.cluster, self.rank)
         gm = run(thread_state, gm, self.feedback.surrounds)
         gm = run(correct_momentum, gm, self.feedback.momentum)
         gm = run(remove_dead_nodes, gm)

@@ -276,7 +276,7 @@ class Ranks:
 
     def extend(self, transport: Transport, plan: Plan) -> Transport:
         """Add the groups of the pool, if the plan offloads anything and there are none yet."""
-        offloads = any(bucket.strategy.device is Device.CPU for bucket in plan.buckets)
+        offloads = any(Device.CPU in bucket.strategy.devices for bucket in plan.buckets)
         if offloads and transport is self._groups and "pool" not in self._leases:
             self._borrow("pool")
         return transport
@@ -346,7 +346,8 @@ def _direct(cluster: Cluster) -> list[str]:
 def _members(cluster: Cluster) -> Mapping[str, list[tuple[int, ...]]]:
     """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none.
 
-    Where hosts differ, no strategy shares the work between a host's ranks: there is one group, of all.
+    Levels of racks have groups where there are racks that can share the work.
     """
-    levels = list(Level) if cluster.is_even else [Level.WORLD]
+    flat = (Level.INTRA, Level.INTER, Level.WORLD)
+    levels = list(Level) if cluster.has_racks and cluster.is_even else flat
     return {level.value: list(cluster.groups(level)) for level in levels if cluster.ranks_at(level) > 1}

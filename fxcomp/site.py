@@ -11,6 +11,7 @@ from torch import Tensor
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import ALONE, Ranks
+from fxcomp.runtime.moves import Move
 from fxcomp.runtime.transport import NullTransport, Transport
 
 
@@ -50,5 +51,5 @@ class Site:
         """Every rank's numbers, as many on each, in rank order; every rank calls it."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = mine.new_zeros(self.ranks.world_size * len(values))
-        self.transport.all_gather(mine, everyone, "world", "main").wait()
+        self.transport.all_gather(Move(mine, everyone, self.ranks.world_size, "world")).wait()
         return [part.tolist() for part in everyone.view(-1, len(values))]  # pyright: ignore[reportUnknownMemberType]

@@ -27,7 +27,7 @@ from fxcomp.codegen.region_source import OptimizerSteps, region_function
 from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.graph.edit import is_exchange
 from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.lines import before_replacement, line_of
+from fxcomp.graph.lines import line_of
 from fxcomp.graph.names import ARGUMENTS, free_name
 from fxcomp.graph.ops import PACK
 from fxcomp.graph.regions import Region, cut
@@ -159,7 +159,7 @@ def _line(node: Node, compressors: _Names) -> list[str]:
     arguments = [text(argument, compressors) for argument in line.arguments(node)]
     if line.has_buffer and result is not None:
         arguments.insert(0, f'"{result.name}"')
-    arguments += [f"{key}={text(before_replacement(value), compressors)}" for key, value in node.kwargs.items()]
+    arguments += [f"{key}={text(value, compressors)}" for key, value in line.keywords(node).items()]
     if node.target is PACK or is_exchange(node):  # they may name hundreds of values
         return [wrapped(head, arguments, ")", indent="    ")]
     return [f"{head}{', '.join(arguments)})"]

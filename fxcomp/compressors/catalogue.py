@@ -3,8 +3,9 @@
 `register` checks the class and defines functional ops in `torch.ops.fxcomp`, which run its own `encode`, `decode` and
 `propose` on fresh tensors, so a graph and the emitted code compute the same:
 
-    fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?) -> (payload, residual, state)
-    fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?) -> mean
+    fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?, pieces?)
+        -> (payload, residual, state)
+    fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?, pieces?) -> mean
     fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
 
 A class that is registered again, as when a notebook's cell runs twice or a module is reloaded, takes the place of the
@@ -31,7 +32,8 @@ from torch.library import Library
 
 from fxcomp.compressors.base import Compressor
 from fxcomp.compressors.facts import PARAMETER_TYPES, SCHEMA, BadCompressor, Facts, FieldInfo, fields_of, read
-from fxcomp.compressors.inputs import check_not_mixed, check_segments
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixed, check_segments
+from fxcomp.compressors.pieces import decode, encode, in_pieces, payload_elements
 
 CATALOGUE: dict[str, type[Compressor]] = {}
 """Every registered compressor by its name."""
@@ -290,7 +292,7 @@ _library: Any = Library("fxcomp", "FRAGMENT")
 _times: Counter[str] = Counter()
 """Registrations of each op, counted."""
 
-_OP_ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "ranks")
+_OP_ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "ranks", "pieces")
 
 
 def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverload | None]:
@@ -306,11 +308,13 @@ def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverl
         *values: Any,
         state: Tensor | None = None,
         agreed: Tensor | None = None,
+        pieces: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compressor = make(*values)
         check_segments(compressor, segments)
         check_not_mixed(compressor, segments, bucket, residual, state, agreed)
-        payload = bucket.new_empty(compressor.payload_elements(segments), dtype=compressor.payload_dtype)
+        elements = payload_elements(compressor, in_pieces(segments, pieces))
+        payload = bucket.new_empty(elements, dtype=compressor.payload_dtype)
         new_residual = bucket.new_empty(0 if residual is None else sum(segments))
         return payload, new_residual, bucket.new_empty(0) if state is None else torch.empty_like(state)
 
@@ -321,10 +325,12 @@ def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverl
         *values: Any,
         state: Tensor | None = None,
         agreed: Tensor | None = None,
+        pieces: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        payload = fake_compress(bucket, None, segments, *values)[0]
+        payload = fake_compress(bucket, None, segments, *values, pieces=pieces)[0]
         new_residual, new_state = _copy(residual), _copy(state)
-        make(*values).encode(bucket.contiguous(), new_residual, payload, segments, new_state, _flat(agreed))
+        given = EncoderInput(bucket.contiguous(), new_residual, tuple(segments), new_state, _flat(agreed))
+        encode(make(*values), given, payload, in_pieces(segments, pieces))
         return payload, _or_empty(new_residual, bucket), _or_empty(new_state, bucket)
 
     def fake_decompress(
@@ -334,6 +340,7 @@ def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverl
         *values: Any,
         agreed: Tensor | None = None,
         state: Tensor | None = None,
+        pieces: Sequence[int] | None = None,  # noqa: ARG001
     ) -> Tensor:
         compressor = make(*values)
         check_segments(compressor, segments)
@@ -347,9 +354,11 @@ def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverl
         *values: Any,
         agreed: Tensor | None = None,
         state: Tensor | None = None,
+        pieces: Sequence[int] | None = None,
     ) -> Tensor:
         out = fake_decompress(payloads, ranks, segments, *values)
-        make(*values).decode(payloads.contiguous(), ranks, segments, out, _flat(agreed), _flat(state))
+        received = DecoderInput(payloads.contiguous(), ranks, tuple(segments), _flat(agreed), _flat(state))
+        decode(make(*values), received, out, in_pieces(segments, pieces))
         return out
 
     def fake_propose(
@@ -367,9 +376,9 @@ def _define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverl
         make(*values).propose(bucket.contiguous(), _flat(residual), segments, _flat(state), out)
         return out
 
-    compress_schema = f"{bucket}, Tensor? agreed=None) -> (Tensor, Tensor, Tensor)"
+    compress_schema = f"{bucket}, Tensor? agreed=None, int[]? pieces=None) -> (Tensor, Tensor, Tensor)"
     decompress_schema = f"(Tensor payloads, int ranks, int[] segments{parameters}, *, Tensor? agreed=None, "
-    decompress_schema += "Tensor? state=None) -> Tensor"
+    decompress_schema += "Tensor? state=None, int[]? pieces=None) -> Tensor"
     agrees = kind.facts.agreement is not None
     return (
         _define(f"{name}_compress", compress_schema, compress, fake_compress),

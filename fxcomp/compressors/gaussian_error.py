@@ -6,8 +6,10 @@ Every rank must judge a plan alike, so nothing here may depend on the machine: t
 references sum in an order of their own, and the squares are added exactly. Each value is the sum of 64 random bytes,
 which has a Gaussian's moments but for 2 % of the tails' weight (an excess kurtosis of -0.019).
 
-A compressor that knows shapes is bound to a matrix of `SHAPE`: low rank then loses nearly all, for such values have
-none, and gradients lose less. One that knows scales finds a variance of 1. With `ranks` it is bound to so many, where
+A compressor that knows shapes is bound to a matrix of `SHAPE`. Gaussian values have no low rank, which gradients have
+(Vogels et al. 2019): for a compressor that needs whole parameters the matrix has singular values 1 / k, between cosines
+of all frequencies, and the error is that of its second step, with what the first has taught it. One that knows scales
+finds a variance of 1. With `ranks` it is bound to so many, where
 shared_int8 has fewer levels; the number stays that of one rank's part, of which averages of unbiased ones lose less.
 """
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import randomness
-from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 SHAPE = (128, 256)
@@ -31,14 +33,44 @@ _WORDS = 16  # of four bytes, for one value
 @lru_cache(maxsize=1024)
 def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
     """ω of a compressor with its parameters, among so many ranks."""
-    value, bound = _values(), compressor.bound_to([SHAPE], ranks)
+    bound = compressor.bound_to([SHAPE], ranks)
+    is_low_rank = bound.facts.needs_whole_parameters
+    value = _falling() if is_low_rank else _values()
     segments = (value.numel(),)
     state = bound.fresh_state(value.numel(), 0, 0) if bound.has_state else None
-    agreed = bound.propose_reference(EncoderInput(value, None, segments, state)) if bound.facts.agreement else None
-    new = bound.compress_reference(EncoderInput(value, None, segments, state, agreed))
+    if is_low_rank and bound.facts.state_from_payload:
+        state = _compressed(bound, value, state).payload
+    new = _compressed(bound, value, state)
+    agreed = _agreed(bound, value, state)
     left = new.state if bound.facts.decode_needs_state else None
     decoded = bound.decompress_reference(DecoderInput(new.payload, 1, segments, agreed, left))
     return _squares(value - decoded) / _squares(value)
+
+
+def _agreed(bound: Compressor, value: Tensor, state: Tensor | None) -> Tensor | None:
+    """What one rank proposes, if it must."""
+    if not bound.facts.agreement:
+        return None
+    return bound.propose_reference(EncoderInput(value, None, (value.numel(),), state))
+
+
+def _compressed(bound: Compressor, value: Tensor, state: Tensor | None) -> Compressed:
+    segments, agreed = (value.numel(),), _agreed(bound, value, state)
+    return bound.compress_reference(EncoderInput(value, None, segments, state, agreed))
+
+
+@cache
+def _falling() -> Tensor:
+    """A matrix whose k-th singular value is 1 / k."""
+    rows, columns = SHAPE
+    number = torch.arange(1, rows + 1, dtype=torch.float64)
+
+    def cosines(size: int) -> Tensor:
+        places = torch.arange(size, dtype=torch.float64) + 0.5
+        waves = torch.cos(math.pi * number[:, None] * places / size)
+        return waves / waves.square().sum(dim=1, keepdim=True).sqrt()
+
+    return (cosines(rows).T @ (cosines(columns) / number[:, None])).float().flatten()
 
 
 @cache

@@ -91,7 +91,9 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
     for field in fields(CostTable):
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
         if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
-            yield Difference(field.name, float(mine), float(theirs), "GB/s" if field.name.endswith("gb_per_s") else "")
+            unit = "GB/s" if field.name.endswith("gb_per_s") else ""
+            expected = math.inf if field.name in _SHARING else 0.0  # it depends on the job: never a conflict
+            yield Difference(field.name, float(mine), float(theirs), unit, expected)
     for name, unit in (("gflops", "GFLOP/s"), ("gb_per_s", "GB/s"), ("launch_us", "us")):
         yield Difference(f"roofline {name}", getattr(first.roofline, name), getattr(second.roofline, name), unit)
     for name, gflops in first.roofline.others.items():
@@ -118,11 +120,6 @@ def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
         for kind, taken in first.transport.items()
         if kind in second.transport
     ]
-    pairs += [
-        (f"contention {kind.value}", found, second.contention[kind], {"load": "", "speed": ""})
-        for kind, found in first.contention.items()
-        if kind in second.contention
-    ]
     if UNSHARED not in (first.processors, second.processors):
         pairs.append(("processors", first.processors, second.processors, {"count": "", "compute": ""}))
     for what, mine, theirs, names in pairs:
@@ -146,14 +143,19 @@ def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollect
 
 def _of_compressors(key: str, mine: CompressorCost, theirs: CompressorCost) -> Iterator[Difference]:
     sizes = sorted({point.elements for cost in (mine, theirs) for point in cost.points})
-    for work in ("encode", "decode", "propose"):
-        yield max(
-            (
-                Difference(f"{key}, {work} {n:,}", getattr(mine, f"{work}_us")(n), getattr(theirs, f"{work}_us")(n))
-                for n in sizes
-            ),
-            key=lambda one: one.apart,
-        )
+    works: dict[str, Callable[[CompressorCost, int], float]] = {
+        "encode": lambda cost, n: cost.encode_us(n),
+        "decode": lambda cost, n: cost.decode_us(n),
+        f"decode {_PAYLOADS} payloads of": lambda cost, n: cost.decode_us(n, _PAYLOADS),
+        "propose": lambda cost, n: cost.propose_us(n),
+    }
+    for work, us in works.items():
+        found = (Difference(f"{key}, {work} {n:,}", us(mine, n), us(theirs, n)) for n in sizes)
+        yield max(found, key=lambda one: one.apart)
+
+
+_PAYLOADS = 8
+"""The number of payloads that decoding is compared with, besides one."""
 
 
 # Merging

@@ -1,14 +1,15 @@
-"""Say how compute and communication slow each other, and correct it by a step that ran with a network and without.
+"""Say how compute and communication slow each other, and correct it by steps that ran with a network and without.
 
-The transport's processor time and its speed while compute runs are measured with work that stays in the caches. A real
-step does not, so its own regions and its own length correct both numbers, for each kind of collective by a step of its
-own: by as little as explains what was measured.
+The transport's processor time is measured while the main thread only waits. In a step it competes with compute for
+caches and memory, and takes longer. One factor on it, `contention`, is fitted: compute is slowed in the simulated step
+as it was in the measured one. The step's length is no part of the fit. How far it is off then is the prediction's
+error, and most of that is the links': a link that is slower than its table lengthens the step and slows no compute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxcomp.cluster.processors import Processors
@@ -37,65 +38,63 @@ NO_TIME_US = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Contention:
-    """Factors on the transport's load and on its speed while compute runs."""
+class SeenStep:
+    """A step as it is predicted without contention, and as it ran on one network."""
 
-    load: float = 1.0
-    speed: float = 1.0
-
-    def on(self, tasks: Sequence[Task], names: Collection[str] | None = None) -> list[Task]:
-        """Apply the factors to the tasks of these names, or to all on links."""
-        return [
-            replace(task, load=task.load * self.load, overlap_speed=min(1.0, task.overlap_speed * self.speed))
-            if task.stream in WIRES and (names is None or task.name in names)
-            else task
-            for task in tasks
-        ]
+    tasks: tuple[Task, ...]
+    step_us: float
+    slowed_us: float
+    """How much longer the main thread computed than without a network."""
 
 
-UNCHANGED = Contention()
-
-LOADS = tuple(2 ** (k / 4) for k in range(-8, 13))
-SPEEDS = tuple(2 ** (-k / 6) for k in range(-3, 13))
-"""The grid: a quarter to eight times the load, and a quarter to 1.4 times the speed."""
+FACTORS = tuple(2 ** (k / 8) for k in range(-8, 25))
+"""The grid: half to eight times the transport's processor time."""
 
 NOISE = 0.02
 """The relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
-USUAL_LOAD, USUAL_SPEED = 0.5, 0.3
-"""The prior's width around 1, in logarithms (assumed): a step that depends on neither factor leaves it at 1."""
+USUAL = 0.5
+"""The prior's width around 1, in logarithms (assumed): steps that hardly depend on the factor leave it near 1."""
 
 
-def fit_contention(
-    tasks: Sequence[Task],
-    processors: Processors,
-    step_us: float,
-    slowed_us: float,
-    names: Collection[str] | None = None,
-) -> Contention:
-    """Fit the factors of the named tasks with which the step takes `step_us` and slows compute by `slowed_us`.
+def under_contention(tasks: Sequence[Task], factor: float) -> list[Task]:
+    """Multiply the processor time of everything on links."""
+    return [replace(task, load=task.load * factor) if task.stream in WIRES else task for task in tasks]
 
-    A maximum a posteriori estimate over a grid: of factors that explain both about as well, those nearest to 1. The
-    grid is tried from 1 outwards and left where the prior alone is worse than the best one found, and the spans are
-    simulated only where the step's length fits, so that most need no simulation.
+
+@dataclass(frozen=True, slots=True)
+class FittedContention:
+    """The factor that steps on several networks tell, and how far predictions are off then."""
+
+    factor: float
+    error: float
+    """The largest relative error of a step's length. Each step is predicted with the factor that the others tell; one
+    alone with its own, for which its length did not count."""
+
+
+def fit_contention(steps: Sequence[SeenStep], processors: Processors) -> FittedContention:
+    """Fit the factor with which compute is slowed in simulated steps as it was in measured ones.
+
+    A maximum a posteriori estimate over a grid. With a processor to spare nothing is slowed, and the factor is 1.
     """
-    if processors.has_spare:
-        return UNCHANGED
-    grid = [Contention(load, speed) for load in LOADS for speed in SPEEDS]
-    best, least = (math.inf, 0), math.inf
-    for number in sorted(range(len(grid)), key=lambda number: _far(grid[number])):
-        far, changed = _far(grid[number]), grid[number].on(tasks, names)
-        if far > least:
-            break
-        step = math.log(step_time_us(changed, processors) / step_us) / NOISE
-        if step**2 + far > least:
-            continue
-        slowed = (simulate(changed, processors).slowed_us(Stream.COMPUTE) - slowed_us) / step_us / NOISE
-        best = min(best, (step**2 + slowed**2 + far, number))  # of equal ones the first of the grid
-        least = best[0]
-    return grid[best[1]]
+    factors = (1.0,) if processors.has_spare else FACTORS
+    slowed = [[_slowed_us(step, factor, processors) for factor in factors] for step in steps]
+
+    def fitted(places: Sequence[int]) -> float:
+        def misfit(number: int) -> float:
+            off = [(slowed[k][number] - steps[k].slowed_us) / steps[k].step_us / NOISE for k in places]
+            return sum(one**2 for one in off) + (math.log(factors[number]) / USUAL) ** 2
+
+        return factors[min(range(len(factors)), key=misfit)]
+
+    everyone = range(len(steps))
+    errors = [_error(steps[k], fitted([j for j in everyone if j != k] or everyone), processors) for k in everyone]
+    return FittedContention(fitted(everyone), max(errors))
 
 
-def _far(contention: Contention) -> float:
-    """Return the negative log prior of factors, up to a constant."""
-    return (math.log(contention.load) / USUAL_LOAD) ** 2 + (math.log(contention.speed) / USUAL_SPEED) ** 2
+def _slowed_us(step: SeenStep, factor: float, processors: Processors) -> float:
+    return simulate(under_contention(step.tasks, factor), processors).slowed_us(Stream.COMPUTE)
+
+
+def _error(step: SeenStep, factor: float, processors: Processors) -> float:
+    return abs(step_time_us(under_contention(step.tasks, factor), processors) / step.step_us - 1)

@@ -98,7 +98,7 @@ def _point(compressor: Compressor, roofline: Roofline, elements: int) -> Compres
     """Price the bytes that must move, through memory as often as the compressor's facts say (`passes`).
 
     Encoding reads the gradient and, with error feedback, the residual in every pass, then writes the residual and the
-    payload. Decoding reads a payload and adds it to the sum, once a rank. Every pass is a launch of its own.
+    payload. Decoding reads all payloads and writes their mean. Every pass is a launch of its own.
     """
     facts = compressor.facts
     bound = compressor.bound_to([near_square(elements)], 2)
@@ -106,9 +106,9 @@ def _point(compressor: Compressor, roofline: Roofline, elements: int) -> Compres
     payload = bound.payload_bytes((elements,))
     read = facts.passes * (4 * elements + carried)
     encode = facts.passes * roofline.launch_us + _us(roofline, read + carried + payload)
-    decode = roofline.launch_us + _us(roofline, payload + 8 * elements)
+    decode = roofline.launch_us + _us(roofline, payload + 4 * elements)
     propose = roofline.launch_us + _us(roofline, 4 * elements + carried) if facts.agreement is not None else 0.0
-    return CompressorPoint(elements, encode, decode, propose)
+    return CompressorPoint(elements, encode, decode, propose, decode_more_us=_us(roofline, payload))
 
 
 def _us(roofline: Roofline, size: float) -> float:

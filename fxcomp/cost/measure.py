@@ -28,7 +28,10 @@ MOST_RECEIVED = 256 << 20
 """A gather fills no more than this on one rank, so that measuring needs no memory that training would miss."""
 GROWTH = 4
 REPEATS = 3
-RANKS = 2  # whose payloads a compressor is timed with
+RANKS = 2  # that a compressor is bound to
+FEW, MANY = 1, 8
+"""The numbers of payloads that decoding is timed with; others lie on the line through both. One through 1 and 4 tells
+34 % less than 16 payloads take, because four still fit a cache (int8, measured, 2026-11)."""
 
 
 # Collectives
@@ -159,7 +162,7 @@ def _measure_compressor(
 
 
 def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Tensor) -> CompressorPoint:
-    """Time one size, for one of `RANKS` ranks that bring the same; `other` is what caches hold meanwhile."""
+    """Time one size; all ranks bring the same. `other` is what caches hold meanwhile."""
     bucket = source.clone()
     facts, segments, on = compressor.facts, (bucket.numel(),), bucket.device
 
@@ -178,15 +181,20 @@ def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Te
         agreed = proposal
     payload = torch.zeros(compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=on)
     encode_us = median_after_packing(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed))
-    copies, out = 1 if compressor.is_linear else RANKS, torch.zeros_like(bucket)
-    payloads, known = payload.repeat(copies), state if facts.decode_needs_state else None
-    decode_us = median(lambda: compressor.decode(payloads, copies, segments, out, agreed, known))
-    return CompressorPoint(bucket.numel(), encode_us, decode_us / copies, propose_us)
+    out, known = torch.zeros_like(bucket), state if facts.decode_needs_state else None
+
+    def decode_us(ranks: int) -> float:
+        payloads = payload.repeat(ranks)
+        return median(lambda: compressor.decode(payloads, ranks, segments, out, agreed, known))
+
+    first_us, all_us = decode_us(FEW), decode_us(MANY)
+    further_us = max(0.0, all_us - first_us) / (MANY - FEW)
+    return CompressorPoint(bucket.numel(), encode_us, first_us, propose_us, further_us)
 
 
 def _cost_of_s(last: CompressorPoint, size: int) -> float:
     """Estimate the seconds of timing a size from the last one; emptying caches in between is not counted."""
-    once_us = last.propose_us + last.encode_us + RANKS * last.decode_us
+    once_us = last.propose_us + last.encode_us + 2 * last.decode_us + (MANY - FEW) * (last.decode_more_us or 0.0)
     return 1e-6 * size / last.elements * 2 * REPEATS * once_us
 
 

@@ -14,7 +14,7 @@ from fxcomp.cluster.link import format_gbit
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.fit import fit, left_out_errors
 from fxcomp.cost.piecewise import Fit, Sample, interpolate
-from fxcomp.cost.reading import TEXT, listed, number, record, whole, wrong
+from fxcomp.cost.reading import TEXT, listed, null_or, number, record, whole, wrong
 from fxcomp.plan.collective_kind import CollectiveKind
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
@@ -140,12 +140,15 @@ def _percent_off(margin: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompressorPoint:
-    """A compressor at one size: what a rank needs to propose, to encode, and to decode one rank's payload."""
+    """A compressor at one size: what a rank needs to propose, to encode, and to decode."""
 
     elements: int
     encode_us: float
     decode_us: float
+    """Decoding one payload."""
     propose_us: float = 0.0
+    decode_more_us: float | None = None
+    """Decoding each further payload together with the first; None if not measured: as long as the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,7 @@ class CompressorCost:
     encode: Fit | None = None
     decode: Fit | None = None
     propose: Fit | None = None
+    decode_more: Fit | None = None
 
     @classmethod
     def of(cls, *points: CompressorPoint) -> CompressorCost:
@@ -169,6 +173,7 @@ class CompressorCost:
             better_fit([(p.elements, p.encode_us) for p in points]),
             better_fit([(p.elements, p.decode_us) for p in points]),
             better_fit([(p.elements, p.propose_us) for p in points]),
+            better_fit(_further(points)),
         )
 
     def encode_us(self, elements: float) -> float:
@@ -176,11 +181,21 @@ class CompressorCost:
             return self.encode.at(elements)
         return interpolate([(p.elements, p.encode_us) for p in self.points], elements)
 
-    def decode_us(self, elements: float) -> float:
-        """Time the decoding of one rank's payload."""
+    def decode_us(self, elements: float, payloads: int = 1) -> float:
+        """Time decoding the payloads of so many ranks into their mean: first + (payloads - 1) · further."""
+        first_us = self._first_us(elements)
+        return first_us if payloads == 1 else first_us + (payloads - 1) * self._further_us(elements)
+
+    def _first_us(self, elements: float) -> float:
         if self.decode is not None:
             return self.decode.at(elements)
         return interpolate([(p.elements, p.decode_us) for p in self.points], elements)
+
+    def _further_us(self, elements: float) -> float:
+        if self.decode_more is not None:
+            return self.decode_more.at(elements)
+        further = _further(self.points)
+        return interpolate(further, elements) if further else self._first_us(elements)
 
     def propose_us(self, elements: float) -> float:
         if self.propose is not None:
@@ -188,14 +203,14 @@ class CompressorCost:
         return interpolate([(p.elements, p.propose_us) for p in self.points], elements)
 
     def to_json(self) -> dict[str, Any]:
-        fits = {"encode": self.encode, "decode": self.decode, "propose": self.propose}
+        fits = {name: getattr(self, name) for name in _FITTED}
         points = [asdict(point) for point in self.points]
         return {"points": points, **{name: known.to_json() for name, known in fits.items() if known is not None}}
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the compressor") -> CompressorCost:
         """Build one from `to_json`'s data, which stands at `place`. Raises BadOption."""
-        fits = dict.fromkeys(("encode", "decode", "propose"), Fit.from_json)
+        fits = dict.fromkeys(_FITTED, Fit.from_json)
         cost = record(cls, optional=tuple(fits), points=listed(_POINT), **fits)(data, place)
         for k, (one, after) in enumerate(pairwise(cost.points), start=1):
             if after.elements <= one.elements:
@@ -204,7 +219,22 @@ class CompressorCost:
         return cost
 
 
-_POINT = record(CompressorPoint, elements=whole(1), encode_us=number(), decode_us=number(), propose_us=number())
+def _further(points: Sequence[CompressorPoint]) -> list[Sample]:
+    """List the times of further payloads, where they were measured."""
+    return [(p.elements, p.decode_more_us) for p in points if p.decode_more_us is not None]
+
+
+_FITTED = ("encode", "decode", "propose", "decode_more")
+
+_POINT = record(
+    CompressorPoint,
+    optional=("decode_more_us",),  # tables of version 3 have none
+    elements=whole(1),
+    encode_us=number(),
+    decode_us=number(),
+    propose_us=number(),
+    decode_more_us=null_or(number()),
+)
 
 
 FEWEST_FOR_FIT = 4

@@ -18,7 +18,7 @@ from fxcomp.cluster.topology import TOPOLOGY_TEXT
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.compressor_keys import exact_key, nearest_key, parse_compressor_key
-from fxcomp.cost.contention import NO_TIME_US, UNCHANGED, Contention, TransportCost
+from fxcomp.cost.contention import NO_TIME_US, TransportCost
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.cost.roofline import ASSUMED, Measured, Roofline
@@ -26,7 +26,10 @@ from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
-VERSION = 3
+VERSION = 4
+READABLE = (3, VERSION)
+"""Version 3 has one time for decoding, by payload: each further payload takes as long as the first."""
+
 ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
 
@@ -56,9 +59,9 @@ class CostTable:
     transport: Mapping[CollectiveKind, TransportCost] = field(default_factory=dict[CollectiveKind, TransportCost])
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
-    contention: Mapping[CollectiveKind, Contention] = field(default_factory=dict[CollectiveKind, Contention])
-    """Factors on `transport` that explain the job's own steps."""
-    error: float = 0.1  # assumed: the prediction's own relative error
+    contention: float = 1.0
+    """The factor on the transport's processor time with which the job's own steps slow compute as measured."""
+    error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
     compute_error: float = 0.0
     """The additional relative error of estimated compute, on its share of the step."""
     estimate: str = ""
@@ -84,18 +87,14 @@ class CostTable:
         if taken is None or takes_us < NO_TIME_US:
             return 0.0
         sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size)
-        return self._contention(kind).load * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
+        return self.contention * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
 
     def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """Return a collective's relative speed while compute runs and leaves no processor to it."""
         taken = self._transport(kind)
         if taken is None:
             return 1.0
-        us = self.collective_us(kind, level, size, cluster)
-        return min(1.0, self._contention(kind).speed * taken.overlap_speed(us))
-
-    def _contention(self, kind: CollectiveKind) -> Contention:
-        return self.contention.get(kind) or self.contention.get(CollectiveKind.ALL_REDUCE, UNCHANGED)
+        return min(1.0, taken.overlap_speed(self.collective_us(kind, level, size, cluster)))
 
     def _transport(self, kind: CollectiveKind) -> TransportCost | None:
         return self.transport.get(kind) or self.transport.get(CollectiveKind.ALL_REDUCE)
@@ -148,9 +147,9 @@ class CostTable:
         """Time a rank's turning all ranks' payloads into their mean."""
         known = self._compressor(compressor, device)
         if known:
-            return ranks * known.decode_us(elements)
-        # A payload in, the sum in and out, for each rank.
-        return ranks * self.roofline.us(0.0, 9.0 * elements)
+            return known.decode_us(elements, ranks)
+        # Every payload in, a byte a value (assumed), the mean out.
+        return self.roofline.us(0.0, (ranks + 4.0) * elements)
 
     def keep_us(self, size: float) -> float:
         """Time making a summed payload of `size` bytes a compressor's next state."""
@@ -214,7 +213,7 @@ class CostTable:
             "launch_us": self.launch_us,
             "transport": {kind.value: asdict(taken) for kind, taken in self.transport.items()},
             "copy_gb_per_s": self.copy_gb_per_s,
-            "contention": {kind.value: asdict(found) for kind, found in self.contention.items()},
+            "contention": self.contention,
             "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
             "error": self.error,
             "compute_error": self.compute_error,
@@ -235,10 +234,11 @@ class CostTable:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
             entries = {key: value for key, value in data.items() if key != "version"}
-            if data.get("version") != VERSION:
+            if data.get("version") not in READABLE:
+                readable = " and ".join(map(str, READABLE))
                 raise BadOption(
-                    f"its version is {data.get('version')!r}; this fxcomp reads version {VERSION},"
-                    " which fxcomp calibrate writes"
+                    f"its version is {data.get('version')!r}; this fxcomp reads versions {readable};"
+                    f" fxcomp calibrate writes {VERSION}"
                 )
             return _TABLE(entries, "")
         except BadOption as error:
@@ -286,6 +286,12 @@ class CostTable:
 # Reading
 
 
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    load: float = 1.0
+    speed: float = 1.0
+
+
 def _kind(value: Any, place: str) -> CollectiveKind:
     if value not in [kind.value for kind in CollectiveKind]:
         raise wrong(place, f"a collective: {', '.join(kind.value for kind in CollectiveKind)}", value)
@@ -310,6 +316,16 @@ def _compressor_key(value: Any, place: str) -> str:
     return value
 
 
+_BY_KIND = keyed(record(_Factors, load=positive(), speed=positive()), key=_kind)
+
+
+def _contention(value: Any, place: str) -> float:
+    """Read the factor. Older tables hold two for each kind of collective: on the processor time, and on the speed."""
+    if not isinstance(value, dict):
+        return positive()(value, place)
+    return _BY_KIND(value, place).get(CollectiveKind.ALL_REDUCE, _Factors()).load
+
+
 _TABLE = record(
     CostTable,
     hardware=TEXT,
@@ -323,7 +339,7 @@ _TABLE = record(
         key=_kind,
     ),
     copy_gb_per_s=null_or(positive()),
-    contention=keyed(record(Contention, load=positive(), speed=positive()), key=_kind),
+    contention=_contention,
     processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
     error=number(),
     compute_error=number(),

@@ -23,6 +23,7 @@ from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
+from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
@@ -154,8 +155,9 @@ class CompiledModel:
         """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""
         parameters = [parameter for name in averaged if (parameter := self.parameters[name]()) is not None]
         mine = digests_of([*averaged.values(), *parameters])
-        everyone = mine.new_empty(self.site.ranks.world_size * mine.numel())
-        self.site.transport.all_gather(mine, everyone, "world", "main").wait()
+        ranks = self.site.ranks.world_size
+        everyone = mine.new_empty(ranks * mine.numel())
+        self.site.transport.all_gather(Move(mine, everyone, ranks, "world")).wait()
         rows = everyone.view(-1, mine.numel())
         unequal: Any = (rows != rows[0]).any(0)
         differs: list[bool] = unequal.tolist()

@@ -24,7 +24,7 @@ from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import Processors
 from fxcomp.codegen.program import Program
-from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.compressors import Compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
@@ -34,7 +34,7 @@ from fxcomp.graph.captured import Captured
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import CLASSIC
-from fxcomp.plan.given import check_names_compressor
+from fxcomp.plan.given import check_names_compressor, strategy_named
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import foreign_note, plan_as_given
@@ -303,8 +303,8 @@ def plan_named(text: str, cluster: Cluster) -> AskedPlan:
     """Read `--plan`: the path of a saved plan, or one compressor for all matrices."""
     if text.endswith(".json") or "/" in text:
         loaded = Plan.load(Path(text))
-        used = [c for bucket in loaded.buckets if (c := bucket.strategy.compressor) is not None]
+        used = dict.fromkeys(c for bucket in loaded.buckets for c in bucket.strategy.compressors)
         return AskedPlan(tuple(used), lambda _workload, _costs: loaded)
     check_names_compressor(text)
-    used = [] if text == "dense" else [parse_compressor(text)]
+    used = strategy_named(text).compressors
     return AskedPlan(tuple(used), lambda workload, costs: plan_as_given(text, workload, costs, cluster))

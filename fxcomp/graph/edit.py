@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
-from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, PACK, WAIT
+from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, MOVES, PACK, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
 
 
@@ -76,7 +76,9 @@ def is_exchange(node: Node) -> bool:
 
 def must_stay(node: Node) -> bool:
     """Tell whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
-    return compat.has_effect(node) or is_exchange(node)
+    source: Any = node.args[0] if node.target is WAIT else node
+    moves = isinstance(source, Node) and source.op == "call_function" and source.target in MOVES
+    return moves or compat.has_effect(node) or is_exchange(node)
 
 
 def collective_kind(collective: Node) -> CollectiveKind:
@@ -87,6 +89,15 @@ def collective_kind(collective: Node) -> CollectiveKind:
 def level_of(collective: Node) -> Level:
     """Read the level of the network over which a collective runs."""
     return Level(str(collective.args[-1]))
+
+
+def sent_bytes(collective: Node) -> int:
+    """Count the bytes that a collective works on: of a gather one rank's, the largest; else what a rank has in full."""
+    value, cut = cast("tuple[Any, Any]", collective.args[:2])
+    is_joining = collective_kind(collective) in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
+    if collective.target in MOVES and is_joining:
+        return max(cut) * value.meta["val"].element_size()
+    return value_bytes(value)
 
 
 def value_bytes(node: object) -> int:

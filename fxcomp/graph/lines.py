@@ -11,7 +11,7 @@ the node into the graph, and its task in `search/plan_tasks.py`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, cast
@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from fxcomp.compressors import Compressor, compressor_of
+from fxcomp.compressors.pieces import in_pieces
 from fxcomp.graph.edit import collective_kind, value_bytes
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import (
@@ -32,11 +33,12 @@ from fxcomp.graph.ops import (
     H2D,
     KEEP,
     MASK_VELOCITY,
+    MOVES,
     PACK,
-    PAD,
     REDUCE_SCATTER,
     ROLL_BACK,
     SAVE,
+    TURN,
     WAIT,
 )
 from fxcomp.plan.strategy import Device
@@ -75,18 +77,25 @@ def _as_in_graph(node: Node) -> Sequence[Any]:
     return node.args
 
 
+def _keywords(node: Node) -> Mapping[str, Any]:
+    return {name: before_replacement(value) for name, value in node.kwargs.items() if name != "pieces"}
+
+
 def _gradients_by_name(node: Node) -> Sequence[Any]:
     gradients: Any = node.args[0]
     names = tuple(str(info(g).parameter) for g in gradients) if info(node).bucket is not None else ()
     return names, tuple(gradients), node.args[1]
 
 
-def _kind_value_ranks_level(node: Node) -> Sequence[Any]:
-    """`ranks` is how many parts an all_gather's result has, or a reduce_scatter's input."""
+def _kind_value_cut_level(node: Node) -> Sequence[Any]:
+    """An all_reduce and a broadcast in place are one part."""
     target, arguments = cast("Any", node.target), node.args
-    ranks = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
+    if target in MOVES:
+        value, cut, _, level = cast("Any", arguments)
+        return collective_kind(node).value, value, tuple(cut), level
+    cut = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
     how = ("max",) if target is ALL_REDUCE and arguments[1] == "max" else ()
-    return collective_kind(node).value, arguments[0], ranks, arguments[-1], *how
+    return collective_kind(node).value, arguments[0], cut, arguments[-1], *how
 
 
 def _operator_and_arguments(node: Node) -> Sequence[Any]:
@@ -94,8 +103,9 @@ def _operator_and_arguments(node: Node) -> Sequence[Any]:
 
 
 def _with_compressor(node: Node) -> Sequence[Any]:
-    value, second, sizes = node.args[:3]
-    return compressor_at(node), value, second, tuple(cast("Any", sizes))
+    value, second, sizes = cast("tuple[Any, ...]", node.args[:3])
+    pieces = in_pieces(sizes, cast("Any", node.kwargs.get("pieces")))
+    return compressor_at(node), value, second, pieces[0] if len(pieces) == 1 else pieces
 
 
 def _velocity_bucket_residual(node: Node) -> Sequence[Any]:
@@ -190,6 +200,8 @@ class Line:
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """The runtime keeps its result in a buffer under the line's name, which is the first argument then."""
+    keywords: Callable[[Node], Mapping[str, Any]] = _keywords
+    """Its arguments with names."""
     is_undoing: bool = False
     """It runs only in a step that is taken back."""
 
@@ -201,7 +213,7 @@ class Line:
 
 _CPU = Stream.CPU
 
-LAUNCH = Line("launch", _kind_value_ranks_level, CostKind.START, stream=Stream.INTER)
+LAUNCH = Line("launch", _kind_value_cut_level, CostKind.START, stream=Stream.INTER)
 EXCHANGE = Line("exchange", _operator_and_arguments, result=_if_used, has_buffer=False)
 COMPRESS = Line("compress", _with_compressor, CostKind.COMPRESS, _encoding, _CPU, _payload)
 PROPOSE = Line("propose", _with_compressor, CostKind.COMPRESS, _proposing, _CPU)
@@ -211,7 +223,7 @@ BY_OPERATOR: dict[Any, Line] = {
     **dict.fromkeys(COLLECTIVE_KINDS, LAUNCH),
     WAIT: Line("wait", has_buffer=False),
     PACK: Line("pack", _gradients_by_name, CostKind.PACK, _packing),
-    PAD: Line("pad", _as_in_graph, CostKind.PACK, _packing),
+    TURN: Line("turn", _as_in_graph, CostKind.PACK, _packing, _CPU),
     SAVE: Line("save", _as_in_graph, CostKind.PACK, _packing, _CPU),
     D2H: Line("d2h", price=_copying, stream=Stream.D2H),
     H2D: Line("h2d", price=_copying, stream=Stream.H2D),

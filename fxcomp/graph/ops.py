@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp.errors import BadTensor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
+from fxcomp.runtime.moves import pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
@@ -40,12 +42,12 @@ def _pack_fake(gradients: Sequence[Tensor], *_: Any) -> Tensor:
     return gradients[0].new_empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients))
 
 
-def _pad(bucket: Tensor, ranks: int) -> Tensor:
-    return torch.nn.functional.pad(bucket, (0, -bucket.numel() % ranks)).clone()
+def _turn(payloads: Tensor, outer: int, sizes: Sequence[int]) -> Tensor:
+    return torch.cat([part.flatten() for part in torch.split(payloads.view(outer, -1), list(sizes), dim=1)])
 
 
-def _pad_fake(bucket: Tensor, ranks: int) -> Tensor:
-    return bucket.new_empty(bucket.numel() + -bucket.numel() % ranks)
+def _turn_fake(payloads: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(payloads)
 
 
 def _copy(value: Tensor) -> Tensor:
@@ -81,10 +83,31 @@ def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in filled(kind, sent, received)]
 
 
+def _move(kind: str) -> None:
+    """Define a collective over parts that each rank owns: `place` is this rank's place in its group."""
+    pattern = pattern_of(kind)
+
+    def run(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:
+        raise NotImplementedError(
+            f"fxcomp::{kind} runs only as a line of an emitted step, which has a network: the graph names ranks by"
+            f" their place ({place}) in a group of the level ({level})."
+        )
+
+    def fake(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:  # noqa: ARG001
+        brings, gets = pattern.elements(tuple(cut), place)
+        if value.numel() != brings:
+            raise BadTensor(
+                f"{kind} cut into {tuple(cut)} takes {brings} elements at place {place}, not {value.numel()}."
+            )
+        return value.new_empty(gets)
+
+    _define(f"{kind}(Tensor value, int[] cut, int place, str level) -> Tensor", run, fake)
+
+
 # One flat bucket, scaled; buffers of many types as bytes.
 _define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
-# A bucket that splits evenly, zeros at its end.
-_define("pad(Tensor bucket, int ranks) -> Tensor", _pad, _pad_fake)
+# Rows of parts of these sizes, in the parts' order.
+_define("turn(Tensor payloads, int outer, int[] sizes) -> Tensor", _turn, _turn_fake)
 # To the host, for a compressor that runs there, and back.
 _define("d2h(Tensor value) -> Tensor", _copy, _like_first)
 _define("h2d(Tensor value) -> Tensor", _copy, _like_first)
@@ -107,8 +130,12 @@ _define(
     _exchange_fake,
 )
 
+# Parts between ranks, each of its own size; the first rank is the root of the last three.
+for _kind in ("all_to_all", "all_gather", "reduce_scatter", "gather", "reduce", "broadcast"):
+    _move(_kind)
+
 PACK = torch.ops.fxcomp.pack.default
-PAD = torch.ops.fxcomp.pad.default
+TURN = torch.ops.fxcomp.turn.default
 D2H = torch.ops.fxcomp.d2h.default
 H2D = torch.ops.fxcomp.h2d.default
 SAVE = torch.ops.fxcomp.save.default
@@ -123,12 +150,35 @@ ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 BROADCAST = torch.ops._c10d_functional.broadcast.default
+
+ALL_TO_ALL = torch.ops.fxcomp.all_to_all.default
+ALL_GATHER_PARTS = torch.ops.fxcomp.all_gather.default
+REDUCE_SCATTER_PARTS = torch.ops.fxcomp.reduce_scatter.default
+GATHER = torch.ops.fxcomp.gather.default
+REDUCE = torch.ops.fxcomp.reduce.default
+BROADCAST_FROM_ROOT = torch.ops.fxcomp.broadcast.default
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+MOVES: dict[Any, CollectiveKind] = {
+    ALL_TO_ALL: CollectiveKind.ALL_TO_ALL,
+    ALL_GATHER_PARTS: CollectiveKind.ALL_GATHER,
+    REDUCE_SCATTER_PARTS: CollectiveKind.REDUCE_SCATTER,
+    GATHER: CollectiveKind.GATHER,
+    REDUCE: CollectiveKind.REDUCE,
+    BROADCAST_FROM_ROOT: CollectiveKind.BROADCAST,
+}
+"""The collectives with (value, cut, place, level): `runtime/moves.py` says what a cut is."""
+
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
+    **MOVES,
     ALL_REDUCE: CollectiveKind.ALL_REDUCE,
     ALL_GATHER: CollectiveKind.ALL_GATHER,
     REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
     BROADCAST: CollectiveKind.BROADCAST,
 }
 """The collectives of gradients and buffers."""
+
+
+OF_PARTS = {kind: operator for operator, kind in MOVES.items()}
+"""The operator of each collective whose ranks own parts of their own sizes."""

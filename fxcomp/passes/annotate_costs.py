@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
-from fxcomp.graph.edit import collective_kind, level_of, nodes_on_host, value_bytes
+from fxcomp.graph.edit import collective_kind, level_of, nodes_on_host, sent_bytes, value_bytes
 from fxcomp.graph.info import info, update_info
 from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
 from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
@@ -37,7 +37,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
     for node in gm.graph.nodes:
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
-            what = collective_kind(node), level_of(node), value_bytes(node.args[0]), cluster
+            what = collective_kind(node), level_of(node), sent_bytes(node), cluster
             # The thread that has just made buffers starts their broadcast; that start is not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
             update_info(node, cost_us=costs.collective_us(*what), starting_us=launch_us, launcher_load=pool_load)

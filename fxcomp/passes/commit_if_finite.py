@@ -60,27 +60,30 @@ def _behind_views(node: Node) -> Node:
 
 
 def _roll_back(gm: GraphModule, compress: Node) -> None:
-    graph, number = gm.graph, info(compress).bucket
+    graph, name = gm.graph, _name(compress)
     payload, left_out = _result(compress, 0), _result(compress, 1)
     assert payload is not None, "a compressor makes a payload"
-    decompress: Any = next(n for n in graph.nodes if info(n).role is Role.DECOMPRESS and info(n).bucket == number)
+    mine = info(compress).bucket, info(compress).slot
+    decompress: Any = next(
+        n for n in graph.nodes if info(n).role is Role.DECOMPRESS and (info(n).bucket, info(n).slot) == mine
+    )
     if any(user.target is ALL_REDUCE for user in payload.users):
-        payload = _saved(gm, payload, f"sent_{number}")
-    label = NodeInfo(Role.ROLL_BACK, bucket=number)
+        payload = _saved(gm, payload, f"sent_{name}")
+    label = NodeInfo(Role.ROLL_BACK, bucket=mine[0], slot=mine[1])
     with graph.inserting_before(graph.output_node()):
-        own = call(graph, decompress.target, (payload, 1, *decompress.args[2:]), label, name=f"own_{number}")
-        own.kwargs = decompress.kwargs
-        call(graph, ROLL_BACK, (left_out, own, compress.args[0]), label, name=f"before_{number}")
+        own = call(graph, decompress.target, (payload, 1, *compress.args[2:]), label, name=f"own_{name}")
+        pieces = {key: value for key, value in compress.kwargs.items() if key == "pieces"}
+        own.kwargs = {**{key: value for key, value in decompress.kwargs.items() if key != "pieces"}, **pieces}
+        call(graph, ROLL_BACK, (left_out, own, compress.args[0]), label, name=f"before_{name}")
 
 
 def _restore(gm: GraphModule, node: Node, state: Node, kind: str) -> None:
     """The node changes the state in place, and nothing that is left tells what it was: keep a copy."""
-    number = info(node).bucket
     with gm.graph.inserting_before(node):
-        saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{number}")
+        saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{_name(node)}")
     with gm.graph.inserting_before(gm.graph.output_node()):
-        label = NodeInfo(Role.ROLL_BACK, bucket=number)
-        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{kind}{number}")
+        label = NodeInfo(Role.ROLL_BACK, bucket=info(node).bucket, slot=info(node).slot)
+        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{kind}{_name(node)}")
 
 
 def _saved(gm: GraphModule, payload: Node, name: str) -> Node:
@@ -89,7 +92,12 @@ def _saved(gm: GraphModule, payload: Node, name: str) -> Node:
 
 
 def _beside(node: Node) -> NodeInfo:
-    return NodeInfo(Role.PACK, bucket=info(node).bucket, stage=info(node).stage)
+    return NodeInfo(Role.PACK, bucket=info(node).bucket, stage=info(node).stage, slot=info(node).slot)
+
+
+def _name(node: Node) -> str:
+    """Name a compression by its bucket, and its slot if it is not the first."""
+    return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"
 
 
 def _result(compress: Node, index: int) -> Node | None:

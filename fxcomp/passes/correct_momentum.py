@@ -25,12 +25,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import buckets, call, placeholder
+from fxcomp.graph.edit import buckets, call, collective_kind, is_collective, placeholder
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 from fxcomp.graph.lines import compressor_at
-from fxcomp.graph.ops import ACCUMULATE, ALL_REDUCE, KEEP, MASK_VELOCITY
+from fxcomp.graph.ops import ACCUMULATE, KEEP, MASK_VELOCITY
 
 
 def correct_momentum(gm: GraphModule, momentum: float) -> GraphModule:
@@ -67,10 +68,19 @@ def _correct(gm: GraphModule, number: int, momentum: float) -> Node:
 
 
 def _readers(gm: GraphModule, number: int) -> list[Node]:
-    """List the nodes that see the bucket before it is averaged: propose and compress, or a dense bucket's reduction."""
+    """List the nodes that see a rank's own bucket, or what a host has added up: propose and compress, or a collective.
+
+    The collective of a dense bucket is the first that does not split it.
+    """
     own = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).bucket == number]
-    found = [n for n in own if info(n).role in (Role.PROPOSE, Role.COMPRESS) and n.target is not operator.getitem]
-    return found or [next(n for n in own if n.target is ALL_REDUCE)]
+    encoders = [n for n in own if info(n).role in (Role.PROPOSE, Role.COMPRESS) and n.target is not operator.getitem]
+    found = [n for n in encoders if info(n).slot == 0]
+    first = next(n for n in own if is_collective(n) and not _splits_dense(n))
+    return found if found and info(found[0]).stage <= info(first).stage else [first]
+
+
+def _splits_dense(node: Node) -> bool:
+    return collective_kind(node).splits and node.meta["val"].dtype is torch.float32
 
 
 def _left_out_of_values(reader: Node) -> Node | None:
@@ -87,4 +97,4 @@ def _sender(reader: Node) -> Node:
     if info(reader).role is not Role.COMPRESS:
         return reader
     payload = next(user for user in reader.users if user.target is operator.getitem and user.args[1] == 0)
-    return next(user for user in payload.users if info(user).role is Role.COLLECTIVE)
+    return next((user for user in payload.users if info(user).role is Role.COLLECTIVE), payload)

@@ -6,7 +6,7 @@
       output(%relu, ())
 
 Nodes that write in place or draw random numbers stay: eager PyTorch would have written and drawn too. So do the loss
-function's own collectives: another rank may need the value.
+function's own collectives, and those whose parts differ between ranks: another rank may need the value.
 """
 
 from __future__ import annotations

@@ -58,33 +58,33 @@ def _compresses(node: Node) -> bool:
 
 
 def _thread_residual(gm: GraphModule, compress: Node) -> Node:
-    value, number = compress.args[0], _bucket(compress)
+    value, name = compress.args[0], _name(compress)
     assert isinstance(value, Node), "a compressor compresses a node"
-    source = Source(InputKind.RESIDUAL, index=number)
-    residual = placeholder(gm.graph, f"residual_{number}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
-    for node in [compress, *_of(gm, number, Role.PROPOSE)]:
+    source = _source(compress, InputKind.RESIDUAL)
+    residual = placeholder(gm.graph, f"residual_{name}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
+    for node in [compress, *_of(gm, compress, Role.PROPOSE)]:
         node.update_arg(1, residual)
     refresh_value(compress)
     with gm.graph.inserting_after(compress):
-        return call(gm.graph, operator.getitem, (compress, 1), info(compress), name=f"left_out_{number}")
+        return call(gm.graph, operator.getitem, (compress, 1), info(compress), name=f"left_out_{name}")
 
 
 def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> Node:
-    number = _bucket(compress)
+    name = _name(compress)
     segments: Any = compress.args[2]
     value: Any = compress.args[0]
     dtype = compressor.facts.state_dtype
     fresh = value.meta["val"].new_empty(compressor.state_bytes(segments) // dtype.itemsize, dtype=dtype)
-    source = Source(InputKind.COMPRESSOR_STATE, index=number)
-    state = placeholder(gm.graph, f"state_{number}", fresh, NodeInfo(Role.INPUT, source=source))
-    for node in [compress, *_of(gm, number, Role.PROPOSE)]:
+    source = _source(compress, InputKind.COMPRESSOR_STATE)
+    state = placeholder(gm.graph, f"state_{name}", fresh, NodeInfo(Role.INPUT, source=source))
+    for node in [compress, *_of(gm, compress, Role.PROPOSE)]:
         node.update_kwarg("state", state)
     refresh_value(compress)
-    (decompress,) = _of(gm, number, Role.DECOMPRESS)
+    (decompress,) = _of(gm, compress, Role.DECOMPRESS)
     if compressor.facts.state_from_payload:
         return _keep(gm, decompress, state)
     with gm.graph.inserting_after(compress):
-        following = call(gm.graph, operator.getitem, (compress, 2), info(compress), name=f"next_state_{number}")
+        following = call(gm.graph, operator.getitem, (compress, 2), info(compress), name=f"next_state_{name}")
     if compressor.facts.decode_needs_state:
         decompress.update_kwarg("state", following)
     return following
@@ -92,17 +92,25 @@ def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> No
 
 def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
     """Before the payload is decompressed: whoever has the mean may look at the state."""
-    number, payloads = _bucket(decompress), decompress.args[0]
-    label = NodeInfo(Role.KEEP, bucket=number, stage=info(decompress).stage)
+    payloads, known = decompress.args[0], info(decompress)
+    label = NodeInfo(Role.KEEP, bucket=known.bucket, stage=known.stage, slot=known.slot)
     with gm.graph.inserting_before(decompress):
-        return call(gm.graph, KEEP, (state, payloads), label, name=f"next_state_{number}")
+        return call(gm.graph, KEEP, (state, payloads), label, name=f"next_state_{_name(decompress)}")
 
 
-def _of(gm: GraphModule, number: int, role: Role) -> list[Node]:
-    return [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is role and info(n).bucket == number]
+def _of(gm: GraphModule, compress: Node, role: Role) -> list[Node]:
+    """Find the lines of a role that belong to a compression."""
+    mine = info(compress).bucket, info(compress).slot
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and info(node).role is role]
+    return [node for node in nodes if (info(node).bucket, info(node).slot) == mine]
 
 
-def _bucket(node: Node) -> int:
-    number = info(node).bucket
-    assert number is not None, f"{node.name} belongs to a bucket"
-    return number
+def _source(compress: Node, kind: InputKind) -> Source:
+    number, slot = info(compress).bucket, info(compress).slot
+    assert number is not None, f"{compress.name} belongs to a bucket"
+    return Source(kind, index=number, slot=slot)
+
+
+def _name(node: Node) -> str:
+    """Name a compression by its bucket, and its slot if it is not the first."""
+    return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"

@@ -13,6 +13,7 @@ from fxcomp.errors import BadOption, DivergingCombination
 from fxcomp.plan.error_budget import POLLUTING_ERROR, POLLUTING_SHARE, polluting_share, strategy_error
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.route import route_of
 
 
 def check_is_feedback(options: object) -> None:
@@ -110,9 +111,8 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
     """Yield compressors as they are bound: what they need may depend on the number of ranks."""
     for bucket in plan.buckets:
-        bound = bucket.strategy.bound([shapes[name] for name in bucket.names], cluster)
-        if bound is not None:
-            yield bound
+        route = route_of(bucket.strategy, [shapes[name] for name in bucket.names], cluster)
+        yield from (leg.compressor for leg in route.slots)
 
 
 def bursts_of(optimizer: torch.optim.Optimizer) -> float:

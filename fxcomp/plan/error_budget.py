@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from fxcomp.cluster.cluster import Cluster
+import math
+
+from fxcomp.cluster.cluster import Axis, Cluster
+from fxcomp.compressors.facts import Bias
 from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
+from fxcomp.plan.interpret import Standing
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.route import route_of
+from fxcomp.plan.steps import Compress
 from fxcomp.plan.strategy import Strategy
 
 POLLUTING_ERROR = 0.5
@@ -18,10 +24,25 @@ bits are allowed (measured at both ends; the proportion is assumed)."""
 
 
 def strategy_error(strategy: Strategy, cluster: Cluster) -> float:
-    """Return the relative squared error of a strategy on Gaussian gradients, per rank and round."""
-    if strategy.compressor is None:
-        return 0.0
-    return gaussian_error(strategy.compressor, cluster.ranks_at(strategy.level))
+    """Return the relative squared error of a strategy on Gaussian gradients, which are orthogonal from rank to rank.
+
+    One compression loses e of what it is given, and averaging loses none of that: sum and errors shrink alike. The next
+    compression is given the sum with the error in it. Rounding adds to it: (1 + e1) (1 + e2) - 1. What only leaves
+    values out keeps 1 - e1 of it, of which the next loses its share: 1 - (1 - e1) (1 - e2).
+    """
+    kept = grown = 1.0
+    for held, step in zip(strategy.held, strategy.steps, strict=False):
+        if isinstance(step, Compress):
+            error = gaussian_error(step.compressor, _ranks_missing(held, cluster))
+            if step.compressor.bias is Bias.BIASED:
+                kept *= 1 - error
+            else:
+                grown *= 1 + error
+    return 1.0 - kept * (2.0 - grown) if kept < 1.0 else grown - 1.0
+
+
+def _ranks_missing(held: Standing, cluster: Cluster) -> int:
+    return math.prod(cluster.length_of(axis) for axis in Axis if axis not in held.summed)
 
 
 def plan_error(plan: Plan, cluster: Cluster) -> float:
@@ -40,5 +61,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
     """Tell that much is left out at a time, and fed back later."""
-    bound = strategy.bound([SHAPE], cluster)
-    return bound is not None and bound.needs_error_feedback and strategy_error(strategy, cluster) > POLLUTING_ERROR
+    first = strategy.compressor
+    if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
+        return False
+    return any(each.compressor.needs_error_feedback for each in route_of(strategy, [SHAPE], cluster).slots)

@@ -22,7 +22,6 @@ from typing import Any
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
@@ -127,19 +126,18 @@ def _differences(ends: Sequence[int]) -> list[int]:
 
 def _dense(plan: Plan) -> Plan:
     """Return the same buckets over the same levels, uncompressed."""
-    strategies: list[Strategy] = []
-    for bucket in plan.buckets:
-        first = bucket.strategy.collectives[0]
-        by_level = first.kind is CollectiveKind.REDUCE_SCATTER
-        strategies.append(Strategy.hierarchical(None) if by_level else Strategy.flat(None, level=first.level))
-    return plan.with_strategies(strategies)
+    return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets])
 
 
 def _densities(plan: Plan) -> tuple[float, ...]:
     """Return the densities above the smallest ratio of the plan, falling."""
-    ratios = [ratio for bucket in plan.buckets if (ratio := _ratio(bucket.strategy.compressor)) is not None]
+    ratios = [ratio for bucket in plan.buckets if (ratio := _smallest_ratio(bucket.strategy)) is not None]
     stages = math.ceil(math.log(min(ratios), FIRST_DENSITY) - 1e-9) if ratios else 0
     return tuple(FIRST_DENSITY**k for k in range(1, stages + 1) if FIRST_DENSITY**k > min(ratios))
+
+
+def _smallest_ratio(strategy: Strategy) -> float | None:
+    return min((ratio for each in strategy.compressors if (ratio := _ratio(each)) is not None), default=None)
 
 
 def _ratio(compressor: Compressor | None) -> float | None:

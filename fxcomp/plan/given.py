@@ -1,4 +1,4 @@
-"""Read a plan as a user names it: a Plan, the path of a saved one, or one compressor for all matrices."""
+"""Read a plan as a user names it: a Plan, the path of a saved one, or one compressor or strategy for all matrices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,31 @@ from typing import Any
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import DENSE, Strategy
 
 GivenPlan = Plan | str | Path
 
-_EXAMPLES = "Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a .json path, or a fxcomp.Plan."
+_EXAMPLES = (
+    "Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a strategy's text such as"
+    " 'compress(int4)@gpu > all_gather@world > decompress@gpu', a .json path, or a fxcomp.Plan."
+)
 
 
 def is_path(plan: str | Path) -> bool:
     """Tell a saved plan's path from a compressor's name."""
     return isinstance(plan, Path) or plan.endswith(".json") or "/" in plan
+
+
+def is_strategy(plan: str) -> bool:
+    """Tell a strategy's text from a compressor's name."""
+    return "@" in plan
+
+
+def strategy_named(plan: str) -> Strategy:
+    """Make the strategy that a text means: `dense`, a compressor in one shot over all ranks, or what it says."""
+    if plan == "dense":
+        return DENSE
+    return Strategy.parse(plan) if is_strategy(plan) else Strategy.flat(parse_compressor(plan))
 
 
 def check_is_plan(plan: object) -> None:
@@ -31,11 +47,12 @@ def check_is_plan(plan: object) -> None:
 
 
 def check_names_compressor(plan: str) -> None:
-    """Raise BadPlan unless a plan's text is `dense` or a compressor."""
-    if plan == "dense":
+    """Raise BadPlan unless a plan's text is `dense`, a compressor or a strategy. Raises BadStrategy for a bad one."""
+    if is_strategy(plan):
+        Strategy.parse(plan)
         return
     try:
-        parse_compressor(plan)
+        strategy_named(plan)
     except ValueError as error:
         raise BadPlan(
             f"plan={plan!r} is neither the path of a saved plan nor a compressor: {error}.\n  {_EXAMPLES}"
@@ -48,7 +65,8 @@ def asked_plan(plan: GivenPlan | None) -> str | None:
         return None
     if isinstance(plan, Plan) or is_path(plan):
         return "a Plan, or a saved one"
-    return "dense" if plan == "dense" else str(parse_compressor(str(plan)))
+    text = str(plan)
+    return text if text == "dense" else str(Strategy.parse(text) if is_strategy(text) else parse_compressor(text))
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:

@@ -4,9 +4,9 @@
     splits      the collectives that have cut the bucket, innermost last: a rank holds a shard, or its root all
     compressor  what the values are encoded by, None while they are dense
 
-A strategy is legal if every step fits what is held before it, and every rank ends with the whole mean, dense. Steps that
-fit are one table of rules, `misfit`: an error names the first step that breaks one, and what would fit instead. The same
-walk is bound to sizes by `route.py`, and from there lowered to nodes, priced, and laid out as state.
+A strategy is legal if every step fits what is held before it, and every rank ends with the whole mean, dense. What fits
+is said by `misfit` alone: an error names the first step that does not, and what would fit instead. The same walk is
+bound to sizes by `route.py`, and from there lowered to nodes, priced, and laid out as state.
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.errors import BadOption
-from fxcomp.plan.strategy import DENSE, Device, Strategy
+from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, ByLevel, Device, Strategy
 
 
 class Mode(Enum):
@@ -29,19 +31,62 @@ class Mode(Enum):
         raise BadOption(f"there is no mode {text!r}; did you mean {close[0]!r}? The modes are {', '.join(names)}.")
 
 
+class Content(Enum):
+    """What a bucket holds. Vectors (biases, norms) are small, and what is lost of them shows most."""
+
+    MATRICES = "matrices"
+    VECTORS = "vectors"
+    MIXED = "both"
+
+    __hash__ = object.__hash__  # Enum's own runs in Python
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A compressor that a mode offers, or one for each of two shots, and why."""
+
+    first: str
+    second: str | None
+    reason: str
+    vectors: bool = False
+    """For buckets of vectors too."""
+    mixed: bool = False
+    """For buckets of both."""
+
+
 # The small error first: it wins a tie.
-_COMPRESSORS = {
+_BALANCED = (
+    Entry("bf16", None, "half the bytes at no visible error; the network adds it up", vectors=True, mixed=True),
+    Entry("int8", None, "a quarter: the fewest bytes that need no error feedback", mixed=True),
+    Entry("int8", "int8", "a quarter on any number of ranks", mixed=True),
+    Entry("int4", None, "an eighth: the fewest bytes that follow the dense loss"),
+    Entry("int4", "int8", "between int4 twice and int8 twice, at the error of one int4"),
+    Entry("int4", "int4", "an eighth on any number of ranks; follows the dense loss with both residuals"),
+)
+_AGGRESSIVE = (
+    Entry("powersgd(4)", None, "summed by the network, so bytes do not grow with ranks; cheap where matrices are wide"),
+    Entry("powersgd(2)", None, "the fewest bytes of all for large matrices"),
+    Entry("sign", None, "a bit a value: the cheapest kernel below int4"),
+    Entry("sign", "sign", "a bit a value on any number of ranks"),
+    Entry("topk(0.01)", None, "one in a hundred: the fewest bytes on few ranks"),
+    Entry("topk(0.01)", "int4", "grows with no rank: less than top-k alone from 24 ranks on"),
+    Entry("sidco(0.01)", None, "chooses what topk does: sooner on matrices, in twice the bytes"),
+)
+ENTRIES: dict[Mode, tuple[Entry, ...]] = {
     Mode.LOSSLESS: (),
-    Mode.BALANCED: ("bf16", "int8", "int4"),
-    # sidco chooses what topk does: sooner on matrices, in twice the bytes. Neither is faster everywhere.
-    Mode.AGGRESSIVE: ("bf16", "int8", "int4", "sign", "topk(0.01)", "sidco(0.01)"),
+    Mode.BALANCED: _BALANCED,
+    Mode.AGGRESSIVE: (*_BALANCED, *_AGGRESSIVE),
 }
-_VECTOR_COMPRESSORS = {**_COMPRESSORS, Mode.BALANCED: ("bf16",)}
+"""The candidates of each mode, beside the dense strategies. docs/strategies.md shows them."""
+
 _ERROR_LIMITS = {
     Mode.LOSSLESS: 0.0,
-    Mode.BALANCED: 0.014,  # 4 bits a number in blocks of 128, everywhere: follows the dense loss
-    Mode.AGGRESSIVE: 0.92,  # the largest 1 % with error feedback, everywhere
+    Mode.BALANCED: 0.028,  # 4 bits a number in blocks of 128, in both shots, everywhere: follows the dense loss
+    Mode.AGGRESSIVE: 0.93,  # the largest 1 % with error feedback, everywhere, and 4 bits for what is chosen
 }
+
+FEWEST_FOR_TWO_SHOTS = 3
+"""Between two ranks the second shot sends what one shot sends, after one more message."""
 
 
 def error_limit(mode: Mode) -> float:
@@ -50,25 +95,61 @@ def error_limit(mode: Mode) -> float:
 
 
 @cache
-def compressors_of(mode: Mode, *, for_vectors: bool = False) -> tuple[Compressor, ...]:
-    """Return the compressors that a mode may choose; for vectors (biases, norms) those that it allows them."""
-    return tuple(map(parse_compressor, (_VECTOR_COMPRESSORS if for_vectors else _COMPRESSORS)[mode]))
+def compressors_of(mode: Mode) -> tuple[Compressor, ...]:
+    """Return the compressors that a mode may choose."""
+    names = dict.fromkeys(name for entry in ENTRIES[mode] for name in (entry.first, entry.second) if name is not None)
+    return tuple(map(parse_compressor, names))
 
 
-def strategies(mode: Mode, cluster: Cluster, is_vector: bool, *, offload: bool = True) -> tuple[Strategy, ...]:
+def strategies(
+    mode: Mode, cluster: Cluster, content: Content = Content.MATRICES, *, offload: bool = True
+) -> tuple[Strategy, ...]:
     """Return every strategy that a bucket may have here, dense first, then by error.
 
-    A bucket of vectors (biases, norms) is small, and what is lost of it shows most. `offload` allows the pool: it is no
-    help where the device's own work takes all processors.
+    `offload` allows the pool: it is no help where the device's own work takes all processors.
     """
     if cluster.world_size == 1:
         return (DENSE,)
-    dense = [DENSE, Strategy.hierarchical(None)] if cluster.has_levels else [DENSE]
-    compressors = compressors_of(mode, for_vectors=is_vector)
-    return (*dense, *(s for compressor in compressors for s in _compressed(compressor, cluster.has_levels, offload)))
-
-
-def _compressed(compressor: Compressor, has_levels: bool, offload: bool) -> list[Strategy]:
+    dense = [DENSE, *(Strategy.hierarchical(None, by=by) for by in ways(cluster))]
+    entries = [entry for entry in ENTRIES[mode] if _is_for(entry, content, mode)]
     devices = tuple(Device) if offload else (Device.GPU,)
-    flat = [Strategy.flat(compressor, device) for device in devices]
-    return [*flat, *(Strategy.hierarchical(compressor, device) for device in devices)] if has_levels else flat
+    compressed = (each for entry in entries for device in devices for each in _compressed(entry, device, cluster))
+    return (*dense, *dict.fromkeys(compressed))
+
+
+def _is_for(entry: Entry, content: Content, mode: Mode) -> bool:
+    if content is Content.MATRICES or mode is Mode.AGGRESSIVE:
+        return True
+    return entry.vectors if content is Content.VECTORS else entry.mixed
+
+
+def ways(cluster: Cluster) -> tuple[ByLevel, ...]:
+    """Return the ways to go level by level here."""
+    if cluster.hosts == 1 or (cluster.ranks_per_host == 1 and not cluster.has_racks):
+        return ()
+    if not cluster.is_even:
+        return (replace(HOSTS, rooted=True),)
+    by_host = (HOSTS,) if cluster.ranks_per_host > 1 else ()
+    if not cluster.has_racks:
+        return by_host
+    return (*by_host, RACKS if by_host else ByLevel((Level.RACK,), Level.RACKS))
+
+
+def _compressed(entry: Entry, device: Device, cluster: Cluster) -> Iterator[Strategy]:
+    first = parse_compressor(entry.first)
+    if entry.second is not None:
+        second = parse_compressor(entry.second)
+        flat = (FLAT,) if cluster.world_size >= FEWEST_FOR_TWO_SHOTS else ()
+        for by in (*flat, *(by for by in ways(cluster) if cluster.ranks_at(by.outermost) >= FEWEST_FOR_TWO_SHOTS)):
+            yield Strategy.two_shots(first, second, device, by=by)
+        return
+    yield Strategy.flat(first, device)
+    if first.facts.needs_whole_parameters:
+        return
+    for by in ways(cluster):
+        yield Strategy.hierarchical(first, device, by=by)
+    if cluster.has_levels and first.is_linear and first.facts.agreement is None and not first.has_state:
+        yield Strategy.parse(
+            f"compress({first})@{device.value} > reduce_scatter@intra > all_reduce@inter > all_gather@intra"
+            f" > decompress@{device.value}"
+        )

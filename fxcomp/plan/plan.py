@@ -10,9 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.errors import BadPlan, FxcompError
-from fxcomp.plan.strategy import Strategy
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Collective, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +38,6 @@ class Bucket:
     @property
     def dense_bytes(self) -> int:
         return 4 * self.elements
-
-    def segments(self, shards: int = 1, shard: int = 0) -> tuple[tuple[str, int], ...]:
-        """Return the content of a shard of the padded bucket: parameters' names, with their elements inside it.
-
-        Padding is a segment of its own, named after the parameter that it follows.
-        """
-        if shards == 1:
-            return tuple(zip(self.names, self.sizes, strict=True))
-        padding = -self.elements % shards
-        part = (self.elements + padding) // shards
-        start, stop = shard * part, (shard + 1) * part
-        found: list[tuple[str, int]] = []
-        offset = 0
-        for name, size in zip((*self.names, f"padding after {self.names[-1]}"), (*self.sizes, padding), strict=True):
-            inside = min(stop, offset + size) - max(start, offset)
-            if inside > 0:
-                found.append((name, inside))
-            offset += size
-        return tuple(found)
 
     def __str__(self) -> str:
         return f"{len(self.names)} tensors, {self.elements:,} elements: {self.strategy}"
@@ -139,16 +121,17 @@ class Plan:
             )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a bucket's ranks share work by host, and hosts have unequal numbers of ranks."""
-        if cluster.is_even:
-            return
+        """Raise BadPlan if a bucket's ranks share work by units that have unequal numbers of ranks."""
         for number, bucket in enumerate(self.buckets):
-            if bucket.strategy.is_hierarchical:
-                raise BadPlan(
-                    f"bucket {number} of the plan reduces inside each host first ({bucket.strategy}), which needs as"
-                    f" many ranks on every host; here the hosts have {cluster.shape}.\n"
-                    "  Leave plan= out to let fxcomp choose, or write a strategy over @world."
-                )
+            for step in bucket.strategy.collectives:
+                if not _is_even(step, cluster):
+                    raise BadPlan(
+                        f"bucket {number} of the plan goes by {step.kind.value}@{step.level.value}"
+                        f" ({bucket.strategy}), which needs as many ranks on every host and in every rack; here the"
+                        f" hosts have {cluster.shape}.\n"
+                        "  Leave plan= out to let fxcomp choose, or write a strategy over @world, or one from"
+                        " reduce@intra to broadcast@intra."
+                    )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
         """Replace the buckets' strategies."""
@@ -193,3 +176,17 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"bucket {k}: {bucket}" for k, bucket in enumerate(self.buckets))
+
+
+def _is_even(step: Collective, cluster: Cluster) -> bool:
+    """Tell that every rank has a counterpart at a collective's level, or that one rank of each host does all."""
+    match step.level:
+        case Level.WORLD:
+            return True
+        case Level.INTRA:
+            is_dense = step.kind in (CollectiveKind.REDUCE, CollectiveKind.BROADCAST)
+            return cluster.is_even or is_dense
+        case Level.INTER:
+            return True
+        case Level.RACK | Level.RACKS:
+            return cluster.is_even and cluster.has_racks

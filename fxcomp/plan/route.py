@@ -19,16 +19,17 @@ other, the network only adds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.interpret import Standing, travels_whole
+from fxcomp.plan.interpret import Standing
 from fxcomp.plan.shards import cut_points
 from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose
 from fxcomp.plan.strategy import Strategy
@@ -82,6 +83,8 @@ class Send:
     cut: Cut
     place: int
     """This rank's number in its group."""
+    ranks: int
+    """The group's size; a group of one has nothing to send."""
     itemsize: int
     slot: int | None
     """Whose payload travels; None for dense values."""
@@ -91,6 +94,24 @@ class Send:
     @property
     def parts(self) -> tuple[int, ...]:
         return self.cut if isinstance(self.cut, tuple) else ()
+
+    def works_on(self, held: int) -> int:
+        """Count the bytes that it is priced by, where this rank holds so many: of a gather what one rank brings."""
+        if self.parts and self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST):
+            return max(self.parts) * self.itemsize
+        return held
+
+    def leaves(self, held: int) -> int:
+        """Count the bytes that this rank holds afterwards."""
+        match self.kind:
+            case CollectiveKind.ALL_GATHER | CollectiveKind.BROADCAST:
+                return self.cut * held if isinstance(self.cut, int) else sum(self.cut) * self.itemsize
+            case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
+                return len(self.parts) * self.parts[self.place] * self.itemsize
+            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
+                return self.parts[self.place] * self.itemsize
+            case _:
+                return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +147,7 @@ class Route:
 
     scale: Fraction
     """Gradients are multiplied by it while they are packed."""
+    whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     first: Piece
     """What is held behind the leading splits, where a rank's velocity lies."""
@@ -182,7 +204,8 @@ class _Walk:
             if isinstance(step, Collective):
                 stages.append([])
         assert first is not None, "every strategy ends with a step that is no split"
-        return Route(self.scale, tuple(map(tuple, stages)), *first)
+        whole = range(self.edges[-1])
+        return Route(self.scale, whole, tuple(map(tuple, stages)), *first)
 
     def _scale(self) -> Fraction:
         """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
@@ -228,7 +251,7 @@ class _Walk:
     ) -> Encode:
         if not (isinstance(step, Compress) and held.agreed is not None):
             self.slot += 1
-        shapes = self._shapes(self.extents[-1]) if travels_whole(step.compressor) else [(1,)]
+        shapes = self._shapes(self.extents[-1])
         bound = step.compressor.bound_to(shapes, self._ranks_missing(held))
         self.rows = [_Row(split, self.cluster.ranks_at(split.level)) for split in dealt]
         pieces = tuple(self._pieces(self.extents[-1], self.rows))
@@ -276,12 +299,12 @@ class _Walk:
             facts = encoder.compressor.facts
             how = "max" if facts.agreement is not None and facts.agreement.value == "max" else "sum"
             self.encoder = None
-            return Send(kind, level, 1, place, facts.proposal_dtype.itemsize, encoder.slot, how)
+            return Send(kind, level, 1, place, ranks, facts.proposal_dtype.itemsize, encoder.slot, how)
         itemsize = 4 if encoder is None else encoder.compressor.payload_dtype.itemsize
         slot = None if encoder is None else encoder.slot
 
         def sent(cut: Cut, turned: Turn | None = None) -> Send:
-            return Send(kind, level, cut, place, itemsize, slot, turned=turned)
+            return Send(kind, level, cut, place, ranks, itemsize, slot, turned=turned)
 
         if self._joins(held, step):
             return sent(self._joined_cut(held.splits[-1], encoder))
@@ -345,9 +368,14 @@ class _Walk:
         # A plan's dense warm-up has the same leading splits, and a rank's velocity stays where it is.
         grain = 1 if split in self.strategy.steps[: self.strategy.leading_splits] else self.grain
         borders = cut_points(self._segments(extent), ranks, grain)
-        return [range(extent.start + a, extent.start + b) for a, b in zip(borders, borders[1:], strict=False)]
+        return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""
-        inside = (min(piece.stop, b) - max(piece.start, a) for a, b in zip(self.edges, self.edges[1:], strict=False))
-        return tuple(size for size in inside if size > 0)
+        sizes: list[int] = []
+        start, number = piece.start, bisect_right(self.edges, piece.start)
+        while start < piece.stop:
+            stop = min(piece.stop, self.edges[number])
+            sizes.append(stop - start)
+            start, number = stop, number + 1
+        return tuple(size for size in sizes if size)

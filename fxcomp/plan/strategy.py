@@ -11,7 +11,6 @@ docs/strategies.md has a picture of each shape. `interpret.py` says which steps 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxcomp.cluster.cluster import Level
@@ -19,6 +18,32 @@ from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import EVERYWHERE, Standing, interpret
 from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose, Step, parse_steps, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class ByLevel:
+    """The levels of a network at which dense values are added up before the outermost, from the inside out.
+
+    `rooted`: by the first rank of each group for all, which hosts with unequal numbers of ranks need.
+    """
+
+    inner: tuple[Level, ...]
+    outermost: Level
+    rooted: bool = False
+
+    @property
+    def splits(self) -> tuple[Collective, ...]:
+        kind = CollectiveKind.REDUCE if self.rooted else CollectiveKind.REDUCE_SCATTER
+        return tuple(Collective(kind, level) for level in self.inner)
+
+    @property
+    def joins(self) -> tuple[Collective, ...]:
+        return tuple(Collective(split.kind.joined_by, split.level) for split in reversed(self.splits))
+
+
+FLAT = ByLevel((), Level.WORLD)
+HOSTS = ByLevel((Level.INTRA,), Level.INTER)
+RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +137,25 @@ class Strategy:
         return cls(_one_shot(compressor, device, level))
 
     @classmethod
-    def hierarchical(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
+    def hierarchical(
+        cls, compressor: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = HOSTS
+    ) -> Strategy:
         """Reduce inside the host, then between hosts (compressed), then share inside the host."""
-        return cls(_by_level(_one_shot(compressor, device, Level.INTER)))
+        return cls((*by.splits, *_one_shot(compressor, device, by.outermost), *by.joins))
 
     @classmethod
     def two_shots(
-        cls, first: Compressor | None, second: Compressor | None, device: Device = Device.GPU, *, by_level: bool = False
+        cls, first: Compressor | None, second: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = FLAT
     ) -> Strategy:
         """Give every rank the sum of one shard, compressed by `first`, and then share the shards, by `second`.
 
         By level, between hosts alone: inside a host values are dense, and what arrives is passed on as it is.
         """
-        level = Level.INTER if by_level else Level.WORLD
-        deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, level)
-        share = [Collective(CollectiveKind.ALL_GATHER, level)]
-        share += [Collective(CollectiveKind.ALL_GATHER, Level.INTRA)] if by_level else []
-        steps: list[Step] = [Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)] if by_level else []
-        steps += [deal] if first is None else [Compress(first, device), deal, Decompress(device)]
+        deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
+        share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]
+        steps = [deal] if first is None else [Compress(first, device), deal, Decompress(device)]
         steps += share if second is None else [Compress(second, device), *share, Decompress(device)]
-        return cls(tuple(steps))
+        return cls((*by.splits, *steps))
 
 
 def _one_shot(compressor: Compressor | None, device: Device, level: Level) -> tuple[Step, ...]:
@@ -142,12 +166,6 @@ def _one_shot(compressor: Compressor | None, device: Device, level: Level) -> tu
     if compressor.facts.agreement is None:
         return steps
     return (Propose(compressor, device), Collective(CollectiveKind.ALL_REDUCE, level), *steps)
-
-
-def _by_level(between: Sequence[Step]) -> tuple[Step, ...]:
-    scatter = Collective(CollectiveKind.REDUCE_SCATTER, Level.INTRA)
-    share = Collective(CollectiveKind.ALL_GATHER, Level.INTRA)
-    return (scatter, *between, share)
 
 
 DENSE = Strategy((Collective(CollectiveKind.ALL_REDUCE, Level.WORLD),))

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.cluster.processors import Processors
-from fxcomp.cost.contention import Contention, fit_contention
+from fxcomp.cost.contention import FittedContention, SeenStep, fit_contention
 from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task, step_time_us
+from fxcomp.cost.timeline import Task
 from fxcomp.graph.ops import ALL_REDUCE
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement
-from fxcomp.runtime.transport import NullTransport, Transport, Work
+from fxcomp.runtime.group import Work
+from fxcomp.runtime.moves import Move
+from fxcomp.runtime.transport import NullTransport, Transport
 from fxcomp.search.graph_tasks import graph_tasks
 
 GATHERED = 4
@@ -36,6 +37,9 @@ class AllGatherStandIn:
         self._transport, self._ranks = transport, ranks
         self._outputs: dict[tuple[int, int], Tensor] = {}
 
+    def place(self, level: str) -> int:
+        return self._transport.place(level)
+
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         if level != Level.WORLD.value or how != "sum":
             return self._transport.all_reduce(value, level, lane, how)
@@ -44,16 +48,19 @@ class AllGatherStandIn:
         out = self._outputs.get(key)  # several may be under way
         if out is None:
             out = self._outputs[key] = sent.new_empty(self._ranks * sent.numel())
-        return self._transport.all_gather(sent, out, level, lane)
-
-    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return self._transport.all_gather(value, out, level, lane)
-
-    def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        return self._transport.reduce_scatter(value, out, level, lane)
+        return self._transport.all_gather(Move(sent, out, self._ranks, level, lane))
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         return self._transport.broadcast(value, source, level, lane)
+
+    def all_gather(self, move: Move) -> Work:
+        return self._transport.all_gather(move)
+
+    def all_to_all(self, move: Move) -> Work:
+        return self._transport.all_to_all(move)
+
+    def reduce_scatter(self, move: Move) -> Work:
+        return self._transport.reduce_scatter(move)
 
     def settle(self) -> None:
         self._transport.settle()
@@ -64,7 +71,7 @@ def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster
 
     Gathers are left out where they would need memory that training would miss, or much more time than the real network.
     """
-    first: list[Transport] = [NullTransport(), transport]
+    first: list[Transport] = [NullTransport(transport), transport]
     received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
     is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
     return [*first, AllGatherStandIn(transport, cluster.world_size)] if is_worth_it else first
@@ -98,34 +105,21 @@ def summed_bytes(graph: GraphModule) -> dict[str, int]:
 
 def contention_of(
     costs: CostTable, graph: GraphModule, cluster: Cluster, measured: Sequence[StepMeasurement]
-) -> tuple[dict[CollectiveKind, Contention], float]:
-    """Fit the contention that explains a dense step's measurements on `networks`, with the predictions' error then.
+) -> FittedContention:
+    """Fit the contention that a dense step showed on `networks`, with the error of steps predicted without their own.
 
-    The graph is annotated with its regions' times, and knows of no contention. An error of 0.1 is 10 %.
+    The graph is annotated with its regions' times, and knows of no contention.
     """
-    alone, dense, *gathered = measured
-    tasks, summed, shared = graph_tasks(graph), summed_bytes(graph), costs.processors
-    found = fit_contention(tasks, shared, dense.step_us, _slowed_us(dense, alone))
-    explained = found.on(tasks)
-    errors = [_error(explained, shared, dense)]
-    contention = {CollectiveKind.ALL_REDUCE: found}
-    for seen in gathered:
-        as_gathers = [
-            _as_gather(task, summed[task.name], costs, cluster) if task.name in summed else task for task in explained
-        ]
-        found = fit_contention(as_gathers, shared, seen.step_us, _slowed_us(seen, alone), summed)
-        errors.append(_error(found.on(as_gathers, summed), shared, seen))
-        contention[CollectiveKind.ALL_GATHER] = found
-    return contention, max(errors)
-
-
-def _slowed_us(seen: StepMeasurement, alone: StepMeasurement) -> float:
-    """Return how much longer the main thread computed than without a network."""
-    return max(0.0, seen.compute_us - alone.compute_us)
-
-
-def _error(tasks: Sequence[Task], shared: Processors, seen: StepMeasurement) -> float:
-    return abs(step_time_us(tasks, shared) - seen.step_us) / seen.step_us
+    alone, *seen = measured
+    tasks, summed = graph_tasks(graph), summed_bytes(graph)
+    gathers = tuple(
+        _as_gather(task, summed[task.name], costs, cluster) if task.name in summed else task for task in tasks
+    )
+    steps = [
+        SeenStep(run, on.step_us, max(0.0, on.compute_us - alone.compute_us))
+        for run, on in zip((tasks, gathers), seen, strict=False)  # gathers may have been left out
+    ]
+    return fit_contention(steps, costs.processors)
 
 
 def _as_gather(task: Task, summed: int, costs: CostTable, cluster: Cluster) -> Task:

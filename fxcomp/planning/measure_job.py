@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, replace
-from typing import Any
 
 from fxcomp.cluster.cluster import Level
-from fxcomp.cost.contention import Contention
+from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.collective_kind import CollectiveKind
@@ -57,12 +56,11 @@ def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: Cos
         launch_us=statistics.fmean(starts) if starts else costs.launch_us,
     )
 
-    def fitted() -> tuple[dict[str, Any], float]:
+    def fitted() -> dict[str, float]:
         gm = compiler.rewrite(example.captured.graph, plan, costs)
-        found, error = contention_of(costs, gm, cluster, [alone, *others])
-        return {kind.value: asdict(one) for kind, one in found.items()}, error
+        return asdict(contention_of(costs, gm, cluster, [alone, *others]))
 
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
-    told, error = ranks.from_rank_0("fitting contention", fitted)
-    costs = replace(costs, contention={CollectiveKind(kind): Contention(**one) for kind, one in told.items()})
-    return replace(costs, error=min(max(SMALLEST_ERROR, error), LARGEST_ERROR)), others[0].step_us
+    found = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
+    error = min(max(SMALLEST_ERROR, found.error), LARGEST_ERROR)
+    return replace(costs, contention=found.factor, error=error), others[0].step_us

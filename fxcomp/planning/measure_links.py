@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -20,7 +21,9 @@ from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
-from fxcomp.runtime.transport import Groups, Transport, Work
+from fxcomp.runtime.group import Work
+from fxcomp.runtime.moves import Cut, Move, Pattern, from_first
+from fxcomp.runtime.transport import Groups, Transport
 
 SMALL_BYTES = 4096
 """A collective of so few bytes costs the processor what starting one costs."""
@@ -62,8 +65,8 @@ def meet(transport: Transport, device: torch.device) -> None:
 class TimedCollectives:
     """Run collectives on the groups of a job, each from a common start; the time is the slowest rank's.
 
-    Those that a step contains are run as a step runs them; the others straight on the process group. A broadcast, a
-    reduce and a gather have the group's first rank as their root, and a message goes from the first to the second.
+    They are run as a step runs them; a message, which no step sends, goes straight over the process group. A broadcast,
+    a reduce and a gather have the group's first rank as their root, and a message goes from the first to the second.
     """
 
     def __init__(self, transport: Groups, device: torch.device) -> None:
@@ -130,10 +133,12 @@ class TimedCollectives:
         group, members = transport.group(*place)
         ranks, root, me = len(members), members[0], dist.get_rank()
         whole = -(-elements // ranks) * ranks if kind.deals else elements  # as much for everyone
-        value = self._buffer(2 * slot, whole)
+        value = self._buffer(3 * slot, whole)
 
-        def out(count: int) -> Tensor:
-            return self._buffer(2 * slot + 1, count)
+        def move(pattern: Pattern, cut: Cut) -> Move:
+            _, coming = pattern.elements(pattern.parts(cut, whole), members.index(me))
+            memory = functools.partial(self._buffer, 3 * slot + 2)
+            return Move(value, self._buffer(3 * slot + 1, coming), cut, *place, memory)
 
         match kind:
             case CollectiveKind.ALL_REDUCE:
@@ -141,19 +146,13 @@ class TimedCollectives:
             case CollectiveKind.BROADCAST:
                 return lambda: transport.broadcast(value, root, *place)
             case CollectiveKind.ALL_GATHER:
-                gathered = out(ranks * elements)
-                return lambda: transport.all_gather(value, gathered, *place)
-            case CollectiveKind.REDUCE_SCATTER:
-                part = out(whole // ranks)
-                return lambda: transport.reduce_scatter(value, part, *place)
-            case CollectiveKind.ALL_TO_ALL:
-                dealt = out(whole)
-                return lambda: _started(dist.all_to_all_single(dealt, value, group=group, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
-            case CollectiveKind.REDUCE:
-                return lambda: _started(dist.reduce(value, root, group=group, async_op=True))
-            case CollectiveKind.GATHER:
-                parts = list(out(ranks * elements).chunk(ranks)) if me == root else None
-                return lambda: _started(dist.gather(value, parts, root, group=group, async_op=True))
+                return functools.partial(transport.all_gather, move(Pattern.ALL_GATHER, ranks))
+            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
+                cut = ranks if kind.deals else from_first(elements, ranks)
+                return functools.partial(transport.reduce_scatter, move(Pattern.REDUCE_SCATTER, cut))
+            case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
+                cut = ranks if kind.deals else from_first(elements, ranks)
+                return functools.partial(transport.all_to_all, move(Pattern.ALL_TO_ALL, cut))
             case CollectiveKind.POINT_TO_POINT if me == root:
                 return lambda: _started(dist.isend(value, members[1], group=group))
             case CollectiveKind.POINT_TO_POINT if me == members[1]:

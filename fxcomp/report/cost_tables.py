@@ -42,12 +42,13 @@ def _collectives(costs: CostTable) -> Table:
 
 
 def _compressors(costs: CostTable) -> Table:
-    names = ("elements", "encode us", "decode us", "lines", "off by")
+    names = ("elements", "encode us", "decode us", "8 payloads us", "lines", "off by")
     rows: list[Sequence[str]] = []
     for key, known in costs.compressors.items():
         name, ends = key, _fit(known)
         for elements in sorted({known.points[0].elements, known.points[-1].elements}):
-            times = [f"{us:.4g}" for us in (known.encode_us(elements), known.decode_us(elements))]
+            prices = known.encode_us(elements), known.decode_us(elements), known.decode_us(elements, 8)
+            times = [f"{us:.4g}" for us in prices]
             rows.append((name, f"{elements:,}", *times, *ends))
             name, ends = "", ("", "")
     return Table((Column("compressor", is_text=True), *map(Column, names)), rows)
@@ -82,8 +83,6 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
     if not math.isinf(costs.processors.count):
         shared = costs.processors
         told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
-    told += [
-        ("contention", f"{kind.value}: {found.load:.3g} times that load, {found.speed:.3g} times that speed")
-        for kind, found in costs.contention.items()
-    ]
+    if costs.contention != 1.0:
+        told.append(("contention", f"{costs.contention:.3g} times that of the processor beside this job's compute"))
     return told

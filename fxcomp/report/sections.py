@@ -11,7 +11,7 @@ from enum import Enum
 from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import kernels
 from fxcomp.plan.plan import Bucket
-from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.strategy import Compress, Device, Strategy
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
 from fxcomp.report.explanation import Explanation, variation
@@ -64,10 +64,12 @@ def report_of(explanation: Explanation) -> Report:
 
 
 def short(strategy: Strategy) -> str:
-    """A strategy in a word or two: `dense`, `int8 by level`, `topk(0.01) on cpu`."""
-    name = "dense" if strategy.compressor is None else str(strategy.compressor)
+    """A strategy in a few words: `dense`, `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
+    name = ", then ".join(map(str, strategy.compressors)) or "dense"
+    if len(strategy.compressors) == 2 and len(set(strategy.compressors)) == 1:
+        name = f"{strategy.compressor} twice"
     levels = " by level" if strategy.is_hierarchical else ""
-    return f"{name}{levels}{' on cpu' if strategy.device is Device.CPU else ''}"
+    return f"{name}{levels}{' on cpu' if Device.CPU in strategy.devices else ''}"
 
 
 # The verdict
@@ -266,11 +268,11 @@ def _sources(explanation: Explanation) -> Pairs:
     if costs.collectives:
         rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
     else:
-        steps = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
-        rows += [(str(s), costs.collective_source(s.kind, s.level, explanation.cluster)) for s in steps]
-    for compressor, device in dict.fromkeys((b.strategy.compressor, b.strategy.device) for b in buckets):
-        if compressor is not None and device is not None:
-            rows.append((f"{compressor}@{device.value}", costs.compressor_source(compressor, device)))
+        sent = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
+        rows += [(str(s), costs.collective_source(s.kind, s.level, explanation.cluster)) for s in sent]
+    steps = (step for bucket in buckets for step in bucket.strategy.steps)
+    for compressor, device in dict.fromkeys((s.compressor, s.device) for s in steps if isinstance(s, Compress)):
+        rows.append((f"{compressor}@{device.value}", costs.compressor_source(compressor, device)))
     if costs.hardware != "unknown":
         rows.append(("machine", explanation.machine))
     rows.append(("kernels", kernels.describe().removeprefix("compression on the CPU: ")))

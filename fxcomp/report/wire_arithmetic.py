@@ -13,8 +13,10 @@ from fxcomp.cost.break_even import Compression, pays_at_gb_per_s
 from fxcomp.cost.collectives import chosen_algorithm, pattern_of
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.interpret import Standing
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import Collective, Compress, Device, Propose, Strategy
+from fxcomp.plan.route import Decode, Encode, Send, route_of
+from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -27,24 +29,24 @@ class Sent:
     size: int
 
 
-def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes) -> list[Sent]:
-    """List the collectives of a bucket, in order."""
-    compressor = bucket.strategy.bound([shapes[name] for name in bucket.names], cluster)
-    segments, payload = bucket.sizes, None
+def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> list[Sent]:
+    """List the collectives of a bucket on one rank, in order."""
+    held = 4 * bucket.elements
     found: list[Sent] = []
-    for step in bucket.strategy.steps:
-        if isinstance(step, Propose) and compressor is not None:
-            payload = compressor.proposal_bytes(segments)
-        elif isinstance(step, Compress) and compressor is not None:
-            payload = compressor.payload_bytes(segments)
-        elif isinstance(step, Collective):
-            size = 4 * sum(segments) if payload is None else payload
-            payload = None  # what follows a collective makes its own, or the tensor is dense again
-            if step.kind is CollectiveKind.REDUCE_SCATTER:
-                ranks = cluster.ranks_at(step.level)
-                segments = tuple(-(-n // ranks) for n in segments)
-                size = 4 * ranks * sum(segments)
-            found.append(Sent(step, size))
+    proposal: int | None = None
+    for leg in route_of(bucket.strategy, [shapes[name] for name in bucket.names], cluster, rank).legs:
+        match leg:
+            case Encode() if leg.is_proposal:
+                proposal = sum(map(leg.compressor.proposal_bytes, leg.segments))
+            case Encode():
+                held = leg.payload_elements * leg.compressor.payload_dtype.itemsize
+            case Decode():
+                held = 4 * leg.elements
+            case Send():
+                step = Collective(leg.kind, leg.level)
+                found.append(Sent(step, leg.works_on(held) if proposal is None else proposal))
+                held = leg.leaves(held) if proposal is None else held
+                proposal = None
     return found
 
 
@@ -78,14 +80,31 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
     lines = [
         _break_even(bucket, strategy, costs, cluster, shapes)
         for strategy in dict.fromkeys(used)
-        if strategy.compressor is not None and strategy.compressor.facts.agreement is None
+        if _is_one_shot(strategy)
     ]
     return list(dict.fromkeys(lines))
 
 
+def _is_one_shot(strategy: Strategy) -> bool:
+    """Tell a strategy that compresses once, for one collective: the formula has no more."""
+    if len(strategy.compressors) != 1 or strategy.compressors[0].facts.agreement is not None:
+        return False
+    return sum(held.compressor is not None and not isinstance(step, Decompress) for held, step in _walk(strategy)) == 1
+
+
+def _walk(strategy: Strategy) -> list[tuple[Standing, Step]]:
+    return list(zip(strategy.held, strategy.steps, strict=False))
+
+
+def _level(strategy: Strategy) -> Level:
+    """The level at which payloads meet."""
+    return next(step.level for held, step in _walk(strategy) if held.compressor and isinstance(step, Collective))
+
+
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
-    topology = cluster.topology_at(strategy.level)
-    size = sent_by(Bucket(bucket.names, bucket.sizes, _dense(strategy)), cluster, shapes)[strategy.is_hierarchical].size
+    topology = cluster.topology_at(_level(strategy))
+    dense = sent_by(Bucket(bucket.names, bucket.sizes, strategy.uncompressed), cluster, shapes)
+    size = next(sent.size for sent in dense if sent.step.kind is CollectiveKind.ALL_REDUCE)
     algorithm = chosen_algorithm(CollectiveKind.ALL_REDUCE, size, topology)
     compression = replace(compression_of(bucket, strategy, costs, cluster, shapes), all_reduce=algorithm)
     found = pays_at_gb_per_s(compression, topology.ranks, size, topology.alpha_us, topology.message_us)
@@ -94,7 +113,7 @@ def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: C
     between = "between hosts" if cluster.hosts > 1 else "inside the host"
     if found is None:
         return f"{what} pays at no bandwidth {between}."
-    low, high = (rate * _link_per_rank(cluster, strategy.level) for rate in found)
+    low, high = (rate * _link_per_rank(cluster, _level(strategy)) for rate in found)
     if (low, high) == (0.0, math.inf):
         return f"{what} pays at every bandwidth {between}."
     return f"{what} pays {f'below {format_gbit(high)}' if low == 0.0 else f'above {format_gbit(low)}'} {between}."
@@ -104,24 +123,17 @@ def compression_of(
     bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes
 ) -> Compression:
     """Express in the break-even formula's terms what a strategy does to a bucket, or to a rank's shard of it."""
-    compressor = strategy.bound([shapes[name] for name in bucket.names], cluster)
-    assert compressor is not None, "a dense strategy compresses nothing"
-    device = strategy.device or Device.GPU
-    shards = cluster.ranks_per_host if strategy.is_hierarchical else 1
-    segments = tuple(-(-size // shards) for size in bucket.sizes)
-    elements = sum(segments)
-    decoded = 1 if compressor.is_linear else cluster.ranks_at(strategy.level)
-    us = costs.encode_us(compressor, elements, device) + costs.decode_us(compressor, elements, decoded, device)
+    legs = route_of(strategy, [shapes[name] for name in bucket.names], cluster).legs
+    encode = next(leg for leg in legs if isinstance(leg, Encode))
+    decode = next(leg for leg in legs if isinstance(leg, Decode))
+    compressor, elements = encode.compressor, encode.elements
+    us = costs.encode_us(compressor, elements, encode.device)
+    us += costs.decode_us(compressor, elements, decode.payloads, decode.device)
     return Compression(
-        rate=4 * elements / compressor.payload_bytes(segments),
+        rate=4 * elements / (encode.payload_elements * compressor.payload_dtype.itemsize),
         us_per_byte=us / (4 * elements),
         kind=CollectiveKind.ALL_REDUCE if compressor.is_linear else CollectiveKind.ALL_GATHER,
     )
-
-
-def _dense(strategy: Strategy) -> Strategy:
-    """The dense strategy at the same levels."""
-    return Strategy.hierarchical(None) if strategy.is_hierarchical else Strategy.flat(None)
 
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:

@@ -8,21 +8,28 @@ emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import Compressor, pieces
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.compressors.pieces import Segments, as_pieces
+from fxcomp.errors import LostTouch
 from fxcomp.runtime import arithmetic
 from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.group import Work
 from fxcomp.runtime.host_pool import HostPool, OnHost, value_of
+from fxcomp.runtime.moves import Cut, Move, Pattern, pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
-from fxcomp.runtime.transport import Transport, Work
+from fxcomp.runtime.transport import Transport
 
 T = TypeVar("T")
 
@@ -36,6 +43,9 @@ class Flight:
     """A collective under way; `output` is valid once `work` is done."""
 
     name: str
+    """Its line's name, which holds the bucket's number: `all_gather_3_int4`."""
+    collective: str
+    """Its kind and level: `all_gather@world`."""
     output: Tensor
     work: Work
 
@@ -122,12 +132,17 @@ class Runtime:
                     slot.add_(self.undelivered[parameter].view(slot.shape), alpha=scale)
         return flat
 
-    def pad(self, name: str, bucket: Tensor, ranks: int) -> Tensor:
-        """Lengthen a bucket with zeros until it splits evenly."""
-        padded = self._buffers.take(name, bucket.numel() + -bucket.numel() % ranks, bucket.dtype, bucket.device)
-        padded[: bucket.numel()].copy_(bucket)
-        padded[bucket.numel() :].zero_()
-        return padded
+    def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
+        """Put rows of parts of these sizes in the parts' order."""
+
+        def run(value: Tensor) -> Tensor:
+            turned = self._buffers.take(name, value.numel(), value.dtype, value.device)
+            parts = torch.split(value.view(outer, -1), list(sizes), dim=1)
+            for out, part in zip(torch.split(turned, [outer * size for size in sizes]), parts, strict=True):
+                out.view(part.shape).copy_(part)
+            return turned
+
+        return self.pool.after(run, payloads)
 
     def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
         """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
@@ -163,29 +178,36 @@ class Runtime:
         compressor: Compressor,
         bucket: Tensor | OnHost,
         residual: Tensor | None,
-        segments: Sequence[int],
+        segments: Segments,
         *,
         state: Tensor | None = None,
         agreed: Tensor | OnHost | None = None,
     ) -> Tensor | OnHost:
-        """Fill a payload; residual and state change in place."""
+        """Fill a payload, or one for each piece; residual and state change in place."""
+        parts = as_pieces(segments)
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            elements = compressor.payload_elements(segments)
+            elements = pieces.payload_elements(compressor, parts)
             payload = self._buffers.take(name, elements, compressor.payload_dtype, value.device)
-            compressor.encode(value, residual, payload, segments, state, agreement)
+            given = EncoderInput(value, residual, tuple(chain.from_iterable(parts)), state, agreement)
+            pieces.encode(compressor, given, payload, parts)
             return payload
 
         return self.pool.after(run, bucket) if agreed is None else self.pool.after(run, bucket, agreed)
 
     def launch(
-        self, name: str, kind: str, value: Tensor | OnHost, ranks: int, level: str, how: str = "sum"
+        self, name: str, kind: str, value: Tensor | OnHost, cut: Cut, level: str, how: str = "sum"
     ) -> Flight | HostFlight:
-        """Start a collective and return at once. `how` is what an all_reduce makes of the ranks' values: sum or max."""
+        """Start a collective and return at once.
+
+        `cut` says which part each rank owns (`runtime/moves.py`); an all_reduce has none, nor has a broadcast with
+        cut 1, which overwrites the value on all ranks but the first. `how` is what an all_reduce makes of the ranks'
+        values: sum or max.
+        """
         if isinstance(value, OnHost):
-            launch = functools.partial(self._launch, name, kind, value, ranks, level, how, "pool")
+            launch = functools.partial(self._launch, name, kind, value, cut, level, how, "pool")
             return HostFlight(self.pool.submit(launch))
-        return self._launch(name, kind, value, ranks, level, how, "main")
+        return self._launch(name, kind, value, cut, level, how, "main")
 
     def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
@@ -200,16 +222,18 @@ class Runtime:
         compressor: Compressor,
         payloads: Tensor | OnHost,
         ranks: int,
-        segments: Sequence[int],
+        segments: Segments,
         *,
         agreed: Tensor | OnHost | None = None,
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
-        """The mean of what the ranks' payloads stand for, flat fp32."""
+        """The mean of what the ranks' payloads stand for, flat fp32, piece by piece."""
+        parts = as_pieces(segments)
+        sizes = tuple(chain.from_iterable(parts))
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            mean = self._buffers.take(name, sum(segments), torch.float32, value.device)
-            compressor.decode(value, ranks, segments, mean, agreement, state)
+            mean = self._buffers.take(name, sum(sizes), torch.float32, value.device)
+            pieces.decode(compressor, DecoderInput(value, ranks, sizes, agreement, state), mean, parts)
             return mean
 
         return self.pool.after(run, payloads) if agreed is None else self.pool.after(run, payloads, agreed)
@@ -320,22 +344,49 @@ class Runtime:
         return result
 
     def _launch(
-        self, name: str, kind: str, given: Tensor | OnHost, ranks: int, level: str, how: str, lane: str
+        self, name: str, kind: str, given: Tensor | OnHost, cut: Cut, level: str, how: str, lane: str
     ) -> Flight:
         value = value_of(given)
         self.counters.count(kind, level, value.nbytes)
+        collective = f"{kind}@{level}"
+        try:
+            output, work = self._started(name, kind, value, cut, level, how, lane)
+        except LostTouch as lost:
+            raise _named(lost, name, collective) from None
+        return Flight(name, collective, output, work)
+
+    def _started(
+        self, name: str, kind: str, value: Tensor, cut: Cut, level: str, how: str, lane: str
+    ) -> tuple[Tensor, Work]:
+        """Start a collective; returns the memory that it fills."""
         if kind == "all_reduce":
-            return Flight(name, value, self.transport.all_reduce(value, level, lane, how))
-        if kind == "broadcast":
-            return Flight(name, value, self.transport.broadcast(value, 0, level, lane))
-        if kind == "all_gather":
-            out = self._buffers.take(name, ranks * value.numel(), value.dtype, value.device)
-            return Flight(name, out, self.transport.all_gather(value, out, level, lane))
-        assert kind == "reduce_scatter", f"unknown collective {kind}"
-        out = self._buffers.take(name, value.numel() // ranks, value.dtype, value.device)
-        return Flight(name, out, self.transport.reduce_scatter(value, out, level, lane))
+            return value, self.transport.all_reduce(value, level, lane, how)
+        if kind == "broadcast" and cut == 1:
+            return value, self.transport.broadcast(value, 0, level, lane)
+        pattern = pattern_of(kind)
+        take = functools.partial(self._buffers.take, dtype=value.dtype, device=value.device)
+        parts = pattern.parts(cut, value.numel())
+        _, elements = pattern.elements(parts, self.transport.place(level))
+        move = Move(value, take(name, elements), cut, level, lane, functools.partial(take, f"{name}_parts"))
+        match pattern:
+            case Pattern.ALL_GATHER:
+                return move.out, self.transport.all_gather(move)
+            case Pattern.ALL_TO_ALL:
+                return move.out, self.transport.all_to_all(move)
+            case Pattern.REDUCE_SCATTER:
+                return move.out, self.transport.reduce_scatter(move)
 
 
 def _finish(flight: Flight) -> Tensor:
-    flight.work.wait()
+    try:
+        flight.work.wait()
+    except LostTouch as lost:
+        raise _named(lost, flight.name, flight.collective) from None
     return flight.output
+
+
+def _named(lost: LostTouch, name: str, collective: str) -> LostTouch:
+    """Say which collective did not end, and of which bucket."""
+    number = re.search(r"_(\d+)", name.removeprefix(collective.partition("@")[0]))
+    bucket = f" of bucket {number[1]}" if number else ""
+    return LostTouch(f"{collective}{bucket} did not end (line {name}): {lost}")

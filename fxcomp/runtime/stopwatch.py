@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxcomp.runtime.clock import Clock, HostClock
+from fxcomp.runtime.group import call_when_done
 from fxcomp.runtime.runtime import Flight, Runtime
-from fxcomp.runtime.transport import call_when_done
 
 Call = tuple[str, int]
 """A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""

@@ -2,99 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.errors import LostTouch
+from fxcomp.runtime.group import Group, Translated, Work
+from fxcomp.runtime.moves import Move, Pattern
 
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object: ...
+_dist = cast("Any", dist)  # partly untyped
 
 
 class Transport(Protocol):
     """A network as the runtime uses it. `level` is intra, inter or world; `lane` is main, or pool for offloads."""
 
+    def place(self, level: str) -> int:
+        """Return this rank's place in its group, whose first rank has place 0."""
+        ...
+
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         """Make `value` its sum over the ranks, or with `how="max"` the largest, in place."""
-        ...
-
-    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        """Fill `out` with every rank's `value`, in rank order."""
-        ...
-
-    def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        """Sum `value` over the ranks; `out` gets this rank's part of it."""
         ...
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         """Give every rank rank `source`'s `value`, in place."""
         ...
 
+    def all_gather(self, move: Move) -> Work:
+        """Hand every rank's part to all of them."""
+        ...
+
+    def all_to_all(self, move: Move) -> Work:
+        """Hand each rank its own part, as every rank has it."""
+        ...
+
+    def reduce_scatter(self, move: Move) -> Work:
+        """Hand each rank its own part, summed over the ranks in rank order."""
+        ...
+
     def settle(self) -> None:
         """Wait for what nobody has waited for, where every rank has launched it."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A process group, its ranks in order, and whether payloads may go straight from rank to rank.
-
-    Launches of a group come in the same order on every rank, so counting them gives equal tags.
-    """
-
-    handle: Any
-    """None once the group has been given up."""
-    ranks: tuple[int, ...]
-    is_direct: bool
-    tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
-    under_way: set[_UnderWay] = field(default_factory=set["_UnderWay"])
-    """Each keeps the connections open as long as it is known."""
-
-    @property
-    def live(self) -> Any:
-        # Without a handle, torch would take the default group, which is the user's.
-        if self.handle is None:
-            raise LostTouch("the process group of this collective has been given up")
-        return self.handle
-
-    def started(self, work: Any) -> Work:
-        assert work is not None, "this rank is not in the group"
-        flying = _UnderWay(work, self.under_way)
-        self.under_way.add(flying)
-        return flying
-
-
-@dataclass(slots=True, eq=False)
-class _UnderWay:
-    """A collective of a group. Its wait raises LostTouch where another rank has gone, or does not come."""
-
-    work: Any
-    """None once the group has been given up."""
-    others: set[_UnderWay]
-
-    def wait(self) -> None:
-        work = self.work
-        if work is None:
-            raise LostTouch("the process group of this collective has been given up")
-        try:  # not with: this runs in every step
-            work.wait()
-        except RuntimeError as error:
-            _TRANSLATED.__exit__(type(error), error, None)
-            raise
-        self.others.discard(self)
-
-    def get_future(self) -> Any:
-        return self.work.get_future()
 
 
 class Groups:
@@ -103,7 +54,7 @@ class Groups:
     A lane has a group of its own because another thread issues its collectives: order holds only within a group.
     """
 
-    def __init__(self, groups: Mapping[tuple[str, str], _Group]):
+    def __init__(self, groups: Mapping[tuple[str, str], Group]):
         self._groups = dict(groups)
 
     @classmethod
@@ -112,44 +63,70 @@ class Groups:
     ) -> Groups:
         """Make the groups; every rank calls this with the same arguments.
 
-        `members` lists a level's groups of ranks. At the levels in `direct`, a gather may send every payload straight
-        to each rank: right where no two ranks share a link, for there a ring would send fewer bytes over it.
+        `members` lists a level's groups of ranks. At the levels in `direct`, an all_gather may send every payload
+        straight to each rank: right where no two ranks share a link, for there a ring would send fewer bytes over it.
         """
-        mine: dict[tuple[str, str], _Group] = {}
+        mine: dict[tuple[str, str], Group] = {}
         me, timeout = dist.get_rank(), compat.group_timeout()
         for lane in lanes:
             for level, lists in members.items():
                 for ranks in lists:
                     backend = "gloo" if lane == "pool" else None
-                    with _TRANSLATED:
-                        handle: Any = dist.new_group(list(ranks), timeout=timeout, backend=backend)  # pyright: ignore[reportUnknownMemberType]  # untyped
+                    with Translated("another rank"):
+                        handle: Any = _dist.new_group(list(ranks), timeout=timeout, backend=backend)
                     if me in ranks:
                         is_direct = level in direct and dist.get_backend(handle) == "gloo"
-                        mine[level, lane] = _Group(handle, tuple(ranks), is_direct)
+                        mine[level, lane] = Group(handle, tuple(ranks), ranks.index(me), is_direct)
         return cls(mine)
+
+    def place(self, level: str) -> int:
+        return next(group.place for (name, _), group in self._groups.items() if name == level)
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         group = self._groups[level, lane]
         op = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
-        with _TRANSLATED:
-            return group.started(dist.all_reduce(value, op, group=group.live, async_op=True))  # pyright: ignore[reportUnknownMemberType]  # untyped
-
-    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        group = self._groups[level, lane]
-        with _TRANSLATED:
-            if group.is_direct and value.device.type == "cpu":
-                return _exchange(value, out, group)
-            return group.started(compat.all_gather(out, value, group=group.live, async_op=True))
-
-    def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:
-        group = self._groups[level, lane]
-        with _TRANSLATED:
-            return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
+        with group.translated:
+            return group.started(_dist.all_reduce(value, op, group=group.live, async_op=True))
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         group = self._groups[level, lane]
-        with _TRANSLATED:
+        with group.translated:
             return group.started(dist.broadcast(value, source, group=group.live, async_op=True))
+
+    def all_gather(self, move: Move) -> Work:
+        group = self._groups[move.level, move.lane]
+        parts = move.parts(Pattern.ALL_GATHER, group.place, len(group.ranks))
+        value, out = _as_bytes(move.value), _as_bytes(move.out)
+        is_even = len(set(parts)) == 1
+        if value.device.type != "cpu":
+            if not is_even:
+                return _dealt(group, value.repeat(len(parts)), out, (len(parts) * (value.numel(),), parts))
+        elif group.is_direct or not is_even:
+            received = torch.split_with_sizes(out, parts)
+            received[group.place].copy_(value)
+            return group.exchange([value] * len(parts), received)
+        with group.translated:
+            return group.started(compat.all_gather(out, value, group=group.live, async_op=True))
+
+    def all_to_all(self, move: Move) -> Work:
+        group = self._groups[move.level, move.lane]
+        parts = move.parts(Pattern.ALL_TO_ALL, group.place, len(group.ranks))
+        return _all_to_all(group, _as_bytes(move.value), _as_bytes(move.out), parts)
+
+    def reduce_scatter(self, move: Move) -> Work:
+        group = self._groups[move.level, move.lane]
+        parts = move.parts(Pattern.REDUCE_SCATTER, group.place, len(group.ranks))
+        value, out = move.value.view(-1), move.out.view(-1)
+        if value.device.type != "cpu" and len(set(parts)) == 1:
+            with group.translated:
+                return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
+        elements = len(parts) * out.numel()
+        arrived = out.new_empty(elements) if move.memory is None else move.memory(elements)
+
+        def finish() -> None:
+            add_in_order(arrived.view(len(parts), out.numel()).unbind(), out)
+
+        return _all_to_all(group, _as_bytes(value), _as_bytes(arrived), parts, finish)
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -180,79 +157,50 @@ class Groups:
 
         Whatever is under way here may go on until the others have noticed; nobody waits for it.
         """
-        handles: list[Any] = []
-        for group in self._groups.values():
-            for flying in list(group.under_way):
-                flying.work = None
-            group.under_way.clear()
-            if group.handle is not None:
-                handles.append(group.handle)
-                group.handle = None
+        handles = [group.give_up() for group in self._groups.values() if group.handle is not None]
         compat.destroy_groups(handles)
 
 
-def _exchange(value: Tensor, out: Tensor, group: _Group) -> Work:
-    """Gather by sends and receives, all at once.
-
-    gloo's own all_gather takes turns: two ranks over 300 Mbit/s need 630 ms for 15 MB each, and 425 ms like this
-    (measured, 2026-11).
-    """
-    tag = next(group.tags)
-    size = value.numel()
-    parts = {rank: out[place * size : (place + 1) * size] for place, rank in enumerate(group.ranks)}
-    me = dist.get_rank()
-    others = [rank for rank in group.ranks if rank != me]
-    receives = [group.started(dist.irecv(parts[rank], rank, group=group.live, tag=tag)) for rank in others]
-    sends = [group.started(dist.isend(value, rank, group=group.live, tag=tag)) for rank in others]
-    parts[me].copy_(value)
-    return _All([*receives, *sends])
+def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Make `out` the sum of the ranks' parts, in rank order. Floats narrower than fp32 are added in fp32."""
+    first, *others = parts
+    is_narrow = out.is_floating_point() and out.element_size() < 4
+    total = first.float() if is_narrow else out.copy_(first)
+    for part in others:
+        total.add_(part.float() if is_narrow else part)
+    if is_narrow:
+        out.copy_(total)
 
 
-class _Translated:
-    """Translate what backends raise when another rank has gone, or does not come, into LostTouch."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, RuntimeError) and compat.is_lost_connection(error):
-            told = str(error).partition("\n")[0]
-            error.__traceback__ = None  # its frames would keep the group's connections open
-            raise LostTouch(f"a collective did not end, because another rank left it or never came: {told}") from None
+def _all_to_all(
+    group: Group, value: Tensor, out: Tensor, parts: tuple[int, ...], finish: Callable[[], object] | None = None
+) -> Work:
+    """Deal a part of `value` to each rank."""
+    ranks, own = len(parts), parts[group.place]
+    if value.device.type != "cpu":
+        return _dealt(group, value, out, (parts, (own,) * ranks), finish)
+    sent, received = torch.split_with_sizes(value, parts), out.view(ranks, own).unbind()
+    received[group.place].copy_(sent[group.place])
+    return group.exchange(sent, received, finish)
 
 
-_TRANSLATED = _Translated()
-"""Shared by all: entering an object takes a tenth of the time of a generator."""
+def _dealt(
+    group: Group,
+    value: Tensor,
+    out: Tensor,
+    sizes: tuple[Sequence[int], Sequence[int]],
+    finish: Callable[[], object] | None = None,
+) -> Work:
+    """Do it by the backend's own collective; `sizes` are of the parts that go to each rank, and come from each."""
+    going, coming = map(list, sizes)
+    with group.translated:
+        return group.started(_dist.all_to_all_single(out, value, coming, going, group.live, async_op=True), finish)
 
 
-def call_when_done(work: Work, done: Callable[[], object]) -> None:
-    """Call `done` when a collective ends, in whatever thread notices.
-
-    gloo tells of its collectives; it does not of its sends and receives, and then `done` is never called.
-    """
-    try:
-        future: Any = getattr(work, "get_future", lambda: None)()
-    except RuntimeError:  # "not implemented", by torch 2.13's gloo for sends and receives
-        return
-    if future is not None:
-
-        def told(_: object) -> None:
-            done()
-
-        future.add_done_callback(told)
-
-
-@dataclass(frozen=True, slots=True)
-class _All:
-    """Several things under way, as one."""
-
-    works: Sequence[Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+def _as_bytes(value: Tensor) -> Tensor:
+    """View a tensor as what every backend moves, flat: gloo does not know float8."""
+    flat = value.view(-1)
+    return flat.view(torch.uint8) if flat.is_floating_point() and flat.element_size() == 1 else flat
 
 
 class _Done:
@@ -261,23 +209,45 @@ class _Done:
 
 
 class NullTransport:
-    """No network: every collective ends at once, with this rank's own values.
+    """No network: every collective ends at once, with this rank's own values in the shapes that it would have.
 
-    What a step costs without communication is measured with it.
+    What a step costs without communication is measured with it. It stands in for `network`, if given, whose groups say
+    which parts are this rank's.
     """
+
+    def __init__(self, network: Transport | None = None) -> None:
+        self._network = network
+
+    def place(self, level: str) -> int:
+        return 0 if self._network is None else self._network.place(level)
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:  # noqa: ARG002
         return _Done()
 
-    def all_gather(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:  # noqa: ARG002
-        out.view(-1, value.numel()).copy_(value)
-        return _Done()
-
-    def reduce_scatter(self, value: Tensor, out: Tensor, level: str, lane: str) -> Work:  # noqa: ARG002
-        out.copy_(value[: out.numel()])
-        return _Done()
-
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:  # noqa: ARG002
+        return _Done()
+
+    def all_gather(self, move: Move) -> Work:
+        """Repeat this rank's part. Where a cut lists the parts, zero the others': this one's may not be valid there."""
+        place = self.place(move.level)
+        parts = move.parts(Pattern.ALL_GATHER, place)
+        out = move.out.view(-1)
+        if isinstance(move.cut, int):
+            out.view(move.cut, -1).copy_(move.value.view(-1))
+        else:
+            torch.split_with_sizes(out.zero_(), parts)[place].copy_(move.value.view(-1))
+        return _Done()
+
+    def all_to_all(self, move: Move) -> Work:
+        place = self.place(move.level)
+        parts = move.parts(Pattern.ALL_TO_ALL, place)
+        move.out.view(len(parts), parts[place]).copy_(torch.split_with_sizes(move.value.view(-1), parts)[place])
+        return _Done()
+
+    def reduce_scatter(self, move: Move) -> Work:
+        place = self.place(move.level)
+        parts = move.parts(Pattern.REDUCE_SCATTER, place)
+        move.out.view(-1).copy_(torch.split_with_sizes(move.value.view(-1), parts)[place])
         return _Done()
 
     def settle(self) -> None:

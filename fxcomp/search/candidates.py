@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Mode, error_limit, strategies
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
@@ -19,13 +19,16 @@ from fxcomp.search.workload import Workload
 
 
 class Part(NamedTuple):
-    """A bucket in the search: gradients start to stop of the vectors or the matrices, and a strategy's number."""
+    """A bucket in the search: gradients start to stop of those with this content, and a strategy's number."""
 
-    is_vector: bool
+    content: Content
     start: int
     stop: int
     strategy: int
 
+
+Choices = Mapping[Content, tuple[Strategy, ...]]
+"""The strategies that buckets of each content may have."""
 
 Parts = tuple[Part, ...]
 """A plan in the search: buckets in the order in which their last gradients are ready."""
@@ -43,20 +46,28 @@ class Candidates:
         costs: CostTable,
         cluster: Cluster,
         mode: Mode,
-        choices: dict[bool, tuple[Strategy, ...]] | None = None,
+        choices: Choices | None = None,
         *,
         bursts: float = 1.0,
+        mixed: bool = False,
     ) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
+        gradients = list(enumerate(workload.gradients))
+        self.members = (
+            {Content.MIXED: [k for k, _ in gradients]}
+            if mixed
+            else {
+                Content.MATRICES: [k for k, gradient in gradients if not gradient.is_vector],
+                Content.VECTORS: [k for k, gradient in gradients if gradient.is_vector],
+            }
+        )
+        self.main = next(iter(self.members))
+        """Its strategies are what a plan is started with."""
         self.choices = choices or {
-            vector: strategies(mode, cluster, vector, offload=costs.offloads) for vector in (False, True)
+            content: strategies(mode, cluster, content, offload=costs.offloads) for content in self.members
         }
-        self.errors = {vector: [strategy_error(s, cluster) for s in self.choices[vector]] for vector in (False, True)}
-        self.bursts = {vector: [is_bursty(s, cluster) for s in self.choices[vector]] for vector in (False, True)}
-        self.members = {
-            vector: [k for k, gradient in enumerate(workload.gradients) if gradient.is_vector == vector]
-            for vector in (False, True)
-        }
+        self.errors = {content: [strategy_error(s, cluster) for s in found] for content, found in self.choices.items()}
+        self.bursts = {content: [is_bursty(s, cluster) for s in found] for content, found in self.choices.items()}
         self.elements = [gradient.elements for gradient in workload.gradients]
         elements = sum(self.elements)
         self.lossable = math.inf if choices else elements * error_limit(mode) * (1 + SAME)
@@ -82,7 +93,7 @@ class Candidates:
 
     def _bursting(self, part: Part) -> int:
         """Count the elements of a bucket that come in bursts."""
-        return self._elements(part) if self.bursts[part.is_vector][part.strategy] else 0
+        return self._elements(part) if self.bursts[part.content][part.strategy] else 0
 
     def loss(self, parts: Parts) -> float:
         """Sum the squared error of a plan, in elements lost."""
@@ -139,20 +150,20 @@ class Candidates:
     def _lost(self, part: Part) -> float:
         lost = self.lost.get(part)
         if lost is None:
-            lost = self.lost[part] = self._elements(part) * self.errors[part.is_vector][part.strategy]
+            lost = self.lost[part] = self._elements(part) * self.errors[part.content][part.strategy]
         return lost
 
     def last(self, part: Part) -> int:
-        return self.members[part.is_vector][part.stop - 1]
+        return self.members[part.content][part.stop - 1]
 
     def _positions(self, part: Part) -> list[int]:
-        return self.members[part.is_vector][part.start : part.stop]
+        return self.members[part.content][part.start : part.stop]
 
     def _elements(self, part: Part) -> int:
         return sum(self.elements[k] for k in self._positions(part))
 
     def strategy(self, part: Part) -> Strategy:
-        return self.choices[part.is_vector][part.strategy]
+        return self.choices[part.content][part.strategy]
 
     def ordered(self, parts: Sequence[Part]) -> Parts:
         return tuple(sorted(parts, key=self.last))
@@ -166,5 +177,5 @@ class Candidates:
         return Plan(tuple(buckets))
 
     def other_strategies(self, part: Part) -> list[Part]:
-        numbers = range(len(self.choices[part.is_vector]))
+        numbers = range(len(self.choices[part.content]))
         return [part._replace(strategy=number) for number in numbers if number != part.strategy]

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.plan.modes import Mode, strategies
+from fxcomp.plan.given import strategy_named
+from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.plan.strategy import Strategy
 from fxcomp.search.candidates import Candidates, Parts
 from fxcomp.search.local_search import CAPS, LocalSearch, leaves_dense
 from fxcomp.search.plan_tasks import plan_tasks
@@ -74,25 +74,50 @@ class Choice:
 
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> Choice:
     """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts."""
-    plans = Candidates(workload, costs, cluster, mode, bursts=bursts)
-    search = LocalSearch(plans)
-    dense, dense_us = search.best_dense()
-    fastest, fastest_us = search.best(dense)
-    error = costs.error_of(workload.free_us, dense_us)
-    is_worth_it = leaves_dense(dense_us, fastest_us, error)
-    parts, step_us = (fastest, fastest_us) if is_worth_it else (dense, dense_us)
+    # Vectors apart, and with matrices: where latency rules, one bucket less is worth more than their precision.
+    found = [
+        _Best.of(Candidates(workload, costs, cluster, mode, bursts=bursts, mixed=mixed))
+        for mixed in ((False, True) if _has_both(workload) else (False,))
+    ]
+    least_dense = min(found, key=lambda best: best.dense_us)
+    least = min(found, key=lambda best: best.fastest_us)
+    error = costs.error_of(workload.free_us, least_dense.dense_us)
+    is_worth_it = leaves_dense(least_dense.dense_us, least.fastest_us, error)
+    chosen = least if is_worth_it else least_dense
+    plans, parts = chosen.plans, chosen.fastest if is_worth_it else chosen.dense
     return Choice(
         plan=plans.plan(parts),
-        step_us=step_us,
-        dense=plans.plan(dense),
-        dense_us=dense_us,
-        fastest=plans.plan(fastest),
-        fastest_us=fastest_us,
+        step_us=chosen.fastest_us if is_worth_it else chosen.dense_us,
+        dense=least_dense.plans.plan(least_dense.dense),
+        dense_us=least_dense.dense_us,
+        fastest=least.plans.plan(least.fastest),
+        fastest_us=least.fastest_us,
         bf16_us=predict_us(workload, uniform("bf16", workload, costs, cluster), costs, cluster),
         free_us=workload.free_us,
         error=error,
         alternatives=_alternatives(plans, parts),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best plans of one way to group gradients."""
+
+    plans: Candidates
+    dense: Parts
+    dense_us: float
+    fastest: Parts
+    fastest_us: float
+
+    @classmethod
+    def of(cls, plans: Candidates) -> _Best:
+        search = LocalSearch(plans)
+        dense, dense_us = search.best_dense()
+        return cls(plans, dense, dense_us, *search.best(dense))
+
+
+def _has_both(workload: Workload) -> bool:
+    return len({gradient.is_vector for gradient in workload.gradients}) == 2
 
 
 def _alternatives(plans: Candidates, parts: Parts) -> tuple[tuple[Alternative, ...], ...]:
@@ -112,14 +137,15 @@ def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluste
 
 
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
-    """Make a plan of one compressor everywhere (`dense`, `bf16`, `int8`, ...), flat, in buckets of the best size.
+    """Make a plan of one compressor or strategy everywhere (`dense`, `bf16`, `int8`, ...), in buckets of the best size.
 
-    Vectors stay dense where balanced mode would not compress them.
+    A compressor goes over all ranks in one shot. Vectors stay dense where balanced mode would not compress them.
     """
-    strategy = DENSE if name == "dense" else Strategy.flat(parse_compressor(name))
-    gentle = strategies(Mode.BALANCED, cluster, is_vector=True)
-    vector = strategy if strategy in gentle else DENSE
-    plans = Candidates(workload, costs, cluster, Mode.LOSSLESS, {False: (strategy,), True: (vector,)})
+    strategy = strategy_named(name)
+    gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
+    vector = strategy if strategy in gentle else strategy.uncompressed
+    choices = {Content.MATRICES: (strategy,), Content.VECTORS: (vector,)}
+    plans = Candidates(workload, costs, cluster, Mode.LOSSLESS, choices)
     search = LocalSearch(plans)
     return plans.plan(min((search.start(cap, 0) for cap in CAPS), key=plans.step_us))
 

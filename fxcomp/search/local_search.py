@@ -33,41 +33,41 @@ class LocalSearch:
 
     def __init__(self, plans: Candidates) -> None:
         self._plans = plans
+        self._main = plans.choices[plans.main]
 
     def start(self, cap: float, strategy: int) -> Parts:
         """Make buckets of at most `cap` bytes in ready order; vectors take the matrices' strategy if they may."""
         parts: list[Part] = []
-        for is_vector, members in self._plans.members.items():
-            number = strategy
-            if is_vector:
-                wanted = self._plans.choices[False][strategy]
-                number = self._plans.choices[True].index(wanted) if wanted in self._plans.choices[True] else 0
+        wanted = self._main[strategy]
+        for content, members in self._plans.members.items():
+            choices = self._plans.choices[content]
+            number = choices.index(wanted) if wanted in choices else 0
             begun, size = 0, 0
             for k, position in enumerate(members):
                 more = 4 * self._plans.elements[position]
                 if k > begun and size + more > cap:
-                    parts.append(Part(is_vector, begun, k, number))
+                    parts.append(Part(content, begun, k, number))
                     begun, size = k, 0
                 size += more
             if members:
-                parts.append(Part(is_vector, begun, len(members), number))
+                parts.append(Part(content, begun, len(members), number))
         return self._plans.ordered(parts)
 
     def best_dense(self) -> tuple[Parts, float]:
         """Find the fastest plan that compresses nothing."""
-        numbers = [k for k, strategy in enumerate(self._plans.choices[False]) if strategy.is_dense]
+        numbers = [k for k, strategy in enumerate(self._main) if strategy.is_dense]
         return self._improve_best([self.start(cap, k) for k in numbers for cap in CAPS], dense_only=True)
 
     def best(self, dense: Parts) -> tuple[Parts, float]:
         """Find the fastest plan of all; `dense` if none is faster."""
-        numbers = range(len(self._plans.choices[False]))
+        numbers = range(len(self._main))
         return self._improve_best([dense, *(self.start(cap, k) for k in numbers for cap in CAPS)], dense_only=False)
 
     def stays_dense(self) -> bool:
         """Tell that no start of a search gains enough to leave dense; stop when that is clear."""
         workload, costs = self._plans.workload, self._plans.costs
-        numbers = range(len(self._plans.choices[False]))
-        dense = [k for k in numbers if self._plans.choices[False][k].is_dense]
+        numbers = range(len(self._main))
+        dense = [k for k in numbers if self._main[k].is_dense]
         caps = [cap for cap in CAPS if 4 * sum(self._plans.elements) <= _FLIP_BUCKETS * cap]
         dense_us = min(self._plans.step_us(self.start(cap, k)) for k in dense for cap in caps)
         error = costs.error_of(workload.free_us, dense_us)
@@ -116,7 +116,7 @@ class LocalSearch:
         others = (*parts[:k], *parts[k + 1 :])
         for cut in self._cuts(part):
             yield self._plans.ordered((*others, part._replace(stop=cut), part._replace(start=cut)))
-        following = next((j for j in range(k + 1, len(parts)) if parts[j].is_vector == part.is_vector), None)
+        following = next((j for j in range(k + 1, len(parts)) if parts[j].content is part.content), None)
         if following is None:
             return
         after = parts[following]

@@ -10,17 +10,17 @@ The order of launches is `Plan.schedule()`; the emitted code follows the same.
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan, launch_order
-from fxcomp.plan.strategy import Collective, Compress, Decompress, Device, Propose, Step, Strategy
+from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
+from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.workload import Gradient, Workload
 
@@ -138,179 +138,166 @@ def price_bucket(
     update_us = sum(gradient.update_us for gradient in gradients)
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    writer = _Writer(k, [gradient.shape for gradient in gradients], strategy, workload, costs, cluster)
-    stages = tuple(writer.stage(number) for number in range(len(writer.stages) - 1))
+    route = route_of(strategy, [gradient.shape for gradient in gradients], cluster)
+    writer = _Writer(k, route, strategy.leading_splits, workload, costs, cluster)
+    stages = tuple(writer.stage(number) for number in range(len(route.stages) - 1))
     final = writer.final()
     return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
 
 
 class _Writer:
-    """Writes one bucket's tasks from its first step to its last, and tracks the tensor's state between them."""
+    """Writes one bucket's tasks, leg by leg, and tracks where the tensor lies and how large it is between them."""
 
-    def __init__(
-        self,
-        k: int,
-        shapes: Sequence[Sequence[int]],
-        strategy: Strategy,
-        workload: Workload,
-        costs: CostTable,
-        cluster: Cluster,
-    ) -> None:
-        self.commits = workload.commits
-        self.k, self.strategy, self.costs, self.cluster = k, strategy, costs, cluster
-        self.bound = strategy.bound(shapes, cluster)
-        self.velocity, self.accumulated = workload.keeps_velocity, False
-        self.stages = strategy.stages
-        self.segments = tuple(map(math.prod, shapes))
-        self.proposal_bytes: int | None = None  # None but for what the ranks are agreeing on
-        self.payload_bytes: int | None = None  # None while the tensor is dense
+    def __init__(self, k: int, route: Route, leading: int, workload: Workload, costs: CostTable, cluster: Cluster):
+        self.commits, self.velocity = workload.commits, workload.keeps_velocity
+        self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
+        self.first = route.legs[leading]
+        """Before it, a velocity is accumulated."""
+        self.held = 4 * len(route.whole)
+        """Bytes of the tensor as it is now."""
+        self.encoder: Encode | None = None
+        self.encoded_by = ""
+        self.proposal: Encode | None = None
         self.on_pool = False
         """The host's pool holds the tensor now, launches its collectives and waits for them."""
-        self.ranks = 1  # whose payloads lie here
         self.previous = f"region {k}"
-        self.gathered = False
+        self.names = Counter[str]()
 
     def stage(self, number: int) -> tuple[Task, ...]:
-        """Write the steps down to a collective, after the main thread's packing or waiting."""
+        """Write the legs down to a collective, after the main thread's packing or waiting."""
         if number == 0:
-            first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
+            first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.held))]
         elif self.on_pool:  # the pool waits
             first = []
         else:  # the main thread blocks until the previous wire is done
-            is_agreement = any(isinstance(step, Propose) for step in self.stages[number - 1])
-            kind = AGREE if is_agreement else self.strategy.collectives[number - 1].kind.value
-            first = [self._task(f"wait for {kind}", Stream.COMPUTE, 0.0)]
-        return (*first, *(task for step in self.stages[number] for task in self._step(step)))
+            first = [self._task(f"wait for {self._name_of(self.route.stages[number - 1])}", Stream.COMPUTE, 0.0)]
+        return (*first, *(task for leg in self.route.stages[number] for task in self._leg(leg)))
 
     def final(self) -> tuple[Task, ...]:
-        return tuple(task for step in self.stages[-1] for task in self._step(step))
+        """Write the legs after the last collective, and the copy back to the device."""
+        tasks = [task for leg in self.route.stages[-1] for task in self._leg(leg, is_last=True)]
+        return (*tasks, *self._bring_to(Device.GPU))
 
-    @property
-    def compressor(self) -> Compressor:
-        assert self.bound is not None, "a strategy decompresses what it compressed"
-        return self.bound
+    def _name_of(self, legs: Sequence[Leg]) -> str:
+        sent = legs[-1]
+        assert isinstance(sent, Send), "a stage ends with a collective"
+        return AGREE if any(isinstance(leg, Encode) and leg.is_proposal for leg in legs) else sent.kind.value
 
-    @property
-    def elements(self) -> int:
-        return sum(self.segments)
+    def _leg(self, leg: Leg, *, is_last: bool = False) -> list[Task]:
+        match leg:
+            case Encode():
+                return [*self._bring_to(leg.device), *self._accumulate(leg, leg.device), *self._encode(leg)]
+            case Decode():
+                return [*self._bring_to(leg.device), *self._decode(leg, is_last)]
+            case Send():
+                moved = self._bring_to(Device.GPU) if leg.slot is None else []
+                return [*moved, *self._accumulate(leg, Device.GPU), *self._send(leg)]
 
-    @property
-    def dense_bytes(self) -> int:
-        return 4 * self.elements
+    def _bring_to(self, device: Device) -> list[Task]:
+        """Copy the tensor if what comes next runs where it is not yet."""
+        is_there = self.on_pool == (device is Device.CPU)
+        self.on_pool = device is Device.CPU
+        copy_us = 0.0 if is_there else self.costs.copy_us(self.held)
+        name, stream = ("d2h", Stream.D2H) if device is Device.CPU else ("h2d", Stream.H2D)
+        return [self._task(name, stream, copy_us)] if copy_us else []
 
-    def _step(self, step: Step) -> list[Task]:
-        if isinstance(step, Collective):
-            return self._collective(step)
-        if isinstance(step, Propose):
-            return self._propose(step)
-        return self._compress(step) if isinstance(step, Compress) else self._decompress(step)
+    def _encode(self, leg: Encode) -> list[Task]:
+        compressor, stream = leg.compressor, _device_stream(leg.device)
+        if leg.is_proposal:
+            self.proposal = leg
+            return [self._task("propose", stream, self.costs.propose_us(compressor, leg.elements, leg.device))]
+        us = self.costs.encode_us(compressor, leg.elements, leg.device)
+        saved = self._saved_state(leg)
+        compress = self._task("compress", stream, us, *[task.name for task in saved])
+        self.encoder, self.encoded_by = leg, compress.name
+        self.held = leg.payload_elements * compressor.payload_dtype.itemsize
+        return [*saved, compress, *self._saved_payload(leg)]
 
-    def _propose(self, step: Propose) -> list[Task]:
-        us = self.costs.propose_us(self.compressor, self.elements, step.device)
-        self.proposal_bytes = self.compressor.proposal_bytes(self.segments)
-        before = [*self._to_host(step.device), *self._accumulate(step.device)]
-        return [*before, self._task("propose", _device_stream(step.device), us)]
-
-    def _compress(self, step: Compress) -> list[Task]:
-        us = self.costs.encode_us(self.compressor, self.elements, step.device)
-        self.payload_bytes = self.compressor.payload_bytes(self.segments)
-        moved = [*self._to_host(step.device), *self._accumulate(step.device)]
-        saved = self._saved_state()
-        compress = self._task("compress", _device_stream(step.device), us, *[task.name for task in saved])
-        return [*moved, *saved, compress, *self._saved_payload(step)]
-
-    def _saved_state(self) -> list[Task]:
-        if not self.commits or not self.compressor.has_state:
+    def _saved_state(self, leg: Encode) -> list[Task]:
+        if not self.commits or not leg.compressor.has_state:
             return []
-        us = self.costs.pack_us(self.compressor.state_bytes(self.segments))
+        us = self.costs.pack_us(_state_bytes(leg))
         return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
 
-    def _saved_payload(self, step: Compress) -> list[Task]:
+    def _saved_payload(self, leg: Encode) -> list[Task]:
         """Save a payload that is summed in place: rolling a residual back needs it."""
-        if not self.commits or not self.compressor.is_linear or not self.compressor.needs_error_feedback:
+        follows = next(each for each in self.route.legs if isinstance(each, Send) and each.slot == leg.slot)
+        if not self.commits or not leg.compressor.needs_error_feedback:
             return []
-        us = self.costs.pack_us(self.compressor.payload_bytes(self.segments))
-        return [self._task("save", _device_stream(step.device), us)]
-
-    def _accumulate(self, device: Device) -> list[Task]:
-        """Accumulate the velocity, once, before the ranks see anything of each other's buckets."""
-        if self.accumulated or not self.velocity:
+        if follows.kind is not CollectiveKind.ALL_REDUCE:
             return []
-        self.accumulated = True
-        saved: list[Task] = []
-        if self.commits:
-            saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
-        us = self.costs.accumulate_us(self.dense_bytes)
-        return [*saved, self._task("accumulate", _device_stream(device), us)]
+        return [self._task("save", _device_stream(leg.device), self.costs.pack_us(self.held))]
 
-    def _mask(self) -> list[Task]:
+    def _accumulate(self, leg: Leg, device: Device) -> list[Task]:
+        """Accumulate the velocity, once, where the leading splits end."""
+        if leg is not self.first or not self.velocity:
+            return []
+        saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.held))] if self.commits else []
+        return [*saved, self._task("accumulate", _device_stream(device), self.costs.accumulate_us(self.held))]
+
+    def _mask(self, leg: Encode) -> list[Task]:
         """Mask the velocity, while the payload travels on without waiting."""
-        compressor, device = self.strategy.compressor, self.strategy.device
-        if not self.velocity or compressor is None or device is None or not compressor.sends_values:
+        is_first = leg is self.first or (self.first is not leg and getattr(self.first, "is_proposal", False))
+        if not self.velocity or not is_first or not leg.compressor.sends_values:
             return []
-        us, stream = self.costs.mask_us(self.dense_bytes), _device_stream(device)
+        us, stream = self.costs.mask_us(4 * leg.elements), _device_stream(leg.device)
         load = self.costs.pool_load if stream is Stream.CPU else 0.0
-        return [Task(f"mask {self.k}", stream, us, (f"compress {self.k}",), load)]
+        return [Task(f"mask {self.k}", stream, us, (self.encoded_by,), load)]
 
-    def _to_host(self, device: Device) -> list[Task]:
-        """Copy the tensor if the compressor runs where it is not yet."""
-        is_there, self.on_pool = self.on_pool, device is Device.CPU
-        copy_us = 0.0 if is_there or device is Device.GPU else self.costs.copy_us(self.dense_bytes)
-        return [self._task("d2h", Stream.D2H, copy_us)] if copy_us else []
-
-    def _decompress(self, step: Decompress) -> list[Task]:
-        compressor = self.compressor
-        us = self.costs.decode_us(compressor, self.elements, self.ranks, step.device)
-        if compressor.has_state and compressor.facts.state_from_payload:
-            us += self.costs.keep_us(compressor.state_bytes(self.segments))
-        self.payload_bytes, self.on_pool = None, False
-        if step.device is Device.GPU:
-            return [self._task("decompress", Stream.COMPUTE, us)]
+    def _decode(self, leg: Decode, is_last: bool) -> list[Task]:
+        compressor, encoder = leg.compressor, self.encoder
+        us = self.costs.decode_us(compressor, leg.elements, leg.payloads, leg.device)
+        if encoder is not None and compressor.has_state and compressor.facts.state_from_payload:
+            us += self.costs.keep_us(_state_bytes(encoder))
+        self.held, self.encoder = 4 * leg.elements, None
         # The last one is asked of the pool when the main thread has nothing left to launch.
-        is_last = step in self.stages[-1]
-        task = self._task("decompress", Stream.CPU, us, *([END_OF_BACKWARD] if is_last else []))
-        copy_us = self.costs.copy_us(self.dense_bytes)
-        return [task, self._task("h2d", Stream.H2D, copy_us)] if copy_us else [task]
+        waits = [END_OF_BACKWARD] if is_last and leg.device is Device.CPU else []
+        return [self._task("decompress", _device_stream(leg.device), us, *waits)]
 
-    def _collective(self, step: Collective) -> list[Task]:
+    def _send(self, leg: Send) -> list[Task]:
         """Price a collective over the tensor as it is now, and note what it is then."""
-        if self.proposal_bytes is not None:
-            size, self.proposal_bytes = self.proposal_bytes, None
-            return self._sent(AGREE, step, size)
-        before: list[Task] = []
-        alongside = self._mask() if self.payload_bytes is not None else []
-        if self.payload_bytes is None and step.kind is CollectiveKind.ALL_REDUCE:
-            before = self._accumulate(Device.GPU)
-        if step.kind is CollectiveKind.REDUCE_SCATTER:
-            before = [self._task("pad", Stream.COMPUTE, self.costs.pack_us(self.dense_bytes))]
-            ranks = self.cluster.ranks_at(step.level)
-            self.segments = tuple(-(-size // ranks) for size in self.segments)
-            size = self.dense_bytes * ranks
-        else:
-            size = self.dense_bytes if self.payload_bytes is None else self.payload_bytes
-        if self.payload_bytes is not None and step.kind is CollectiveKind.ALL_GATHER:
-            self.ranks = self.cluster.ranks_at(step.level)
-        # A strategy may gather twice: between hosts, then inside them.
-        is_second = self.gathered and step.kind is CollectiveKind.ALL_GATHER
-        self.gathered |= step.kind is CollectiveKind.ALL_GATHER
-        return [*before, *self._sent(str(step) if is_second else step.kind.value, step, size), *alongside]
+        if leg.ranks == 1:
+            self.proposal = None
+            return []
+        if self.proposal is not None:
+            made, self.proposal = self.proposal, None
+            return self._sent(AGREE, leg, sum(map(made.compressor.proposal_bytes, made.segments)))
+        turned: list[Task] = []
+        if leg.turned is not None:
+            stream = Stream.CPU if self.on_pool else Stream.COMPUTE
+            turned = [self._task("turn", stream, self.costs.pack_us(self.held))]
+        encoder = self.encoder
+        has_just = self.previous in (self.encoded_by, f"save {self.k}")
+        alongside = self._mask(encoder) if encoder is not None and has_just else []
+        sent = self._sent(leg.kind.value, leg, leg.works_on(self.held))
+        self.held = leg.leaves(self.held)
+        return [*turned, *sent, *alongside]
 
-    def _sent(self, name: str, step: Collective, size: int) -> list[Task]:
-        us = self.costs.collective_us(step.kind, step.level, size, self.cluster)
+    def _sent(self, name: str, leg: Send, size: int) -> list[Task]:
+        what = leg.kind, leg.level, size, self.cluster
         launcher = Stream.CPU if self.on_pool else Stream.COMPUTE
         start = self._task(f"start {name}", launcher, self.costs.launch_us)
-        load = self.costs.load_of(step.kind, step.level, size, self.cluster)
-        beside = self.costs.overlap_speed(step.kind, step.level, size, self.cluster)
-        sent = Task(f"{name} {self.k}", _stream(step.level, self.cluster), us, (self.previous,), load, beside)
+        us, load, beside = self.costs.collective_us(*what), self.costs.load_of(*what), self.costs.overlap_speed(*what)
+        sent = Task(self._named(name), _stream(leg.level, self.cluster), us, (self.previous,), load, beside)
         self.previous = sent.name
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """Make a task after the bucket's previous one."""
         load = self.costs.pool_load if stream is Stream.CPU else 0.0
-        task = Task(f"{what} {self.k}", stream, duration_us, (self.previous, *also_after), load)
+        task = Task(self._named(what), stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task
+
+    def _named(self, what: str) -> str:
+        """Name a task by the bucket, and by a number behind its first word if that comes again."""
+        self.names[what] += 1
+        again = self.names[what]
+        return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"
+
+
+def _state_bytes(leg: Encode) -> int:
+    return sum(map(leg.compressor.state_bytes, leg.segments))
 
 
 def _device_stream(device: Device) -> Stream:

@@ -6,7 +6,7 @@ import pytest
 
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.compare import diff, differences, merge
-from fxcomp.cost.contention import Contention, TransportCost
+from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.roofline import Measured, Roofline
@@ -61,7 +61,7 @@ SHARED = replace(
     OLD,
     transport={KIND: TransportCost(10.0, 900.0, 0.8, 40.0)},
     processors=Processors(2.0, 1.0),
-    contention={CollectiveKind.ALL_REDUCE: Contention(1.5, 0.7)},
+    contention=1.5,
     roofline=Roofline(50.0, 10.0, others={"bf16": 100.0, "f64": 1.0}),
     copy_gb_per_s=12.0,
     estimate="a data sheet",
@@ -71,7 +71,7 @@ OTHER = replace(
     date="2026-11-20",
     transport={KIND: TransportCost(20.0, 1800.0, 0.4, 80.0), CollectiveKind.ALL_GATHER: TransportCost(1.0, 1.0)},
     processors=Processors(4.0, 2.0),
-    contention={CollectiveKind.ALL_REDUCE: Contention(3.0, 0.35)},
+    contention=3.0,
     roofline=Roofline(50.0, 10.0, others={"bf16": 200.0}),
     copy_gb_per_s=24.0,
     estimate="",
@@ -88,8 +88,7 @@ def test_how_processors_are_shared_and_other_types_and_copies_are_told_apart():
         "transport all_reduce us_per_mb: 900 us/MB and 1800 us/MB (+100 %)",
         "transport all_reduce speed: 0.8 and 0.4 (-50 %)",
         "transport all_reduce more_us: 40 us and 80 us (+100 %)",
-        "contention all_reduce load: 1.5 and 3 (+100 %)",
-        "contention all_reduce speed: 0.7 and 0.35 (-50 %)",
+        "contention: 1.5 and 3 (+100 %)",
         "processors count: 2 and 4 (+100 %)",
         "processors compute: 1 and 2 (+100 %)",
         "only the first has a roofline for f64",
@@ -113,10 +112,10 @@ def test_what_was_measured_together_about_processors_comes_from_one_table():
         assert "copy_gb_per_s" in told
         assert "roofline bf16" in told
         assert not any(word in told for word in ("transport", "contention", "processors"))
-    lone = replace(OTHER, transport={}, processors=Processors(), contention={})
+    lone = replace(OTHER, transport={}, processors=Processors(), contention=1.0)
     assert sharing(merge(SHARED, lone).table) == sharing(SHARED)
     partly = replace(lone, processors=Processors(8.0, 1.0))
-    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), {})
+    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), 1.0)
 
 
 @pytest.mark.parametrize("turned", [False, True])

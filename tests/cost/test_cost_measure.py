@@ -1,7 +1,7 @@
 """Measuring: a fit finds the link again, decisions follow the returned numbers, kernels give plausible points."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost import collectives as formulas
+from fxcomp.cost import measure
 from fxcomp.cost.measure import (
     MOST_RECEIVED,
     fitted_collective,
@@ -128,6 +129,25 @@ def test_every_compressor_is_measured_at_growing_sizes(compressor: Compressor):
     assert [point.elements for point in points] == [1024, 4096]
     assert all(point.encode_us > 0 and point.decode_us > 0 for point in points)
     assert all((point.propose_us > 0) == (compressor.facts.agreement is not None) for point in points)
+
+
+def test_decoding_one_payload_and_several_tells_what_each_adds(monkeypatch: pytest.MonkeyPatch):
+    int8 = parse_compressor("int8")
+    decoded: list[int] = []
+
+    def decode(_: Compressor, payloads: torch.Tensor, ranks: int, *__: object) -> None:
+        decoded.append(ranks)
+        assert payloads.numel() == ranks * int8.payload_elements((1024,))
+
+    def median_us(run: Callable[[], object], **_: object) -> float:
+        decoded.clear()
+        run()
+        return 30.0 + 2.0 * decoded[0] if decoded else 7.0
+
+    monkeypatch.setattr(type(int8), "decode", decode)
+    monkeypatch.setattr(measure, "median_us", median_us)
+    (cost,) = measure_compressors([int8], sizes=(1024,)).values()
+    assert [cost.decode_us(1024, payloads) for payloads in (1, 2, 4, 8, 16)] == pytest.approx([32, 34, 38, 46, 62])
 
 
 def test_a_compressor_that_takes_too_long_stops_early():

@@ -15,7 +15,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
-from fxcomp.cost.contention import Contention, TransportCost
+from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.piecewise import Fit, Piece
@@ -51,7 +51,7 @@ FULL = CostTable(
     },
     copy_gb_per_s=12.0,
     processors=Processors(1.5, 1.0),
-    contention={CollectiveKind.ALL_REDUCE: Contention(1.5, 0.7)},
+    contention=1.5,
     threads=1,
 )
 
@@ -121,7 +121,7 @@ TABLES = st.builds(
     ),
     copy_gb_per_s=st.none() | RATES,
     processors=st.builds(Processors, RATES, RATES) | st.just(Processors()),
-    contention=st.dictionaries(st.sampled_from(list(CollectiveKind)), st.builds(Contention, RATES, RATES), max_size=2),
+    contention=RATES,
     error=st.floats(0, 1),
     compute_error=st.floats(0, 1),
     estimate=TEXTS,
@@ -191,7 +191,7 @@ def test_no_value_may_be_an_object_of_another_kind_and_no_entry_missing(place: t
         assert not loads_sensibly_or_not(data)
     data, inner, last = corrupted(place)
     del inner[last]
-    if place[0] in ("compute", "collectives", "compressors", "transport", "contention") and len(place) == 2:
+    if place[0] in ("compute", "collectives", "compressors", "transport") and len(place) == 2:
         assert loads_sensibly_or_not(data)  # one that was not measured
     elif "points" not in place[2:3] and place[-1] not in (0, 1, "encode", "decode", "bf16"):
         assert not loads_sensibly_or_not(data)
@@ -270,3 +270,13 @@ def test_what_a_reader_refuses():
                 reader(value, "here")
     with pytest.raises(BadOption, match=r"here\.a is missing"):
         record(dict, a=TEXT)({}, "here")
+
+
+@pytest.mark.parametrize(
+    ("held", "factor"),
+    [({"all_reduce": {"load": 2.0, "speed": 0.5}, "all_gather": {"load": 4.0, "speed": 0.7}}, 2.0), ({}, 1.0)],
+)
+def test_a_table_that_holds_two_factors_by_kind_is_read(held: Any, factor: float):
+    assert CostTable.from_json({**WHOLE, "contention": held}).contention == factor
+    with pytest.raises(BadOption, match=r"contention\.all_reduce\.load must be"):
+        CostTable.from_json({**WHOLE, "contention": {"all_reduce": {"load": -1.0, "speed": 1.0}}})

@@ -133,8 +133,8 @@ def a_sum_between_hosts_stays_inside_the_host() -> None:
     def all_reduce(self: Groups, original: Any, value: Any, level: str, lane: str, how: str = "sum") -> Any:
         return original(self, value, "intra" if level == "inter" else level, lane, how)
 
-    wrap(Groups, "all_gather", lambda self, original, value, out, level, lane: original(
-        self, value, out, "intra" if level == "inter" else level, lane))  # fmt: skip
+    wrap(Groups, "all_gather", lambda self, original, move: original(
+        self, replace(move, level="intra" if move.level == "inter" else move.level)))  # fmt: skip
     wrap(Groups, "all_reduce", all_reduce)
 
 

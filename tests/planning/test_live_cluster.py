@@ -18,7 +18,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.commands.demo import launch_ranks, shaped_hosts
 from fxcomp.cost.collectives import collective_us
-from fxcomp.cost.contention import Contention
+from fxcomp.cost.contention import FittedContention
 from fxcomp.errors import NoProcessGroup
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Strategy
@@ -144,25 +144,24 @@ def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
     assert all("needs as many ranks on every host; here the hosts have 2+1" in outcome.text for outcome in outcomes)
 
 
-def fitted_contention(_: object = None) -> tuple[int, dict[CollectiveKind, Contention], float]:
+def fitted_contention(_: object = None) -> tuple[int, float, float]:
     """How often this rank fitted contention, each rank with another answer, and what its step was planned with."""
     asked: list[int] = []
 
-    def fitted(*_: object) -> tuple[dict[CollectiveKind, Contention], float]:
+    def fitted(*_: object) -> FittedContention:
         asked.append(1)
-        return {CollectiveKind.ALL_GATHER: Contention(1.5 + dist.get_rank(), 0.5)}, 0.1 + 0.1 * dist.get_rank()
+        return FittedContention(1.5 + dist.get_rank(), 0.1 + 0.1 * dist.get_rank())
 
     measure_job.contention_of = fitted
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
     step = fxcomp.compile_step(model, cross_entropy, optimizer, batch)
-    return len(asked), dict(step.costs.contention), step.costs.error
+    return len(asked), step.costs.contention, step.costs.error
 
 
 def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
-    first = {CollectiveKind.ALL_GATHER: Contention(1.5, 0.5)}
-    assert run_ranks(2, fitted_contention) == [(1, first, 0.1), (0, first, 0.1)]
+    assert run_ranks(2, fitted_contention) == [(1, 1.5, 0.1), (0, 1.5, 0.1)]
 
 
 def priced_starts(_: object = None) -> float:

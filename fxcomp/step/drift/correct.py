@@ -93,7 +93,13 @@ def _scaled_points(costs: CostTable, finding: Finding, predicted: PredictedCosts
 
 def _scaled_compressor(cost: CompressorCost, encode: float, decode: float) -> CompressorCost:
     points = tuple(
-        replace(p, encode_us=p.encode_us * encode, propose_us=p.propose_us * encode, decode_us=p.decode_us * decode)
+        replace(
+            p,
+            encode_us=p.encode_us * encode,
+            propose_us=p.propose_us * encode,
+            decode_us=p.decode_us * decode,
+            decode_more_us=None if p.decode_more_us is None else p.decode_more_us * decode,
+        )
         for p in cost.points
     )
     return CompressorCost(
@@ -101,13 +107,16 @@ def _scaled_compressor(cost: CompressorCost, encode: float, decode: float) -> Co
         encode=scaled_fit(cost.encode, encode, encode) if cost.encode else None,
         decode=scaled_fit(cost.decode, decode, decode) if cost.decode else None,
         propose=scaled_fit(cost.propose, encode, encode) if cost.propose else None,
+        decode_more=scaled_fit(cost.decode_more, decode, decode) if cost.decode_more else None,
     )
 
 
 def _estimated(costs: CostTable, compressor: Compressor, device: Device, elements: int) -> CompressorPoint:
+    first_us, both_us = (costs.decode_us(compressor, elements, ranks, device) for ranks in (1, 2))
     return CompressorPoint(
         elements,
         costs.encode_us(compressor, elements, device),
-        costs.decode_us(compressor, elements, 1, device),
+        first_us,
         costs.propose_us(compressor, elements, device),
+        both_us - first_us,
     )

@@ -1,0 +1,205 @@
+"""Say what measured steps mean: tables, ratios with their intervals, verdicts, and records for a file."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from baselines import BASELINES, FREE, FXCOMP
+
+TWICE = "ddp_fp32"  # measured against itself
+BEFORE = "_before"  # ends the names of another checkout's contestants
+BASELINES_OF = {name: ("ddp_bf16", "ddp_powersgd")[: 2 if mode == "aggressive" else 1] for name, mode in FXCOMP.items()}
+"""What each contestant of ours is compared with, besides the best of all and itself before."""
+ENOUGH_BLOCKS = 20
+MARGIN = 1.02  # "never slower" allows this factor, plus the A/A spread
+LARGEST_SPREAD = 0.10  # no verdict above
+RESAMPLES = 2000
+
+
+@dataclass
+class Turns:
+    """What one contestant did at one bandwidth. A block holds the times of its steps, in ms."""
+
+    name: str
+    blocks: list[list[float]] = field(default_factory=list)
+    again: list[list[float]] = field(default_factory=list)  # the second turn in each round, for TWICE
+    wire_bytes: float = 0.0  # sent by a host in a step
+    predicted_ms: float | None = None
+    predicted_free_ms: float | None = None
+    final_loss: float | None = None
+
+    @property
+    def pairs(self) -> list[list[float]]:
+        """All steps of each round."""
+        return [a + b for a, b in zip(self.blocks, self.again, strict=True)] if self.again else self.blocks
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(flat(self.pairs))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of two contestants' medians, with its 95 % interval."""
+
+    name: str
+    to: str
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.name} / {self.to} = {self.ratio:.3f}, 95 % interval {self.low:.3f}–{self.high:.3f}"
+
+
+def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[dict[str, object]]:
+    spread = aa_spread(turns)
+    return [
+        {
+            "model": model,
+            "hosts": hosts,
+            "inter": inter,
+            "name": turn.name,
+            "measured_ms": quantiles(flat(turn.pairs)),
+            "predicted_ms": turn.predicted_ms,
+            "final_loss": turn.final_loss,
+            "wire_bytes": round(turn.wire_bytes),
+            "aa_spread": spread,
+            "ratios": {
+                found.to: [found.ratio, found.low, found.high] for found in ratios(turns) if found.name == turn.name
+            },
+        }
+        for turn in with_one_free(turns)
+    ]
+
+
+def with_one_free(turns: Sequence[Turns]) -> list[Turns]:
+    """`free` is the faster of the steps without a network, under that one name."""
+    free = [turn for turn in turns if turn.name in FREE]
+    if not free:
+        return list(turns)
+    fastest = min(free, key=lambda turn: turn.median_ms)
+    return [*(turn for turn in turns if turn.name not in FREE), replace(fastest, name=FREE[0])]
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return {"median": statistics.median(ordered), "p10": p10, "p90": p90, "n": len(ordered)}
+
+
+def aa_spread(turns: Sequence[Turns]) -> float | None:
+    """How far the same thing, measured twice, is from itself: |a / b − 1| of the medians."""
+    for turn in turns:
+        if turn.again:
+            return abs(statistics.median(flat(turn.blocks)) / statistics.median(flat(turn.again)) - 1)
+    return None
+
+
+def ratios(turns: Sequence[Turns]) -> Iterator[Ratio]:
+    """Compare our contestants with the baselines named for them and with those of another checkout, over all rounds."""
+    by_name = {turn.name: turn for turn in turns}
+    for name, baselines in BASELINES_OF.items():
+        for other in (*baselines, name + BEFORE):
+            if name in by_name and other in by_name:
+                yield ratio(by_name[name], by_name[other])
+
+
+def ratio(mine: Turns, theirs: Turns, rounds: slice = slice(None)) -> Ratio:
+    """The ratio of medians; its interval comes from drawing rounds again with replacement."""
+    ours, others = mine.pairs[rounds], theirs.pairs[rounds]
+    generator = random.Random(0)
+    drawn_ratios: list[float] = []
+    for _ in range(RESAMPLES):
+        drawn = generator.choices(range(len(ours)), k=len(ours))
+        numerator = statistics.median(flat([ours[i] for i in drawn]))
+        drawn_ratios.append(numerator / statistics.median(flat([others[i] for i in drawn])))
+    drawn_ratios.sort()
+    found = statistics.median(flat(ours)) / statistics.median(flat(others))
+    low, high = drawn_ratios[int(0.025 * RESAMPLES)], drawn_ratios[int(0.975 * RESAMPLES)]
+    return Ratio(mine.name, theirs.name, found, low, high)
+
+
+def analyse(inter: str, turns: Sequence[Turns]) -> str:
+    """Write the table of one bandwidth, and the verdicts, as Markdown."""
+    by_name = {turn.name: turn for turn in turns}
+    spread = aa_spread(turns)
+    lines = [f"## {inter}", "", "| name | median ms | p10–p90 | predicted | recovered | MB on the wire | loss |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|")
+    for turn in turns:
+        span = quantiles(flat(turn.pairs))
+        cells = (
+            turn.name,
+            f"{span['median']:.0f}",
+            f"{span['p10']:.0f}–{span['p90']:.0f}",
+            "–" if turn.predicted_ms is None else f"{turn.predicted_ms:.0f}",
+            "–" if (share := recovered(turn, by_name)) is None else f"{share:.0%}",
+            f"{turn.wire_bytes / 1e6:.2f}",
+            "–" if turn.final_loss is None else f"{turn.final_loss:.3f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"A/A spread {spread:.1%}." if spread is not None else "No A/A measurement.", ""]
+    lines += [verdict(turn, by_name, spread) for turn in turns if turn.name in FXCOMP]
+    lines += [f"- {found}{verdict_on_before(found)}." for found in ratios(turns)]
+    lines += [prediction_line(turn, by_name) for turn in turns if turn.predicted_ms is not None]
+    lines += [line for turn in turns if (line := loss_line(turn, by_name))]
+    return "\n".join(lines) + "\n"
+
+
+def recovered(turn: Turns, by_name: dict[str, Turns]) -> float | None:
+    """The share of what the network costs plain DDP that this contestant gets back."""
+    free = [by_name[name].median_ms for name in FREE if name in by_name]
+    if turn.name in FREE or TWICE not in by_name or not free:
+        return None
+    plain = by_name[TWICE].median_ms
+    return (plain - turn.median_ms) / (plain - min(free)) if plain > min(free) else None
+
+
+def verdict(turn: Turns, by_name: dict[str, Turns], spread: float | None) -> str:
+    """Compare with the best alternative: chosen on odd rounds, compared on even ones."""
+    rivals = [by_name[name] for name in BASELINES if name in by_name]
+    if not rivals or len(turn.blocks) < 2:
+        return f"- {turn.name}: nothing to compare with."
+    best = min(rivals, key=lambda rival: statistics.median(flat(rival.pairs[0::2])))
+    found = ratio(turn, best, slice(1, None, 2))
+    text = f"- {found} ({len(turn.blocks) // 2} pairs), the best alternative: "
+    if spread is None or spread > LARGEST_SPREAD:
+        return text + "no verdict, the A/A spread is too large or unknown."
+    if len(turn.blocks) < ENOUGH_BLOCKS:
+        text += f"provisional, {len(turn.blocks)} rounds of {ENOUGH_BLOCKS}; "
+    holds = found.low < MARGIN + spread
+    return text + ("never slower: holds." if holds else "SLOWER than the best alternative.")
+
+
+def verdict_on_before(found: Ratio) -> str:
+    if not found.to.endswith(BEFORE):
+        return ""
+    return (
+        f", no slower than before: at most {MARGIN}" if found.ratio <= MARGIN else f", SLOWER than before by {MARGIN}"
+    )
+
+
+def prediction_line(turn: Turns, by_name: dict[str, Turns]) -> str:
+    """The error of the prediction, raw and after scaling by how fast the machine was just now."""
+    assert turn.predicted_ms is not None, "asked only for contestants with a prediction"
+    text = f"- {turn.name}: prediction off by {turn.predicted_ms / turn.median_ms - 1:+.1%}"
+    free = [by_name[name].median_ms for name in FREE if name in by_name]
+    if not free or not turn.predicted_free_ms:
+        return text + "."
+    scaled = turn.predicted_ms * min(free) / turn.predicted_free_ms
+    return text + f", {scaled / turn.median_ms - 1:+.1%} scaled to this run's free step."
+
+
+def loss_line(turn: Turns, by_name: dict[str, Turns]) -> str | None:
+    """The final loss beside dense training's."""
+    dense = by_name[TWICE].final_loss if TWICE in by_name else None
+    if turn.name == TWICE or turn.final_loss is None or dense is None:
+        return None
+    return f"- {turn.name}: final loss {turn.final_loss / dense - 1:+.2%} of that of {TWICE}."
+
+
+def flat(blocks: Sequence[list[float]]) -> list[float]:
+    return [step for block in blocks for step in block]

@@ -1,0 +1,163 @@
+"""Put each bucket's strategy into the graph: its steps become nodes, in the order of its route.
+
+      %pack_0             pack        f32[12]                   pack([%sum_1, %mm], 1.0)
+    - %all_reduce_0       collective  f32[12]                   all_reduce(%pack_0, avg, world)
+    - %wait_0             wait        f32[12]                   wait(%all_reduce_0)
+    + %compress_0         compress    (u8[20], f32[0], f32[0])  int8_compress(%pack_0, None, [4, 8], 512, False)
+    + %payload_0          compress    u8[20]                    %compress_0[0]
+    + %all_gather_0_int8  collective  u8[40]                    all_gather(%payload_0, 2, world)
+    + %payloads_0_1       wait        u8[40]                    wait(%all_gather_0_int8)
+    + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0_1, 2, [4, 8], 512, False)
+
+A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
+Where ranks agree before they compress, the agreement is a stage of its own. What a compressor on the cpu reads is
+copied to the host before it, and copied back before what runs on the device. Each rank lowers its own part: shards may
+differ, and with a rooted collective all but the first rank have nothing; the collectives are the same on all of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.graph.edit import buckets, call, collective_of, wait_of
+from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, OF_PARTS, TURN, WAIT
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.route import Decode, Encode, Leg, Send, route_of
+from fxcomp.plan.steps import Device
+from fxcomp.plan.strategy import DENSE
+
+
+def lower_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) -> GraphModule:
+    plan.check_fits(cluster)
+    for number, pack in list(buckets(gm)):
+        _Lowering(gm, number, plan.buckets[number], pack).lower(cluster, rank)
+    return gm
+
+
+class _Lowering:
+    """Writes the nodes of one bucket between its pack and its use."""
+
+    def __init__(self, gm: GraphModule, number: int, bucket: Bucket, pack: Node) -> None:
+        self.graph, self.number, self.bucket, self.pack = gm.graph, number, bucket, pack
+        flat = collective_of(pack)
+        assert flat is not None, f"bucket {number} has no collective"
+        self.flat, self.done = flat, wait_of(flat)
+        self.value = pack
+        """What the next leg takes."""
+        self.agreed: Node | None = None
+        self.proposal: Node | None = None
+        self.encoder: Encode | None = None
+        self.on_host = False
+        self.stage = 0
+
+    def lower(self, cluster: Cluster, rank: int) -> None:
+        gradients: Any = self.pack.args[0]
+        route = route_of(self.bucket.strategy, [g.meta["val"].shape for g in gradients], cluster, rank)
+        self.pack.args = (self.pack.args[0], float(route.scale))
+        if self.bucket.strategy == DENSE:
+            self.flat.update_arg(1, "sum")
+            return
+        for stage, legs in enumerate(route.stages):
+            with self.graph.inserting_before(self.done if stage else self.flat):
+                for leg in legs:
+                    self._lower(leg)
+        with self.graph.inserting_before(self.done):
+            self._bring_to(Device.GPU)
+        self.done.replace_all_uses_with(self.value)
+        self.graph.erase_node(self.done)
+        self.graph.erase_node(self.flat)
+
+    def _lower(self, leg: Leg) -> None:
+        match leg:
+            case Encode():
+                self._bring_to(leg.device)
+                self._encode(leg)
+            case Decode():
+                self._bring_to(leg.device)
+                self._decode(leg)
+            case Send():
+                if leg.slot is None:
+                    self._bring_to(Device.GPU)
+                self._send(leg)
+
+    def _bring_to(self, device: Device) -> None:
+        is_host = device is Device.CPU
+        if is_host != self.on_host:
+            target, name = (D2H, "d2h") if is_host else (H2D, "h2d")
+            self.value = self._node(target, (self.value,), Role.COPY, name, f"_{self.stage}" if self.stage else "")
+            self.on_host = is_host
+
+    def _encode(self, leg: Encode) -> None:
+        compressor = leg.compressor
+        arguments = (self.value, None, [size for piece in leg.segments for size in piece], *compressor.parameters)
+        if leg.is_proposal:
+            self.proposal = self._node(compressor.propose_op, arguments, Role.PROPOSE, "proposal", slot=leg.slot)
+            return
+        keywords = self._keywords(leg)
+        made = self._node(compressor.compress_op, arguments, Role.COMPRESS, "compress", slot=leg.slot, **keywords)
+        self.value = self._node(operator.getitem, (made, 0), Role.COMPRESS, "payload", slot=leg.slot)
+        self.encoder = leg
+
+    def _decode(self, leg: Decode) -> None:
+        sizes = [size for piece in leg.segments for size in piece]
+        arguments = (self.value, leg.payloads, sizes, *leg.compressor.parameters)
+        keywords = self._keywords(leg)
+        self.value = self._node(
+            leg.compressor.decompress_op, arguments, Role.DECOMPRESS, "mean", slot=leg.slot, **keywords
+        )
+        self.encoder = self.agreed = None
+
+    def _keywords(self, leg: Encode | Decode) -> dict[str, Any]:
+        agreed = {} if self.agreed is None else {"agreed": self.agreed}
+        return agreed if len(leg.segments) == 1 else {**agreed, "pieces": [len(piece) for piece in leg.segments]}
+
+    def _send(self, leg: Send) -> None:
+        if leg.turned is not None:
+            turned = (self.value, leg.turned.outer, list(leg.turned.sizes))
+            self.value = self._node(TURN, turned, Role.PACK, "turned")
+        sent = self.proposal or self.value
+        arrived = sent if leg.ranks == 1 else self._exchanged(leg, sent)
+        self.stage += leg.ranks == 1
+        if self.proposal is not None:
+            self.agreed, self.proposal = arrived, None
+        else:
+            self.value = arrived
+
+    def _exchanged(self, leg: Send, sent: Node) -> Node:
+        """Start a collective, and wait for it in the next stage."""
+        target, arguments = _operator_and_arguments(leg, sent)
+        collective = self._node(target, arguments, Role.COLLECTIVE, leg.kind.value, self._suffix(leg))
+        self.stage += 1
+        with self.graph.inserting_before(self.done):
+            if self.proposal is not None:
+                return self._node(WAIT, (collective,), Role.WAIT, "agreed")
+            name = "wait" if leg.slot is None else "payloads"
+            return self._node(WAIT, (collective,), Role.WAIT, name, f"_{self.stage}")
+
+    def _suffix(self, leg: Send) -> str:
+        if self.proposal is not None:
+            return "_proposal"
+        level = "" if leg.level is Level.WORLD else f"_{leg.level.value}"
+        return level if self.encoder is None else f"_{self.encoder.compressor.name}{level}"
+
+    def _node(
+        self, target: Any, args: tuple[Any, ...], role: Role, name: str, suffix: str = "", slot: int = 0, **kwargs: Any
+    ) -> Node:
+        label = NodeInfo(role, bucket=self.number, stage=self.stage, slot=slot)
+        number = f"{self.number}_{slot}" if slot else f"{self.number}"
+        return call(self.graph, target, args, label, name=f"{name}_{number}{suffix}", kwargs=kwargs)
+
+
+def _operator_and_arguments(leg: Send, sent: Node) -> tuple[Any, tuple[Any, ...]]:
+    level = leg.level.value
+    if leg.kind is CollectiveKind.ALL_REDUCE:
+        return ALL_REDUCE, (sent, leg.how, level)
+    if leg.kind is CollectiveKind.ALL_GATHER and isinstance(leg.cut, int):
+        return ALL_GATHER, (sent, leg.cut, level)
+    return OF_PARTS[leg.kind], (sent, list(leg.parts), leg.place, level)

@@ -1,0 +1,181 @@
+"""Keep one process group: what is under way in it, and what its errors say about the other ranks.
+
+Payloads may go straight from rank to rank, all at once. The send or receive that stays open then tells which rank did
+not come; a collective of the backend's own cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.errors import LostTouch
+
+MOST_NAMED = 8
+"""So many ranks are listed where any of them may be missing."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A process group, its ranks in order, and this rank's place among them.
+
+    Launches of a group come in the same order on every rank, so counting them gives equal tags.
+    """
+
+    handle: Any
+    """None once the group has been given up."""
+    ranks: tuple[int, ...]
+    place: int
+    is_direct: bool
+    """Equal parts of an all_gather go straight from rank to rank, too."""
+    tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
+    under_way: set[UnderWay] = field(default_factory=set["UnderWay"])
+    """Each keeps the connections open as long as it is known."""
+    translated: Translated = field(init=False)
+    """Around a collective of the backend's own."""
+
+    def __post_init__(self) -> None:
+        self.translated = Translated(_one_of([rank for k, rank in enumerate(self.ranks) if k != self.place]))
+
+    @property
+    def live(self) -> Any:
+        # Without a handle, torch would take the default group, which is the user's.
+        if self.handle is None:
+            raise _given_up()
+        return self.handle
+
+    def started(self, work: Any, finish: Callable[[], object] | None = None) -> Work:
+        """Keep a collective of the backend's own. Whoever waits for it runs `finish` then."""
+        assert work is not None, "this rank is not in the group"
+        flying = UnderWay(self, [(None, work)], finish)
+        self.under_way.add(flying)
+        return flying
+
+    def exchange(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], finish: Callable[[], object] | None = None
+    ) -> Work:
+        """Send a part to each other rank and receive one from each; an empty part is neither sent nor received."""
+        tag, others = next(self.tags), len(self.ranks) - 1
+        flying = UnderWay(self, [], finish)
+        self.under_way.add(flying)
+        for transfer, parts in ((dist.irecv, received), (dist.isend, sent)):
+            for k in range(self.place - others, self.place):  # each rank begins with another one
+                rank = self.ranks[k]
+                if parts[k].numel():
+                    with Translated(f"rank {rank}"):
+                        flying.add(rank, transfer(parts[k], rank, group=self.live, tag=tag))
+        return flying
+
+    def give_up(self) -> Any:
+        """Forget what is under way; returns the handle, for whoever closes it."""
+        for flying in self.under_way:
+            flying.handles = None
+        self.under_way.clear()
+        handle, self.handle = self.handle, None
+        return handle
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A collective of a group. Its wait raises LostTouch where another rank has gone, or does not come."""
+
+    group: Group
+    handles: list[tuple[int | None, Any]] | None
+    """What is under way, with the rank at its other end where there is one. None once the group has been given up."""
+    finish: Callable[[], object] | None = None
+
+    def add(self, rank: int, work: Any) -> None:
+        """Wait for one more send or receive."""
+        assert self.handles is not None, "the group was given up while something was launched in it"
+        self.handles.append((rank, work))
+
+    def wait(self) -> None:
+        handles = self.handles
+        if handles is None:
+            raise _given_up()
+        rank = work = None
+        try:  # not with: this runs in every step
+            for rank, work in handles:  # noqa: B007
+                work.wait()
+        except RuntimeError as error:
+            work = handles = None  # in the error's traceback, this frame would keep the connections open
+            _raise_if_lost(error, self.group.translated.who if rank is None else f"rank {rank}")
+            raise
+        self.handles = []
+        self.group.under_way.discard(self)
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+
+    def get_future(self) -> Any:
+        """Return the backend's own; None for sends and receives, of which gloo does not tell."""
+        handles = self.handles or [(0, None)]
+        rank, work = handles[0]
+        return work.get_future() if rank is None else None
+
+
+def call_when_done(work: Work, done: Callable[[], object]) -> None:
+    """Call `done` when a collective ends, in whatever thread notices.
+
+    gloo tells of its collectives; it does not of its sends and receives, and then `done` is never called.
+    """
+    future: Any = getattr(work, "get_future", lambda: None)()
+    if future is not None:
+
+        def told(_: object) -> None:
+            done()
+
+        future.add_done_callback(told)
+
+
+class Translated:
+    """Translate what backends raise when another rank has gone, or does not come, into LostTouch.
+
+    An object, not a generator: entering it takes a tenth of the time.
+    """
+
+    __slots__ = ("who",)
+
+    def __init__(self, who: str) -> None:
+        self.who = who
+        """The rank that is missing, or those of which one is."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            _raise_if_lost(error, self.who)
+
+
+def _raise_if_lost(error: RuntimeError, who: str) -> None:
+    if compat.is_lost_connection(error):
+        told = str(error).partition("\n")[0]
+        error.__traceback__ = None  # its frames would keep the group's connections open
+        raise LostTouch(f"{who} left a collective, or never came: {told}") from None
+
+
+def _one_of(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = ", ".join(map(str, ranks[:MOST_NAMED]))
+    return f"one of ranks {named}{', ...' if len(ranks) > MOST_NAMED else ''}"
+
+
+def _given_up() -> LostTouch:
+    return LostTouch("the process group of this collective has been given up")

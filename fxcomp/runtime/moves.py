@@ -1,0 +1,114 @@
+"""Say what travels between the ranks of a group, and how much of it each rank owns.
+
+    pattern          a rank brings                        and gets
+    all_gather       its own part                         all parts, in rank order
+    all_to_all       a part for each rank, in rank order  its own part as each rank has it, in rank order
+    reduce_scatter   a part for each rank, in rank order  its own part, summed over the ranks
+
+A *cut* counts the elements that each rank of the group owns, in rank order: (5, 3, 0), or an int for so many equal
+parts. Where the first rank owns everything, as in (8, 0, 0), it is the root, and the patterns are a broadcast, a gather
+and a reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from fxcomp.errors import BadTensor
+
+Cut = tuple[int, ...] | int
+
+
+class Pattern(Enum):
+    """A way of parts between ranks."""
+
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    REDUCE_SCATTER = "reduce_scatter"
+
+    def parts(self, cut: Cut, brought: int) -> tuple[int, ...]:
+        """Count the elements that each rank owns where a rank brings so many."""
+        if isinstance(cut, tuple):
+            return cut
+        if self is Pattern.ALL_GATHER:
+            return (brought,) * cut
+        if brought % cut:
+            raise BadTensor(
+                f"{brought} elements do not make {cut} equal parts of {self.value}.\n"
+                "  Pad them, or say how many each rank owns."
+            )
+        return (brought // cut,) * cut
+
+    def elements(self, parts: tuple[int, ...], place: int) -> tuple[int, int]:
+        """Count what the rank at this place of the group brings, and what it gets."""
+        own, whole = parts[place], sum(parts)
+        match self:
+            case Pattern.ALL_GATHER:
+                return own, whole
+            case Pattern.ALL_TO_ALL:
+                return whole, own * len(parts)
+            case Pattern.REDUCE_SCATTER:
+                return whole, own
+
+
+_PATTERNS = {
+    "all_gather": Pattern.ALL_GATHER,
+    "broadcast": Pattern.ALL_GATHER,
+    "all_to_all": Pattern.ALL_TO_ALL,
+    "gather": Pattern.ALL_TO_ALL,
+    "reduce_scatter": Pattern.REDUCE_SCATTER,
+    "reduce": Pattern.REDUCE_SCATTER,
+}
+
+
+def pattern_of(kind: str) -> Pattern:
+    """Return the pattern of a kind of collective that leaves its input as it is."""
+    assert kind in _PATTERNS, f"unknown collective {kind!r}: there are all_reduce, {', '.join(_PATTERNS)}"
+    return _PATTERNS[kind]
+
+
+def from_first(elements: int, ranks: int) -> tuple[int, ...]:
+    """Return the cut that makes a group's first rank the root."""
+    return elements, *(0,) * (ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One collective's input and output, both flat, and who takes part."""
+
+    value: Tensor
+    out: Tensor
+    cut: Cut
+    level: str
+    lane: str = "main"
+    memory: Callable[[int], Tensor] | None = None
+    """Gives a reduce_scatter memory for so many elements, which lasts until its end; without it, new memory is made."""
+
+    def parts(self, pattern: Pattern, place: int, ranks: int | None = None) -> tuple[int, ...]:
+        """Count the elements that each rank owns. Raises BadTensor where the tensors do not fit."""
+        name = f"{pattern.value}@{self.level}"
+        parts = pattern.parts(self.cut, self.value.numel())
+        if ranks is not None and len(parts) != ranks:
+            raise BadTensor(f"{name} is cut into {len(parts)} parts, for {ranks} ranks.")
+        found, expected = (self.value.numel(), self.out.numel()), pattern.elements(parts, place)
+        if found != expected:
+            raise BadTensor(
+                f"{name} cut into {parts} has {found[0]} elements going in and {found[1]} coming out"
+                f" at place {place} of its group, not {expected[0]} and {expected[1]}."
+            )
+        if self.value.dtype != self.out.dtype:
+            raise BadTensor(f"{name} has {self.value.dtype} going in and {self.out.dtype} coming out.")
+        if self._shares_storage:
+            # gloo would send from and receive into the same memory at once, and say nothing.
+            raise BadTensor(f"input and output of {name} share their storage.\n  Give the output memory of its own.")
+        return parts
+
+    @property
+    def _shares_storage(self) -> bool:
+        if not self.value.numel() or not self.out.numel():
+            return False
+        return self.value.untyped_storage().data_ptr() == self.out.untyped_storage().data_ptr()

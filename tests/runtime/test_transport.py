@@ -1,0 +1,160 @@
+"""Collectives over parts of any size: what arrives on real ranks, in memory alone, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from fxcomp.errors import BadTensor
+from fxcomp.runtime.moves import Cut, Move, Pattern, from_first
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transport import Groups, NullTransport, add_in_order
+
+CPU = torch.device("cpu")
+
+TYPES = (torch.uint8, torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+def groups(*, direct: bool = True) -> Groups:
+    everyone = [list(range(dist.get_world_size()))]
+    return Groups.create({"world": everyone}, ["main", "pool"], ["world"] if direct else [])
+
+
+def brought(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """What a rank puts in: other numbers on each, small enough for every type."""
+    return ((torch.arange(elements) * 3 + rank) % 7).to(dtype)
+
+
+def expected(kind: str, cut: tuple[int, ...], me: int, dtype: torch.dtype) -> Tensor:
+    ranks, whole, own = range(len(cut)), sum(cut), slice(sum(cut[:me]), sum(cut[: me + 1]))
+    if kind in ("all_gather", "broadcast"):
+        return torch.cat([brought(rank, cut[rank], dtype).view(-1) for rank in ranks])
+    parts = [brought(rank, whole, dtype)[own] for rank in ranks]
+    return torch.cat(parts) if kind in ("all_to_all", "gather") else sum(part.float() for part in parts).to(dtype)
+
+
+def given(kind: str, cut: tuple[int, ...], me: int, dtype: torch.dtype) -> Tensor:
+    return brought(me, cut[me] if kind in ("all_gather", "broadcast") else sum(cut), dtype)
+
+
+def cuts(ranks: int) -> dict[str, list[tuple[int, ...]]]:
+    uneven = tuple(range(5, 5 + ranks))
+    first_empty, last_empty = (0, *uneven[1:]), (*uneven[:-1], 0)
+    any_kind = [uneven, first_empty, last_empty, (4,) * ranks, (0,) * (ranks - 1) + (9,), (0,) * ranks]
+    rooted = [from_first(6, ranks)]
+    kinds = ("all_gather", "all_to_all", "reduce_scatter")
+    return dict.fromkeys(kinds, any_kind) | dict.fromkeys(("gather", "reduce", "broadcast"), rooted)
+
+
+def every_kind_cut_and_type() -> list[str]:
+    """Launch everything, on both lanes, then wait in reverse; the launches whose results are wrong."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    wrong: list[str] = []
+    for direct in (True, False):
+        network = groups(direct=direct)
+        rt = Runtime(network, CPU)
+        for dtype in TYPES:
+            flights: list[tuple[str, Any, Tensor]] = []
+            for kind, of_kind in cuts(ranks).items():
+                for number, cut in enumerate(of_kind):
+                    value, name = given(kind, cut, me, dtype), f"{kind}_{number}"
+                    right = expected(kind, cut, me, dtype)
+                    flights.append((f"{name} {dtype}", rt.launch(name, kind, value, cut, "world"), right))
+                    there = rt.d2h(f"{name}_host", value)
+                    flights.append(
+                        (f"{name} {dtype} pool", rt.launch(f"{name}_pool", kind, there, cut, "world"), right)
+                    )
+            for name, flight, right in reversed(flights):
+                found = rt.wait(flight)
+                found = found if isinstance(found, Tensor) else rt.h2d("back", found)
+                if not torch.equal(found.float(), right.float()):
+                    wrong.append(f"{name}: {found.tolist()} instead of {right.tolist()}")
+            rt.forget_buffers()
+        rt.finish()
+        rt.close()
+        assert network.is_idle
+        network.give_up()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_gets_its_parts_whatever_their_sizes_and_type(ranks: int):
+    assert run_ranks(ranks, every_kind_cut_and_type) == [[]] * ranks
+
+
+def test_narrow_floats_are_added_in_fp32_and_rounded_once():
+    parts = [torch.tensor([256.0, 1.0]), torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])]
+    out = torch.empty(2, dtype=torch.bfloat16)
+    add_in_order([part.bfloat16() for part in parts], out)
+    assert out.tolist() == [258.0, 6.0], "256 + 1 is 256 in bfloat16"
+    wraps = torch.empty(1, dtype=torch.int8)
+    add_in_order([torch.tensor([100], dtype=torch.int8)] * 2, wraps)
+    assert wraps.tolist() == [-56]
+
+
+# Without a network
+
+
+class At(NullTransport):
+    """No network, at a place of every group."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.own = place
+
+    def place(self, level: str) -> int:  # noqa: ARG002
+        return self.own
+
+
+def launched(kind: str, value: Tensor, cut: Cut, place: int) -> list[float]:
+    rt = Runtime(NullTransport(At(place)), CPU)
+    result = rt.wait(rt.launch("a", kind, value, cut, "world"))
+    assert isinstance(result, Tensor)
+    return result.tolist()
+
+
+def test_no_network_gives_own_values_in_the_shapes_of_a_real_one():
+    three = torch.arange(1.0, 7.0)
+    assert launched("all_gather", three[:2], 3, 1) == [1.0, 2.0] * 3
+    assert launched("all_to_all", three, 3, 1) == [3.0, 4.0] * 3
+    assert launched("reduce_scatter", three, 3, 1) == [3.0, 4.0]
+    cut = (3, 1, 2)
+    assert launched("all_gather", three[:2], cut, 2) == [0.0] * 4 + [1.0, 2.0]
+    assert launched("all_to_all", three, cut, 2) == [5.0, 6.0] * 3
+    assert launched("reduce_scatter", three, cut, 1) == [4.0]
+    for place, root in enumerate([True, False, False]):
+        assert launched("gather", three, from_first(6, 3), place) == three.tolist() * (3 * root)
+        assert launched("reduce", three, from_first(6, 3), place) == three.tolist() * root
+        brought_here = three if root else three[:0]
+        assert launched("broadcast", brought_here, from_first(6, 3), place) == (three.tolist() if root else [0.0] * 6)
+
+
+def test_a_broadcast_of_one_part_overwrites_it():
+    rt = Runtime(NullTransport(), CPU)
+    value = torch.ones(3)
+    assert rt.wait(rt.launch("broadcast_buffers", "broadcast", value, 1, "world")) is value
+
+
+# Refused
+
+
+def test_what_does_not_fit_is_refused():
+    rt = Runtime(NullTransport(), CPU)
+    with pytest.raises(BadTensor, match="7 elements do not make 3 equal parts of all_to_all"):
+        rt.launch("a", "all_to_all", torch.ones(7), 3, "world")
+    with pytest.raises(BadTensor, match=r"all_to_all@world cut into \(3, 5\) has 7 elements going in and 6 coming out"):
+        rt.launch("b", "all_to_all", torch.ones(7), (3, 5), "world")
+    with pytest.raises(AssertionError, match="unknown collective 'all_to_some': there are all_reduce, all_gather"):
+        rt.launch("c", "all_to_some", torch.ones(7), (3, 5), "world")
+    whole = torch.ones(8)
+    with pytest.raises(BadTensor, match="input and output of all_to_all@world share their storage"):
+        NullTransport().all_to_all(Move(whole[:4], whole[4:], 2, "world"))
+    with pytest.raises(BadTensor, match=r"all_gather@world has torch.float32 going in and torch.int8 coming out"):
+        NullTransport().all_gather(Move(whole, whole.to(torch.int8), 1, "world"))
+    with pytest.raises(BadTensor, match="reduce_scatter@world is cut into 2 parts, for 3 ranks"):
+        Move(whole, torch.empty(4), 2, "world").parts(Pattern.REDUCE_SCATTER, 0, ranks=3)
