@@ -81,14 +81,14 @@ def effect(name: str) -> dict[str, Any]:
     optimizer = OPTIMIZERS["plain"](model.parameters())
     step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
     step(job.batch(0, rank))
-    before, residual = step.source, step.in_force.state.residuals.of_bucket(0).clone()
+    before, residual = step.source, step.in_force.state.residuals.of(0).clone()
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     rerun_with(step, EDITS[name])
     step(job.batch(1, rank))
     moved = nn.utils.parameters_to_vector(model.parameters()).detach() - start
     return {
         "same source": step.source == before,
-        "residual": float((step.in_force.state.residuals.of_bucket(0) - residual).abs().max()),
+        "residual": float((step.in_force.state.residuals.of(0) - residual).abs().max()),
         "payload": step.payload_bytes["all_gather", "world"],
         "moved": moved.numpy(),
     }

@@ -78,7 +78,7 @@ def balance(compressor: str, device: Device, hierarchical: bool) -> dict[str, fl
         step(job.batch(i, rank))
     own = across = 0.0
     for number, name in enumerate(ledger.given):
-        left = step.in_force.state.residuals.of_bucket(number).double()
+        left = step.in_force.state.residuals.of(number).double()
         given, sent, mean = ledger.given[name], ledger.sent[name], ledger.means[name]
         size = given.abs().max().item()
         own = max(own, (sent + left - given).abs().max().item() / size)
@@ -88,7 +88,7 @@ def balance(compressor: str, device: Device, hierarchical: bool) -> dict[str, fl
             dist.all_reduce(total)
             total /= dist.get_world_size()
             across = max(across, (mean + total[1] - total[0]).abs().max().item() / size)
-    left_out = max(step.in_force.state.residuals.of_bucket(n).abs().max().item() for n in range(len(ledger.given)))
+    left_out = max(step.in_force.state.residuals.of(n).abs().max().item() for n in range(len(ledger.given)))
     return {"own": own, "across": across, "left_out": left_out, "buckets": len(ledger.given)}
 
 

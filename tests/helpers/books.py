@@ -142,12 +142,10 @@ class Job:
         return [route_of(bucket.strategy, shapes, self.cluster, rank) for rank in range(self.cluster.world_size)]
 
     def _replica(self, rank: int, number: int, slot: int) -> Replica:
-        kept = self.carried[rank]
-        has_residual = (number, slot) in residual_layout(self.plan, self.cluster, rank, FEEDBACK)
-        has_state = (number, slot) in state_layout(self.plan, SHAPES, self.cluster, rank)
+        residuals, states = self.carried[rank].residuals, self.carried[rank].compressor_states
         return Replica(
-            kept.residuals.of(number, slot) if has_residual else None,
-            kept.compressor_states.of(number, slot) if has_state else None,
+            residuals.of(number, slot) if (number, slot) in residuals.layout else None,
+            states.of(number, slot) if self.plan.buckets[number].strategy.compressors[slot].has_state else None,
         )
 
     def owed(self) -> dict[str, Tensor]:

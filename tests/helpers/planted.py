@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from torch.fx import GraphModule
@@ -20,8 +21,10 @@ from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.plan.streams import Stream
 from fxcomp.runtime import flight
+from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Groups
+from fxcomp.state import handover
 from fxcomp.state.handover import Holding
 from fxcomp.step.verify.update import UpdateCheck
 
@@ -212,6 +215,38 @@ def verification_skips_updates() -> None:
 def a_hand_over_forgets_one_of_two_holdings() -> None:
     wrap(Holding, "add_to", lambda self, add_to, name, mean: add_to(
         replace(self, slices={n: held[:1] for n, held in self.slices.items()}), name, mean))  # fmt: skip
+
+
+def with_other_weights(change: Callable[[Holding, Slice], Slice | None]) -> None:
+    """Hand over what `change` makes of each slice, where it makes something."""
+
+    def add_to(self: Holding, original: Any, name: str, mean: Any) -> None:
+        changed = {n: [c for s in held if (c := change(self, s)) is not None] for n, held in self.slices.items()}
+        original(replace(self, slices=changed), name, mean)
+
+    wrap(Holding, "add_to", add_to)
+
+
+@caught_by("tests/state/test_handover.py::test_the_owners_residual_moves_to_all_ranks_as_the_mean")
+def an_owners_residual_counts_as_a_workers() -> None:
+    with_other_weights(lambda held, s: replace(s, weight=s.weight / held.ranks) if s.slot else s)
+
+
+@caught_by("tests/state/test_handover.py::test_the_owners_residual_moves_to_all_ranks_as_the_mean")
+def an_owners_residual_is_dropped() -> None:
+    with_other_weights(lambda _, s: None if s.slot else s)
+
+
+@caught_by("tests/state/test_handover.py::test_three_ranks_that_become_two_owe_what_they_owed")
+def the_sum_of_residuals_is_kept_instead_of_their_mean() -> None:
+    keep_mean = handover.hand_over
+
+    def keep_sum(holding: Holding, into: Any, sizes: Any, exchange_: handover.Exchange, *what: str) -> Any:
+        ratio = Fraction(holding.ranks, exchange_.peers.world_size)
+        scaled = {n: [replace(s, weight=s.weight * ratio) for s in held] for n, held in holding.slices.items()}
+        return keep_mean(replace(holding, slices=scaled), into, sizes, exchange_, *what)
+
+    exchange(keep_mean, keep_sum)
 
 
 @caught_by("tests/step/test_feedback_commit.py::test_one_rank_alone_leaves_such_a_step_out_too")

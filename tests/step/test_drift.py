@@ -204,12 +204,12 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
     for name in sorted(set.intersection(*exact)):  # what is rounded without feedback is lost, whatever plan follows
         parameter = dict(model.named_parameters())[name]
         left = torch.zeros(parameter.numel())
-        if name in step.in_force.state.residuals.slices:
-            step.in_force.state.residuals.slices[name].add_to(left, 1)
+        for piece in step.in_force.state.residuals.slices.get(name, ()):
+            piece.add_to(left)
         both = torch.stack([due[name].flatten(), left.double()])
         dist.all_reduce(both)
         applied = (start[name] - parameter.detach().double()).flatten()
-        off = applied + (0.1 * both[1] - both[0]) / ranks
+        off = applied + 0.1 * both[1] - both[0] / ranks
         worst = max(worst, off.abs().max().item() / due[name].abs().max().item())
     return worst, owed, step.notes[1]
 

@@ -155,16 +155,13 @@ def books(names: list[str], scale_with_lr: bool, everywhere: bool) -> float:
     worst = 0.0
     for bucket in plan.buckets:
         for name in bucket.names:
-            wanted, left = (
-                due[name],
-                step.in_force.state.residuals.of_parameter(name).double().view_as(due[name]).clone(),
-            )
+            wanted, left = due[name], torch.zeros_like(due[name])
+            for piece in step.in_force.state.residuals.slices[name]:
+                piece.add_to(left.view(-1))
             both = torch.stack([wanted, left])
             dist.all_reduce(both)
-            compressor = bucket.strategy.compressor
-            both[1] *= ranks if compressor is not None and compressor.is_linear else 1
             applied = start[name] - dict(model.named_parameters())[name].detach().double()
-            off = applied + (rate * both[1] - both[0]) / ranks
+            off = applied + rate * both[1] - both[0] / ranks
             worst = max(worst, off.abs().max().item() / wanted.abs().max().item())
     return worst
 
