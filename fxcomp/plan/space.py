@@ -66,7 +66,7 @@ class Space:
 
 def ways_through(cluster: Cluster) -> tuple[Way, ...]:
     """List the ways over all ranks: at once, host by host, and rack by rack. The innermost level comes first."""
-    levels = [(Level.WORLD,)]
+    levels: list[tuple[Level, ...]] = [(Level.WORLD,)]
     if cluster.has_levels:
         levels.append((Level.INTRA, Level.INTER))
     if cluster.has_levels and cluster.has_racks:
