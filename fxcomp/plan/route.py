@@ -208,17 +208,22 @@ class _Walk:
         return Route(self.scale, whole, tuple(map(tuple, stages)), *first)
 
     def _scale(self) -> Fraction:
-        """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
-        payloads = 1
-        piled = 1
+        """Find the factor of packing with which the weight ends at 1: decoding alone divides.
+
+        What a rank leaves to the first one of its group is divided there; that one may meet more ranks later.
+        """
+        payloads = piled = 1
+        at = self.rank
         for held, step in zip(self.strategy.held, self.strategy.steps, strict=False):
             match step:
                 case Compress():
                     piled = 1
                 case Decompress():
                     payloads *= piled
-                case Collective() if held.compressor is not None and not step.kind.sums and not self._joins(held, step):
-                    piled *= self.cluster.ranks_at(step.level)
+                case Collective() if not self._joins(held, step):
+                    group = self.cluster.group(step.level, at)
+                    piled *= 1 if held.compressor is None or step.kind.sums else len(group)
+                    at = group[0] if step.kind.is_rooted else at
                 case _:
                     pass
         return Fraction(payloads, self.cluster.world_size)
@@ -253,7 +258,7 @@ class _Walk:
             self.slot += 1
         shapes = self._shapes(self.extents[-1])
         bound = step.compressor.bound_to(shapes, self._ranks_missing(held))
-        self.rows = [_Row(split, self.cluster.ranks_at(split.level)) for split in dealt]
+        self.rows = [_Row(split, len(self._group(split))) for split in dealt]
         pieces = tuple(self._pieces(self.extents[-1], self.rows))
         segments = tuple(map(self._segments, pieces))
         made = Encode(self.slot, bound, step.device, pieces, segments, self._unit(held), self._place(held), is_proposal)
@@ -293,7 +298,7 @@ class _Walk:
     # Sending
 
     def _send(self, held: Standing, step: Collective) -> Send:
-        ranks, place = self.cluster.ranks_at(step.level), self.cluster.group(step.level, self.rank).index(self.rank)
+        ranks, place = len(self._group(step)), self._group(step).index(self.rank)
         kind, level, encoder = step.kind, step.level, self.encoder
         if encoder is not None and encoder.is_proposal:
             facts = encoder.compressor.facts
@@ -361,7 +366,7 @@ class _Walk:
         return [piece for part in self._split(extent, split) for piece in self._pieces(part, rows[1:])]
 
     def _split(self, extent: Piece, split: Collective) -> list[Piece]:
-        ranks = self.cluster.ranks_at(split.level)
+        ranks = len(self._group(split))
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
@@ -369,6 +374,10 @@ class _Walk:
         grain = 1 if split in self.strategy.steps[: self.strategy.leading_splits] else self.grain
         borders = cut_points(self._segments(extent), ranks, grain)
         return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
+
+    def _group(self, step: Collective) -> tuple[int, ...]:
+        """List the ranks that this rank meets: hosts may have different numbers of them."""
+        return self.cluster.group(step.level, self.rank)
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""
