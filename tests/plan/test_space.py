@@ -10,9 +10,9 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import BF16, Int4, Int8, PowerSGD, TopK
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.space import INDIVISIBLE, Phase, Space, published_space, strategies_in, ways_through
-from fxcomp.plan.strategy import DENSE, Collective, Compress, Device, Strategy
+from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, Collective, Compress, Device, Strategy
 
-FLAT = ((Phase(Level.WORLD),),)
+AT_ONCE = ((Phase(Level.WORLD),),)
 SHARED = Path("shared", "data", "espresso_decision_tree.json")
 PUBLISHED_NAMES = {
     "Comm": CollectiveKind.ALL_REDUCE,
@@ -75,7 +75,7 @@ def published_strategy(names: list[str]) -> Strategy:
 
 
 def test_a_flat_space_of_a_quantiser():
-    assert texts_in(Space(ways=FLAT, compressors=(Int8(),), most_compressions=1)) == [
+    assert texts_in(Space(ways=AT_ONCE, compressors=(Int8(),), most_compressions=1)) == [
         "all_reduce@world",
         "reduce_scatter@world > all_gather@world",
         "reduce_scatter@world > compress(int8)@gpu > all_gather@world > decompress@gpu",
@@ -94,16 +94,16 @@ def test_without_compressors_everything_is_dense():
 
 
 def test_the_network_adds_linear_payloads_up_where_it_may():
-    linear = texts_in(Space(ways=FLAT, compressors=(BF16(),)))
-    gathered = texts_in(Space(ways=FLAT, compressors=(BF16(),), adds_payloads=False))
+    linear = texts_in(Space(ways=AT_ONCE, compressors=(BF16(),)))
+    gathered = texts_in(Space(ways=AT_ONCE, compressors=(BF16(),), adds_payloads=False))
     assert "compress(bf16)@gpu > all_reduce@world > decompress@gpu" in linear
     assert set(gathered) < set(linear)
     assert not any("gpu > all_reduce" in text or "gpu > reduce" in text for text in gathered)
 
 
 def test_compressors_are_mixed_only_where_they_may_be():
-    space = Space(ways=FLAT, compressors=(Int4(), Int8()))
-    mixing = Space(ways=FLAT, compressors=(Int4(), Int8()), mixes_compressors=True)
+    space = Space(ways=AT_ONCE, compressors=(Int4(), Int8()))
+    mixing = Space(ways=AT_ONCE, compressors=(Int4(), Int8()), mixes_compressors=True)
     assert all(len(set(strategy.compressors)) < 2 for strategy in strategies_in(space))
     added = set(strategies_in(mixing)) - set(strategies_in(space))
     assert Strategy.two_shots(Int4(), Int8()) in added
@@ -111,7 +111,7 @@ def test_compressors_are_mixed_only_where_they_may_be():
 
 
 def test_ranks_agree_once_before_they_compress_what_needs_it():
-    found = texts_in(Space(ways=FLAT, compressors=(PowerSGD(4),)))
+    found = texts_in(Space(ways=AT_ONCE, compressors=(PowerSGD(4),)))
     step = "powersgd(4)"
     assert (
         found[-1]
@@ -143,7 +143,7 @@ def test_strategies_built_by_hand_are_in_the_space_of_a_cluster():
     hand_made = [
         *(Strategy.flat(compressor) for compressor in (None, *compressors)),
         *(Strategy.hierarchical(compressor) for compressor in (None, *compressors)),
-        *(Strategy.two_shots(*pair, by_level=by_level) for pair in PAIRS for by_level in (False, True)),
+        *(Strategy.two_shots(*pair, by=by) for pair in PAIRS for by in (FLAT, HOSTS)),
     ]
     assert found >= set(hand_made)
 
