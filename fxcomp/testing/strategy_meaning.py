@@ -93,8 +93,8 @@ def meaning(
     residuals: Sequence[Sequence[Tensor]] | None = None,
 ) -> Meaning:
     """Take one step with a flat gradient for each rank, and the residuals of each slot (all zero if not given)."""
-    # Decoding gives a mean, the network a sum: packing scales so that both together end with the mean. The scales do not
-    # depend on the gradients, so a bucket of one value tells them.
+    # Decoding gives a mean, the network a sum: packing scales so that both together end with the mean. The scales do
+    # not depend on the gradients, so a bucket of one value tells them.
     ranks = range(cluster.world_size)
     begin = [_dense_holding(range(1), torch.zeros(1), {rank: Fraction(1)}) for rank in ranks]
     shares = _Walk(strategy, [(1,)], cluster, None).walk(begin)[0].inside
