@@ -119,6 +119,7 @@ class _Walk:
         self.strategy, self.shapes, self.cluster, self.residuals = strategy, shapes, cluster, residuals
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
+        """What shards respect, but for the dense ones that a strategy begins with."""
         self.open: list[tuple[Collective, list[range]]] = []
         """The collectives that have split the bucket, and what each rank had before."""
         self.bound: Compressor | None = None
@@ -210,12 +211,11 @@ class _Walk:
 
     def _weight(self, holding: Holding, holdings: Sequence[Holding]) -> Fraction:
         """Say by how much to multiply what this rank holds to get its share of the mean."""
-        shares = set(holding.inside.values())
-        if not shares:
+        if not holding.inside:
             return Fraction(0)
-        assert len(shares) == 1, "gradients count differently in what is compressed"
+        share = next(iter(holding.inside.values()))  # of every gradient in it, as they end with the same share
         same = sum(other.extent == holding.extent and other.inside == holding.inside for other in holdings)
-        return Fraction(1, self.cluster.world_size) / shares.pop() / same
+        return Fraction(1, self.cluster.world_size) / share / same
 
     # Sending
 
@@ -231,7 +231,7 @@ class _Walk:
             if before is not None:
                 after = _joined(mine, step.kind, before[group[0]])
             elif step.kind.splits:
-                parts = self._split(mine[0].extent, step.kind, len(group))
+                parts = self._split(mine[0].extent, step, len(group))
                 after = [_summed([_part(each, part) for each in mine], step.kind) for part in parts]
             else:
                 after = [_summed(mine, step.kind)] * len(group)
@@ -241,18 +241,20 @@ class _Walk:
 
     # Ranges
 
-    def _split(self, extent: range, kind: CollectiveKind, ranks: int) -> list[range]:
-        if kind.is_rooted:
+    def _split(self, extent: range, split: Collective, ranks: int) -> list[range]:
+        if split.kind.is_rooted:
             return [extent, *[range(extent.stop, extent.stop)] * (ranks - 1)]
-        cuts = cut_points(self._segments(extent), ranks, self.grain)
+        is_leading = split in self.strategy.steps[: self.strategy.leading_splits]
+        cuts = cut_points(self._segments(extent), ranks, 1 if is_leading else self.grain)
         return [range(extent.start + start, extent.start + stop) for start, stop in pairwise(cuts)]
 
     def _pieces(self, rank: int, extent: range, splits: Sequence[Collective]) -> list[range]:
         """Cut a range as the collectives will that deal its payload out; nothing is made of empty pieces."""
         pieces = [extent]
         for split in splits:
-            ranks = len(self.cluster.group(split.level, rank))
-            pieces = [part for piece in pieces for part in self._split(piece, split.kind, ranks)]
+            group = self.cluster.group(split.level, rank)
+            pieces = [part for piece in pieces for part in self._split(piece, split, len(group))]
+            rank = group[0] if split.kind.is_rooted else rank  # which deals out what it has got
         return [piece for piece in pieces if piece]
 
     def _segments(self, piece: range) -> tuple[int, ...]:

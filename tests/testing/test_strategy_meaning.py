@@ -11,19 +11,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from legs import run_legs
+from legs import Walker, walk
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.route import route_of
+from fxcomp.plan.route import Route, route_of
 from fxcomp.plan.space import ROOTED, Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
+from fxcomp.testing.rounds import Replica
 from fxcomp.testing.strategy_meaning import meaning
 
 SHAPES = [(7, 3), (5,), (150,)]
-COMPRESSORS = ("bf16", "int8(block=16)", "int4(block=16)", "topk(0.05)")
+COMPRESSORS = ("bf16", "int8(block=16)", "topk(0.05)")
 EXACT = 2e-6
 """A few roundings to fp32, of the largest value of a parameter."""
 SUMMED_IN_BF16 = 2e-2
@@ -49,30 +50,36 @@ def gradients_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[Tensor]:
     return gradients
 
 
-def residuals_of(strategy: Strategy, shapes: Sequence[Sequence[int]], on: Cluster) -> list[list[Tensor]]:
+def residuals_of(routes: Sequence[Route]) -> list[list[Tensor]]:
     """What earlier steps may have left, by slot and rank: the same where ranks compress the same."""
-    routes = [route_of(strategy, shapes, on, rank) for rank in range(on.world_size)]
     generator = torch.Generator().manual_seed(1)
     residuals: list[list[Tensor]] = []
     for slots in zip(*(route.slots for route in routes), strict=True):
-        noise = torch.randn(on.hosts * on.ranks_per_host, sum(map(math.prod, shapes)), generator=generator)
+        places = 1 + max(slot.place for slot in slots)
+        noise = torch.randn(places, len(routes[0].whole), generator=generator)
         residuals.append([torch.cat([noise[s.place, p.start : p.stop] for p in s.pieces]) for s in slots])
     return residuals
 
 
 def check(strategy: Strategy, shapes: Sequence[Sequence[int]], on: Cluster) -> None:
     """A bound route gives the meaning's bits; ranks agree; what is applied and what is left out add up."""
-    gradients, residuals = gradients_of(shapes, on.world_size), residuals_of(strategy, shapes, on)
+    routes = [route_of(strategy, shapes, on, rank) for rank in range(on.world_size)]
+    gradients, residuals = gradients_of(shapes, on.world_size), residuals_of(routes)
     told = meaning(strategy, shapes, on, gradients, residuals)
-    ran = run_legs(strategy, shapes, on, gradients, residuals)
-    for rank, result in enumerate(told.results):
+    walkers = [
+        Walker(route, gradient, {slot: Replica(each[rank].clone(), None) for slot, each in enumerate(residuals)})
+        for rank, (route, gradient) in enumerate(zip(routes, gradients, strict=True))
+    ]
+    for rank, (result, walked) in enumerate(zip(told.results, walk(walkers, on), strict=True)):
         assert torch.equal(result, told.results[0]), f"{strategy}: rank {rank} ends with other values than rank 0"
-        assert torch.equal(result, ran.results[rank]), f"{strategy}: rank {rank} strays from the meaning"
+        assert torch.equal(result, walked), f"{strategy}: rank {rank} strays from the meaning"
     for number, slot in enumerate(told.slots):
-        for rank, route in enumerate(ran.routes):
+        for rank, walker in enumerate(walkers):
             where = f"{strategy}: slot {number}, rank {rank}"
-            assert torch.equal(slot.residuals[rank], ran.residuals[number][rank]), where
-            assert route.slots[number].unit.weight == slot.weights[rank] or not slot.extents[rank], where
+            kept = walker.replicas[number].residual
+            assert kept is not None
+            assert torch.equal(slot.residuals[rank], kept), where
+            assert routes[rank].slots[number].unit.weight == slot.weights[rank] or not slot.extents[rank], where
 
     size = len(gradients[0])
     wanted, found = torch.stack(gradients).double().mean(dim=0), told.results[0].double()
@@ -93,24 +100,31 @@ def is_sum(step: Step) -> bool:
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
-@pytest.mark.parametrize("shape", ["2x1", "1x2", "4x1", "2x2", "1x4"])
+@pytest.mark.parametrize("shape", ["2x1", "2x2"])
 def test_every_published_path_keeps_to_its_meaning(shape: str, compressor: str):
     for strategy in published(compressor):
         check(strategy, SHAPES, cluster(shape))
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
+@pytest.mark.parametrize("shape", ["1x2", "4x1", "1x4"])
+def test_every_published_path_keeps_to_its_meaning_where_a_level_has_one_rank(shape: str):
+    """Compressors take turns, as the network is the same for all."""
+    for number, choices in enumerate(zip(*map(published, COMPRESSORS), strict=True)):
+        check(choices[number % len(choices)], SHAPES, cluster(shape))
+
+
+@pytest.mark.parametrize("compressor", ["int4(block=16)", "topk(0.05)"])
 @pytest.mark.parametrize("shape", ["3x1", "2x3", "3x2", "2x2x2"])
 def test_published_paths_keep_to_their_meaning_on_more_ranks(shape: str, compressor: str):
-    for strategy in published(compressor)[:: 174 // 24]:
+    for strategy in published(compressor)[::7]:
         check(strategy, SHAPES, cluster(shape))
 
 
-@pytest.mark.parametrize("shape", ["2x1", "4x1", "2x2", "2x3"])
+@pytest.mark.parametrize("shape", ["2x1", "4x1", "2x3"])
 def test_sizes_that_leave_shards_uneven_or_empty(shape: str):
     ranks, block = cluster(shape).world_size, 16
     for size in (1, ranks - 1, ranks, block * ranks - 1, block * ranks, block * ranks + 1, 97):
-        for strategy in published("int8(block=16)")[::11]:
+        for strategy in published("int8(block=16)")[::23]:
             check(strategy, [(size,)], cluster(shape))
 
 
@@ -124,12 +138,12 @@ def test_mixed_compressors_and_sums_of_payloads_keep_to_their_meaning(shape: str
     on, compressors = cluster(shape), (parse_compressor("int4(block=16)"), parse_compressor("bf16"))
     space = Space(ways=ways_through(on), compressors=compressors, mixes_compressors=True, most_compressions=2)
     found = list(strategies_in(space))
-    for strategy in found[:: len(found) // 60]:
+    for strategy in found[:: len(found) // 30]:
         check(strategy, SHAPES, on)
 
 
 def test_agreements_keep_to_their_meaning():
-    space = Space(ways=ways_through(cluster("2x2")), compressors=(parse_compressor("shared_int8"),))
+    space = Space(ways=ways_through(cluster("2x2")), compressors=(parse_compressor("shared_int8(stochastic=false)"),))
     agreed = [strategy for strategy in strategies_in(space) if not strategy.is_dense]
     assert agreed
     for strategy in agreed:
