@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "fxcomp"
 FLOORS = [
     ["compat", "errors", "gc_paused"],
     ["cluster", "compressors"],
-    ["plan", "runtime", "testing"],
+    ["plan", "runtime"],
     ["cost", "graph", "ranks"],
-    ["capture", "codegen", "options", "passes", "search", "site"],
+    ["capture", "codegen", "options", "passes", "search", "site", "testing"],
     ["pipeline", "report", "state"],
     ["planning", "step"],
     ["frontends"],

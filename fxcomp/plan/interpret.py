@@ -78,6 +78,8 @@ def misfit(held: Standing, step: Step) -> str | None:
     """Say why a step does not fit what is held; None if it does."""
     if held.proposed is not None and not (isinstance(step, Collective) and step.kind is CollectiveKind.ALL_REDUCE):
         return f"what {held.proposed} proposes is reduced next, by an all_reduce"
+    if held.agreed is not None and held.compressor is None and not _compresses(step, held.agreed[0]):
+        return f"the ranks have agreed on something for {held.agreed[0]}, which compresses next"
     match step:
         case Collective():
             return _collective_misfit(held, step)
@@ -186,19 +188,21 @@ def _encoder_misfit(held: Standing, compressor: Compressor) -> str | None:
 
 
 def _agreement_misfit(held: Standing, compressor: Compressor) -> str | None:
-    agreed = None if held.agreed is None else held.agreed[0]
-    if compressor.facts.agreement is not None and agreed != compressor:
-        return f"{compressor} compresses what ranks have agreed on: propose({compressor}) > all_reduce before it"
-    if agreed is not None and agreed != compressor:
-        return f"the ranks have agreed on something for {agreed}"
-    return None
+    if compressor.facts.agreement is None or held.agreed is not None:
+        return None
+    return f"{compressor} compresses what ranks have agreed on: propose({compressor}) > all_reduce before it"
+
+
+def _compresses(step: Step, compressor: Compressor) -> bool:
+    return isinstance(step, Compress) and step.compressor == compressor
 
 
 def _refusal(steps: tuple[Step, ...], number: int, problem: str, held: Standing) -> str:
     whole = text_of(steps) or "(no steps)"
     where = f"step {number + 1}, {steps[number]}, does not fit" if number < len(steps) else "its end does not fit"
-    encoders = [Compress(step.compressor) for step in steps if isinstance(step, Compress)]
-    would = [str(step) for step in fitting(held, [*COLLECTIVES, *dict.fromkeys(encoders), Decompress()])]
+    compressors = dict.fromkeys(step.compressor for step in steps if isinstance(step, Compress | Propose))
+    encoders = [make(compressor) for compressor in compressors for make in (Propose, Compress)]
+    would = [str(step) for step in fitting(held, [*COLLECTIVES, *encoders, Decompress()])]
     instead = f"  Would fit here: {', '.join(would)}" if would else "  Nothing fits here: change a step before it"
     return (
         f"the strategy {whole!r} does not sum each gradient over all ranks once: {where}: {problem}.\n"

@@ -190,6 +190,7 @@ class _Walk:
         """How payloads lie, outermost first."""
         self.encoder: Encode | None = None
         self.slot = -1
+        self.counts = self._counts()
         self.scale = self._scale()
         self.weight = 1 / (self.scale * cluster.world_size)
 
@@ -207,6 +208,17 @@ class _Walk:
         whole = range(self.edges[-1])
         return Route(self.scale, whole, tuple(map(tuple, stages)), *first)
 
+    def _counts(self) -> dict[Collective, int]:
+        """Count the ranks that this rank's values meet: where hosts differ, first ranks meet more than others."""
+        counts: dict[Collective, int] = {}
+        at = self.rank
+        for held, step in zip(self.strategy.held, self.strategy.steps, strict=False):
+            if isinstance(step, Collective) and not self._joins(held, step):
+                group = self.cluster.group(step.level, at)
+                counts[step] = len(group)
+                at = group[0] if step.kind.is_rooted else at
+        return counts
+
     def _scale(self) -> Fraction:
         """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
         payloads = 1
@@ -218,7 +230,7 @@ class _Walk:
                 case Decompress():
                     payloads *= piled
                 case Collective() if held.compressor is not None and not step.kind.sums and not self._joins(held, step):
-                    piled *= self.cluster.ranks_at(step.level)
+                    piled *= self.counts[step]
                 case _:
                     pass
         return Fraction(payloads, self.cluster.world_size)
@@ -253,7 +265,7 @@ class _Walk:
             self.slot += 1
         shapes = self._shapes(self.extents[-1])
         bound = step.compressor.bound_to(shapes, self._ranks_missing(held))
-        self.rows = [_Row(split, self.cluster.ranks_at(split.level)) for split in dealt]
+        self.rows = [_Row(split, self.counts[split]) for split in dealt]
         pieces = tuple(self._pieces(self.extents[-1], self.rows))
         segments = tuple(map(self._segments, pieces))
         made = Encode(self.slot, bound, step.device, pieces, segments, self._unit(held), self._place(held), is_proposal)
@@ -293,7 +305,8 @@ class _Walk:
     # Sending
 
     def _send(self, held: Standing, step: Collective) -> Send:
-        ranks, place = self.cluster.ranks_at(step.level), self.cluster.group(step.level, self.rank).index(self.rank)
+        group = self.cluster.group(step.level, self.rank)
+        ranks, place = len(group), group.index(self.rank)
         kind, level, encoder = step.kind, step.level, self.encoder
         if encoder is not None and encoder.is_proposal:
             facts = encoder.compressor.facts
@@ -307,16 +320,16 @@ class _Walk:
             return Send(kind, level, cut, place, ranks, itemsize, slot, turned=turned)
 
         if self._joins(held, step):
-            return sent(self._joined_cut(held.splits[-1], encoder))
+            return sent(self._joined_cut(held.splits[-1], ranks, encoder))
         if kind.splits:
-            cut, turned = self._dealt_cut(step, encoder)
-            self.extents.append(self._split(self.extents[-1], step)[place])
+            cut, turned = self._dealt_cut(step, ranks, encoder)
+            self.extents.append(self._split(self.extents[-1], step, ranks)[place])
             if encoder is not None:
                 self.rows = [row for row in self.rows if row.split is not step]
-                self.rows = self.rows if kind.sums else [_Row(None, ranks), *self.rows]
+                self.rows = self.rows if kind.sums else [_Row(None, self.counts[step]), *self.rows]
             return sent(cut, turned)
         if kind is CollectiveKind.ALL_GATHER:
-            self.rows.insert(0, _Row(None, ranks))
+            self.rows.insert(0, _Row(None, self.counts[step]))
             return sent(ranks)
         return sent(1)
 
@@ -326,16 +339,16 @@ class _Walk:
         last = held.splits[-1]
         return last.level is step.level and last.kind.joined_by is step.kind and not step.kind.splits
 
-    def _joined_cut(self, split: Collective, encoder: Encode | None) -> Cut:
+    def _joined_cut(self, split: Collective, ranks: int, encoder: Encode | None) -> Cut:
         self.extents.pop()
-        parts = self._split(self.extents[-1], split)
+        parts = self._split(self.extents[-1], split, ranks)
         cut = tuple(len(part) if encoder is None else self._payload(part, self.rows) for part in parts)
         if encoder is not None:
-            self.rows.insert(0, _Row(split, len(parts)))
+            self.rows.insert(0, _Row(split, self.counts[split]))
         return cut
 
-    def _dealt_cut(self, step: Collective, encoder: Encode | None) -> tuple[Cut, Turn | None]:
-        parts = self._split(self.extents[-1], step)
+    def _dealt_cut(self, step: Collective, ranks: int, encoder: Encode | None) -> tuple[Cut, Turn | None]:
+        parts = self._split(self.extents[-1], step, ranks)
         if encoder is None:
             return tuple(map(len, parts)), None
         number = next(k for k, row in enumerate(self.rows) if row.split is step)
@@ -356,12 +369,11 @@ class _Walk:
     def _pieces(self, extent: Piece, rows: Sequence[_Row]) -> list[Piece]:
         if not rows:
             return [extent]
-        split = rows[0].split
+        split, ranks = rows[0].split, rows[0].count
         assert split is not None, "payloads of one piece lie together"
-        return [piece for part in self._split(extent, split) for piece in self._pieces(part, rows[1:])]
+        return [piece for part in self._split(extent, split, ranks) for piece in self._pieces(part, rows[1:])]
 
-    def _split(self, extent: Piece, split: Collective) -> list[Piece]:
-        ranks = self.cluster.ranks_at(split.level)
+    def _split(self, extent: Piece, split: Collective, ranks: int) -> list[Piece]:
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
