@@ -18,6 +18,7 @@ differ, and with a rooted collective all but the first rank have nothing; the co
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -30,6 +31,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import Decode, Encode, Leg, Send, route_of
 from fxcomp.plan.steps import Device
+from fxcomp.plan.strategy import DENSE
 
 
 def lower_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) -> GraphModule:
@@ -54,11 +56,15 @@ class _Lowering:
         self.encoder: Encode | None = None
         self.on_host = False
         self.stage = 0
+        self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
     def lower(self, cluster: Cluster, rank: int) -> None:
         gradients: Any = self.pack.args[0]
         route = route_of(self.bucket.strategy, [g.meta["val"].shape for g in gradients], cluster, rank)
         self.pack.args = (self.pack.args[0], float(route.scale))
+        if self.bucket.strategy == DENSE:
+            self.flat.args = (self.pack, "sum", Level.WORLD.value)
+            return
         for stage, legs in enumerate(route.stages):
             with self.graph.inserting_before(self.done if stage else self.flat):
                 for leg in legs:
@@ -145,7 +151,13 @@ class _Lowering:
         self, target: Any, args: tuple[Any, ...], role: Role, name: str, suffix: str = "", slot: int = 0, **kwargs: Any
     ) -> Node:
         label = NodeInfo(role, bucket=self.number, stage=self.stage, slot=slot)
-        return call(self.graph, target, args, label, name=f"{name}_{self.number}{suffix}", kwargs=kwargs)
+        return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
+
+    def _named(self, name: str) -> str:
+        """Number a name that comes again after the bucket: torch.fx would count the bucket's own number up."""
+        again = self.names[name]
+        self.names[name] += 1
+        return f"{name}_{again}" if again else name
 
 
 def _operator_and_arguments(leg: Send, sent: Node) -> tuple[Any, tuple[Any, ...]]:
