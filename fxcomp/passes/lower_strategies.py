@@ -6,8 +6,8 @@
     + %compress_0         compress    (u8[20], f32[0], f32[0])  int8_compress(%pack_0, None, [4, 8], 512, False)
     + %payload_0          compress    u8[20]                    %compress_0[0]
     + %all_gather_0_int8  collective  u8[40]                    all_gather(%payload_0, 2, world)
-    + %payloads_0_1       wait        u8[40]                    wait(%all_gather_0_int8)
-    + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0_1, 2, [4, 8], 512, False)
+    + %payloads_0         wait        u8[40]                    wait(%all_gather_0_int8)
+    + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
 A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
 Where ranks agree before they compress, the agreement is a stage of its own. What a compressor on the cpu reads is
@@ -18,6 +18,7 @@ differ, and with a rooted collective all but the first rank have nothing; the co
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -55,13 +56,14 @@ class _Lowering:
         self.encoder: Encode | None = None
         self.on_host = False
         self.stage = 0
+        self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
     def lower(self, cluster: Cluster, rank: int) -> None:
         gradients: Any = self.pack.args[0]
         route = route_of(self.bucket.strategy, [g.meta["val"].shape for g in gradients], cluster, rank)
         self.pack.args = (self.pack.args[0], float(route.scale))
         if self.bucket.strategy == DENSE:
-            self.flat.update_arg(1, "sum")
+            self.flat.args = (self.pack, "sum", Level.WORLD.value)
             return
         for stage, legs in enumerate(route.stages):
             with self.graph.inserting_before(self.done if stage else self.flat):
@@ -90,7 +92,7 @@ class _Lowering:
         is_host = device is Device.CPU
         if is_host != self.on_host:
             target, name = (D2H, "d2h") if is_host else (H2D, "h2d")
-            self.value = self._node(target, (self.value,), Role.COPY, name, f"_{self.stage}" if self.stage else "")
+            self.value = self._node(target, (self.value,), Role.COPY, name)
             self.on_host = is_host
 
     def _encode(self, leg: Encode) -> None:
@@ -135,23 +137,27 @@ class _Lowering:
         collective = self._node(target, arguments, Role.COLLECTIVE, leg.kind.value, self._suffix(leg))
         self.stage += 1
         with self.graph.inserting_before(self.done):
-            if self.proposal is not None:
-                return self._node(WAIT, (collective,), Role.WAIT, "agreed")
-            name = "wait" if leg.slot is None else "payloads"
-            return self._node(WAIT, (collective,), Role.WAIT, name, f"_{self.stage}")
+            names = "agreed" if self.proposal else "wait" if leg.slot is None else "payloads"
+            return self._node(WAIT, (collective,), Role.WAIT, names)
 
     def _suffix(self, leg: Send) -> str:
         if self.proposal is not None:
             return "_proposal"
-        level = "" if leg.level is Level.WORLD else f"_{leg.level.value}"
-        return level if self.encoder is None else f"_{self.encoder.compressor.name}{level}"
+        if self.encoder is not None:
+            return f"_{self.encoder.compressor.name}"
+        return "" if leg.level is Level.WORLD else f"_{leg.level.value}"
 
     def _node(
         self, target: Any, args: tuple[Any, ...], role: Role, name: str, suffix: str = "", slot: int = 0, **kwargs: Any
     ) -> Node:
         label = NodeInfo(role, bucket=self.number, stage=self.stage, slot=slot)
-        number = f"{self.number}_{slot}" if slot else f"{self.number}"
-        return call(self.graph, target, args, label, name=f"{name}_{number}{suffix}", kwargs=kwargs)
+        return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
+
+    def _named(self, name: str) -> str:
+        """Number a name that comes again after the bucket: torch.fx would count the bucket's own number up."""
+        again = self.names[name]
+        self.names[name] += 1
+        return f"{name}_{again}" if again else name
 
 
 def _operator_and_arguments(leg: Send, sent: Node) -> tuple[Any, tuple[Any, ...]]:

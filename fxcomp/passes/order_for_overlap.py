@@ -4,7 +4,7 @@
     + %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     + %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
       %payloads_1                wait        u8[16]                     wait(%all_gather_1_int4)
-      %mean_1                    decompress  f32[8]    4.0 us @compute  int4_decompress(%payloads_1, 2, [8], 128, False)
+      %mean_1                    decompress  f32[8]    2.0 us @compute  int4_decompress(%payloads_1, 2, [8], 128, False)
     - %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     - %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
 

@@ -48,12 +48,12 @@ def test_an_emitted_step_imports_it_from_its_own_package(tmp_path: Path) -> None
     tests = Path(__file__).parents[1]
     done = _python(
         "from graphs import TWO, one_bucket\n"
-        "from stages import compressed\n"
+        "from stages import lowered\n"
         "from fxcomp.codegen.emit import emit\n"
         "from fxcomp.passes.remove_dead_nodes import remove_dead_nodes\n"
         "from fxcomp.passes.thread_state import thread_state\n"
         "plan = one_bucket('compress(pool(width=4))@gpu > all_reduce@world > decompress@gpu')\n"
-        "source = emit(remove_dead_nodes(thread_state(compressed(plan, TWO))))\n"
+        "source = emit(remove_dead_nodes(thread_state(lowered(plan, TWO))))\n"
         "compile(source, 'step', 'exec')\n"
         "print(source)",
         _installed(tmp_path),

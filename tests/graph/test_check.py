@@ -11,7 +11,7 @@ from fxcomp.graph.info import InputKind, NodeInfo, Role, Source
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
-from fxcomp.passes.insert_compression import insert_compression
+from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.thread_state import thread_state
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def compressed() -> GraphModule:
     plan = one_bucket("compress(int4)@gpu > all_gather@world > decompress@gpu")
     gm = bucket_gradients(canonicalize_sync(linear_step(), 2), plan)
-    return thread_state(insert_compression(gm, plan, TWO, 0))
+    return thread_state(lower_strategies(gm, plan, TWO, 0))
 
 
 def said(gm: GraphModule) -> list[str]:

@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 from before_after import before_after
-from graphs import COSTS, TWO, linear_step, node_named, one_bucket
-from stages import compressed
+from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, node_named, one_bucket
+from stages import lowered
 
+from fxcomp.cluster.cluster import Level
 from fxcomp.cost.roofline import Measured
+from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import info
 from fxcomp.graph.work import work_key
 from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.plan.collective_kind import CollectiveKind
 
 
 def test_operators_cost_by_the_roofline(golden):
@@ -19,8 +22,25 @@ def test_operators_cost_by_the_roofline(golden):
 
 def test_compression_and_collectives_cost_by_bytes_and_links(golden):
     plan = one_bucket("compress(topk(0.01))@cpu > all_gather@world > decompress@cpu")
-    text, _ = before_after(annotate_costs, compressed(plan, TWO), COSTS, TWO)
+    text, _ = before_after(annotate_costs, lowered(plan, TWO), COSTS, TWO)
     golden("annotate_costs/topk_on_cpu.txt", text)
+
+
+def test_collectives_of_uneven_parts_cost_by_what_the_largest_owner_has():
+    two_shots = (
+        "compress(int8)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world"
+        " > decompress@gpu"
+    )
+    rooted = "reduce@intra > all_reduce@inter > broadcast@intra"
+    kind = CollectiveKind
+    expected = {
+        two_shots: [(kind.ALL_TO_ALL, Level.WORLD, 20), (kind.ALL_GATHER, Level.WORLD, 12)],
+        rooted: [(kind.REDUCE, Level.INTRA, 48), (kind.ALL_REDUCE, Level.INTER, 48), (kind.BROADCAST, Level.INTRA, 48)],
+    }
+    for strategy, sizes in expected.items():
+        gm = annotate_costs(lowered(one_bucket(strategy), TWO_BY_TWO), COSTS, TWO_BY_TWO)
+        costs = [info(n).cost_us for n in gm.graph.nodes if is_collective(n)]
+        assert costs == [COSTS.collective_us(*size, TWO_BY_TWO) for size in sizes], strategy
 
 
 def test_what_was_measured_wins():

@@ -2,11 +2,11 @@
 
 from before_after import before_after
 from graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets
-from stages import compressed, priced
+from stages import lowered, priced
 
 from fxcomp.graph.dump import dump
 from fxcomp.graph.info import Role, info
-from fxcomp.graph.ops import ALL_FINITE, SAVE
+from fxcomp.graph.ops import ALL_FINITE, ROLL_BACK, SAVE
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.thread_state import thread_state
@@ -15,6 +15,9 @@ DENSE = "all_reduce@world"
 INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 BF16 = "compress(bf16)@gpu > all_reduce@world > decompress@gpu"
 BY_LEVEL = "reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra"
+TWO_SHOTS = (
+    "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int4)@gpu > all_gather@world > decompress@gpu"
+)
 
 
 def looked_at(gm) -> list[str]:
@@ -24,7 +27,7 @@ def looked_at(gm) -> list[str]:
 
 def test_residuals_are_taken_back_and_means_looked_at(golden):
     plan = one_bucket(INT4)
-    text, _ = before_after(commit_if_finite, thread_state(compressed(plan, TWO)), True)
+    text, _ = before_after(commit_if_finite, thread_state(lowered(plan, TWO)), True)
     golden("commit_if_finite/int4.txt", text)
 
 
@@ -42,7 +45,7 @@ def test_a_dense_bucket_is_looked_at_and_changes_nothing_to_take_back():
 
 def test_a_payload_that_is_summed_in_place_is_saved_before_it_leaves():
     plan = one_bucket(BF16)
-    gm = thread_state(compressed(plan, TWO), lambda _: True)
+    gm = thread_state(lowered(plan, TWO), lambda _: True)
     _, after = before_after(commit_if_finite, gm, True)
     (saved,) = [n for n in after.graph.nodes if n.target is SAVE]
     order = list(after.graph.nodes)
@@ -68,3 +71,16 @@ def test_all_updates_wait_for_the_commit():
     changing = (Role.UNPACK, Role.CLIP, Role.UPDATE)
     assert all(order.index(n) > order.index(commit) for n in order if info(n).role in changing)
     assert all(order.index(n) < order.index(commit) for n in order if info(n).role in (Role.WAIT, Role.DECOMPRESS))
+
+
+def test_both_shots_are_taken_back_and_the_mean_is_looked_at_once(golden):
+    gm = thread_state(lowered(one_bucket(TWO_SHOTS), TWO))
+    text, after = before_after(commit_if_finite, gm, True)
+    golden("commit_if_finite/two_shots.txt", text)
+    assert looked_at(after) == ["mean_0_1"]
+    taken_back = {n.name: n.args[0].name for n in after.graph.nodes if n.target is ROLL_BACK}
+    assert taken_back == {"before_0": "left_out_0", "before_0_1": "left_out_0_1"}
+    own = {n.name: n for n in after.graph.nodes if n.name in ("own_0", "own_0_1")}
+    assert own["own_0"].args[:2] == (next(n for n in after.graph.nodes if n.name == "payload_0"), 1)
+    assert own["own_0"].kwargs["pieces"] == [1, 1], "its own payloads, one for each owner"
+    assert "pieces" not in own["own_0_1"].kwargs

@@ -3,7 +3,7 @@
 import pytest
 from before_after import before_after
 from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket, part, two_buckets
-from stages import compressed
+from stages import lowered
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.info import InputKind, Role, info
@@ -18,11 +18,16 @@ TOPK = "compress(topk(0.1))@gpu > all_gather@world > decompress@gpu"
 INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 DENSE = "all_reduce@world"
 SHARDED = "reduce_scatter@intra > compress(topk(0.1))@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
+TWO_SHOTS = (
+    "compress(topk(0.1))@gpu > all_to_all@world > decompress@gpu > compress(topk(0.1))@gpu > all_gather@world"
+    " > decompress@gpu"
+)
+DENSE_THEN_INT4 = "reduce_scatter@world > compress(int4)@gpu > all_gather@world > decompress@gpu"
 AGREED = "propose(shared_int8)@gpu > all_reduce@world > compress(shared_int8)@gpu > all_reduce@world > decompress@gpu"
 
 
 def corrected(plan: Plan, cluster: Cluster = TWO):
-    return before_after(correct_momentum, thread_state(compressed(plan, cluster)), 0.9)
+    return before_after(correct_momentum, thread_state(lowered(plan, cluster)), 0.9)
 
 
 def calls(gm, target):
@@ -53,7 +58,7 @@ def test_a_velocity_lies_where_its_bucket_is_compressed():
     assert accumulate.args[1].meta["val"].shape == (6,)
     order = part(gm, Role.COPY, Role.VELOCITY, Role.COMPRESS, Role.COLLECTIVE)
     assert order.split() == [
-        *("reduce_scatter_0", "d2h_0", "corrected_0", "compress_0", "all_gather_0_topk", "next_velocity_0"),
+        *("reduce_scatter_0_intra", "d2h_0", "corrected_0", "compress_0", "all_gather_0_topk", "next_velocity_0"),
         *("h2d_0", "all_gather_0_intra"),
     ]
 
@@ -64,8 +69,24 @@ def test_ranks_agree_on_what_they_compress():
     assert [user.name for user in accumulate.users] == ["proposal_0", "compress_0", "next_velocity_0"]
 
 
+def test_the_first_of_two_shots_alone_sees_the_velocity(golden):
+    text, gm = corrected(one_bucket(TWO_SHOTS))
+    golden("correct_momentum/two_shots.txt", text)
+    (accumulate,) = calls(gm, ACCUMULATE)
+    (mask,) = calls(gm, MASK_VELOCITY)
+    assert [user.name for user in accumulate.users] == ["compress_0", "next_velocity_0"]
+    assert mask.args[2].name == "left_out_0"
+
+
+def test_where_the_mean_alone_is_compressed_its_owner_has_the_velocity():
+    _, gm = corrected(one_bucket(DENSE_THEN_INT4))
+    (accumulate,) = calls(gm, ACCUMULATE)
+    assert accumulate.args[0].name == "wait_0_1"
+    assert accumulate.args[1].meta["val"].shape == (4,)
+
+
 def test_without_momentum_nothing_changes():
-    before = thread_state(compressed(one_bucket(TOPK), TWO))
+    before = thread_state(lowered(one_bucket(TOPK), TWO))
     assert correct_momentum(before, 0.0) is before
     assert all(info(n).source.kind is not InputKind.VELOCITY for n in before.graph.nodes if n.op == "placeholder")
 

@@ -40,7 +40,7 @@ def test_stages_of_two_buckets_interleave():
     _, after = before_after(order_for_overlap, priced(plan, TWO_BY_TWO), plan)
     started = [n.name for n in after.graph.nodes if is_collective(n)]
     stages = [(launch.bucket, launch.stage) for launch in plan.schedule()]
-    names = ["reduce_scatter_{}", "all_reduce_{}_inter", "all_gather_{}_intra"]
+    names = ["reduce_scatter_{}_intra", "all_reduce_{}_inter", "all_gather_{}_intra"]
     assert started == [names[stage].format(bucket) for bucket, stage in stages]
 
 
