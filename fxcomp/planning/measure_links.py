@@ -134,25 +134,24 @@ class TimedCollectives:
         group, members = transport.group(*place)
         ranks, root, me = len(members), members[0], dist.get_rank()
         whole = -(-elements // ranks) * ranks if kind.deals else elements  # as much for everyone
-        value = self._buffer(3 * slot, whole)
+        value, rooted = self._buffer(3 * slot, whole), from_first(elements, ranks)
 
         def move(pattern: Pattern, cut: Cut) -> Move:
-            _, coming = pattern.elements(pattern.parts(cut, whole), members.index(me))
+            going, coming = pattern.elements(pattern.parts(cut, whole), members.index(me))
             memory = functools.partial(self._buffer, 3 * slot + 2)
-            return Move(value, self._buffer(3 * slot + 1, coming), cut, *place, memory)
+            return Move(value[:going], self._buffer(3 * slot + 1, coming), cut, *place, memory)
 
         match kind:
             case CollectiveKind.ALL_REDUCE:
                 return lambda: transport.all_reduce(value, *place)
-            case CollectiveKind.BROADCAST:
-                return lambda: transport.broadcast(value, root, *place)
-            case CollectiveKind.ALL_GATHER:
-                return functools.partial(transport.all_gather, move(Pattern.ALL_GATHER, ranks))
+            case CollectiveKind.ALL_GATHER | CollectiveKind.BROADCAST:
+                cut = ranks if kind.gathers else rooted
+                return functools.partial(transport.all_gather, move(Pattern.ALL_GATHER, cut))
             case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
-                cut = ranks if kind.deals else from_first(elements, ranks)
+                cut = ranks if kind.deals else rooted
                 return functools.partial(transport.reduce_scatter, move(Pattern.REDUCE_SCATTER, cut))
             case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
-                cut = ranks if kind.deals else from_first(elements, ranks)
+                cut = ranks if kind.deals else rooted
                 return functools.partial(transport.all_to_all, move(Pattern.ALL_TO_ALL, cut))
             case CollectiveKind.POINT_TO_POINT if me == root:
                 return lambda: _started(dist.isend(value, members[1], group=group))

@@ -78,7 +78,7 @@ def from_first(elements: int, ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One collective's input and output, both flat, and who takes part."""
+    """One collective's input and output, both flat, and who takes part. The input must last until its end."""
 
     value: Tensor
     out: Tensor

@@ -111,7 +111,12 @@ class Groups:
     def all_to_all(self, move: Move) -> Work:
         group = self._groups[move.level, move.lane]
         parts = move.parts(Pattern.ALL_TO_ALL, group.place, len(group.ranks))
-        return _all_to_all(group, _as_bytes(move.value), _as_bytes(move.out), parts)
+        value, out, own = _as_bytes(move.value), _as_bytes(move.out), parts[group.place]
+        if value.device.type != "cpu":
+            return _dealt(group, value, out, (parts, (own,) * len(parts)))
+        sent, received = torch.split_with_sizes(value, parts), out.view(len(parts), own).unbind()
+        received[group.place].copy_(sent[group.place])
+        return group.exchange(sent, received)
 
     def reduce_scatter(self, move: Move) -> Work:
         group = self._groups[move.level, move.lane]
@@ -122,11 +127,16 @@ class Groups:
                 return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
         elements = len(parts) * out.numel()
         arrived = out.new_empty(elements) if move.memory is None else move.memory(elements)
+        terms = list(arrived.view(len(parts), out.numel()).unbind())
 
         def finish() -> None:
-            add_in_order(arrived.view(len(parts), out.numel()).unbind(), out)
+            add_in_order(terms, out)
 
-        return _all_to_all(group, _as_bytes(value), _as_bytes(arrived), parts, finish)
+        if value.device.type != "cpu":
+            return _dealt(group, _as_bytes(value), _as_bytes(arrived), (parts, (out.numel(),) * len(parts)), finish)
+        sent = torch.split_with_sizes(value, parts)
+        terms[group.place] = sent[group.place]  # what stays here need not be copied
+        return group.exchange([*map(_as_bytes, sent)], [*map(_as_bytes, terms)], finish)
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -164,24 +174,17 @@ class Groups:
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """Make `out` the sum of the ranks' parts, in rank order. Floats narrower than fp32 are added in fp32."""
     first, *others = parts
-    is_narrow = out.is_floating_point() and out.element_size() < 4
-    total = first.float() if is_narrow else out.copy_(first)
-    for part in others:
-        total.add_(part.float() if is_narrow else part)
-    if is_narrow:
+    if out.is_floating_point() and out.element_size() < 4:
+        total = first.to(torch.float32, copy=True)
+        for part in others:
+            total.add_(part.float())
         out.copy_(total)
-
-
-def _all_to_all(
-    group: Group, value: Tensor, out: Tensor, parts: tuple[int, ...], finish: Callable[[], object] | None = None
-) -> Work:
-    """Deal a part of `value` to each rank."""
-    ranks, own = len(parts), parts[group.place]
-    if value.device.type != "cpu":
-        return _dealt(group, value, out, (parts, (own,) * ranks), finish)
-    sent, received = torch.split_with_sizes(value, parts), out.view(ranks, own).unbind()
-    received[group.place].copy_(sent[group.place])
-    return group.exchange(sent, received, finish)
+    elif others:
+        torch.add(first, others[0], out=out)
+        for part in others[1:]:
+            out.add_(part)
+    else:
+        out.copy_(first)
 
 
 def _dealt(

@@ -30,6 +30,8 @@ TALKING = (
         "runtime/lending",
         "runtime/runtime",
         "runtime/transport",
+        "runtime/group",
+        "runtime/flight",
         "runtime/arena",
         "runtime/compressor_states",
     ),

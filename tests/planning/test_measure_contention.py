@@ -38,6 +38,7 @@ from fxcomp.planning.measure_contention import (
 )
 from fxcomp.planning.measure_step import StepMeasurement, _LinesTimed  # pyright: ignore[reportPrivateUsage]
 from fxcomp.runtime.moves import Move
+from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.graph_tasks import graph_tasks
 
@@ -173,6 +174,20 @@ def test_only_sums_over_all_ranks_are_sent_as_gathers():
         ("sum or max, intra", 8, 0),
     ]
     assert bucket.tolist() == list(range(10)), "the step's own values stay"
+
+
+def test_what_else_a_step_sends_goes_its_own_way():
+    runtime = Runtime(AllGatherStandIn(NullTransport(), ranks=2), torch.device("cpu"))
+    value = torch.arange(4.0)
+    kinds = {"all_gather": 2, "reduce_scatter": 2, "all_to_all": (1, 3), "reduce": (4, 0), "broadcast": 1}
+    found = {kind: runtime.wait(runtime.launch(kind, kind, value, cut, "world")) for kind, cut in kinds.items()}
+    assert {kind: result.tolist() for kind, result in found.items()} == {
+        "all_gather": [0.0, 1.0, 2.0, 3.0] * 2,
+        "reduce_scatter": [0.0, 1.0],
+        "all_to_all": [0.0, 0.0],
+        "reduce": [0.0, 1.0, 2.0, 3.0],
+        "broadcast": [0.0, 1.0, 2.0, 3.0],
+    }
 
 
 def test_a_network_that_would_need_memory_of_its_own_is_left_out(captured: Any):

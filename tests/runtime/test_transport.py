@@ -10,7 +10,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+from fxcomp.cluster.cluster import Level
 from fxcomp.errors import BadTensor
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.runtime.moves import Cut, Move, Pattern, from_first
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Groups, NullTransport, add_in_order
@@ -85,6 +88,38 @@ def every_kind_cut_and_type() -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_gets_its_parts_whatever_their_sizes_and_type(ranks: int):
     assert run_ranks(ranks, every_kind_cut_and_type) == [[]] * ranks
+
+
+def two_by_two() -> list[list[float]]:
+    """Among two hosts of two ranks: this one's places, and what it gets at each level. Then every kind is timed."""
+    levels = {"intra": [[0, 1], [2, 3]], "inter": [[0, 2], [1, 3]], "world": [[0, 1, 2, 3]]}
+    network = Groups.create(levels, ["main"], ["intra", "inter"])
+    rt, me = Runtime(network, CPU), dist.get_rank()
+    found: list[list[float]] = [[network.place(level) for level in levels]]
+    for level in ("intra", "inter"):
+        value = torch.tensor([10.0 * me, 10.0 * me + 1, 10.0 * me + 2])
+        for kind, cut, brought_here in (
+            ("all_to_all", (1, 2), value),
+            ("all_gather", (1, 2), value[: network.place(level) + 1]),
+            ("reduce", (3, 0), value),
+        ):
+            result = rt.wait(rt.launch(f"{kind}_{level}", kind, brought_here, cut, level))
+            assert isinstance(result, Tensor)
+            found.append(result.tolist())
+    timed = TimedCollectives(network, CPU)
+    for kind in CollectiveKind:
+        for level in (Level.INTER, Level.WORLD):
+            assert timed(kind, level, 1000) > 0.0
+            assert timed.trouble(kind) is None
+    assert network.is_idle
+    return found
+
+
+def test_a_group_of_some_ranks_hands_over_by_its_own_places_and_every_kind_can_be_timed():
+    found = run_ranks(4, two_by_two)
+    assert [places for places, *_ in found] == [[0, 0, 0], [1, 0, 1], [0, 1, 2], [1, 1, 3]]
+    assert found[0][1:] == [[0, 10], [0, 10, 11], [10, 12, 14], [0, 20], [0, 20, 21], [20, 22, 24]]
+    assert found[3][1:] == [[21, 22, 31, 32], [20, 30, 31], [], [11, 12, 31, 32], [10, 30, 31], []]
 
 
 def test_narrow_floats_are_added_in_fp32_and_rounded_once():
