@@ -20,9 +20,9 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +51,8 @@ from fxcomp.testing.samples import gaussian
 
 PAIRS = ("int8 > int8", "int4 > int4", "int4 > int8", "sign > sign", "topk(0.01) > topk(0.01)", "topk(0.01) > int8")
 PAIRED_WORKERS = (4, 8)
+OWNERS = dict.fromkeys(TASKS, (OwnerResidual.KEPT, OwnerResidual.DROPPED)) | {"quadratic": tuple(OwnerResidual)}
+"""What becomes of the owner's residual, by task."""
 
 
 def train(task: Task, optimizer: str, exchange: Exchange, momentum: float = MOMENTUM) -> float:
@@ -162,7 +164,7 @@ def _in_two_shots(task: str, pairs: Sequence[str], seed: int) -> Iterable[Trial]
     for workers in PAIRED_WORKERS:
         yield Trial(task, "sgd", DENSE, seed=seed, workers=workers)
         for pair in pairs:
-            for owner in OwnerResidual:
+            for owner in OWNERS[task]:
                 yield Trial(task, "sgd", pair, True, seed, workers, owner.value)
     if task in TASKS:
         yield Trial(task, "adamw", DENSE, seed=seed)
@@ -231,28 +233,56 @@ def main() -> None:
     else:
         methods = [str(compressor) for compressor in arguments.compressors]
         planned = trials(arguments.task, methods, arguments.pairs, arguments.seeds)
-        found = collect(planned, arguments.jobs)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(record) for record in found], indent=1) + "\n")
+        found = collect(planned, ended_before(arguments.known) if arguments.known else {}, arguments)
+    save(found, arguments.json)
     text = report(found)
     if arguments.report:
         arguments.report.write_text(text)
     Console().print(Markdown(text))
 
 
-def collect(planned: Sequence[Trial], jobs: int) -> list[Record]:
-    """Run the trials and judge them, in the order planned."""
-    ended: dict[Trial, tuple[float, float]] = {}
-    for trial, loss, seconds in run_trials(planned, jobs):
+def collect(
+    planned: Sequence[Trial], known: Mapping[Trial, tuple[float, float]], arguments: argparse.Namespace
+) -> list[Record]:
+    """Run the trials that are not known, and judge all, in the order planned; save what there is as they end."""
+    ended = dict(known)
+    for trial, loss, seconds in run_trials([trial for trial in planned if trial not in ended], arguments.jobs):
         ended[trial] = loss, seconds
+        save(judged(planned, ended), arguments.json)
         show_progress(f"{len(ended)} of {len(planned)}: {trial.task} {trial.optimizer} {trial.method}: {loss:.4f}")
     show_progress("")
+    return judged(planned, ended)
+
+
+def judged(planned: Sequence[Trial], ended: Mapping[Trial, tuple[float, float]]) -> list[Record]:
+    """The records of trials that have ended, as dense training has on the same task."""
     dense = {(t.task, t.optimizer, t.seed, t.workers): loss for t, (loss, _) in ended.items() if t.method == DENSE}
     return [
-        record(trial, ended[trial][0], dense[trial.task, trial.optimizer, trial.seed, trial.workers], ended[trial][1])
+        record(trial, ended[trial][0], dense[key], ended[trial][1])
         for trial in planned
         if trial.method != DENSE
+        and trial in ended
+        and (key := (trial.task, trial.optimizer, trial.seed, trial.workers)) in dense
     ]
+
+
+def ended_before(path: Path) -> dict[Trial, tuple[float, float]]:
+    """Losses and seconds of an earlier run, dense ones too."""
+    names = [field.name for field in fields(Trial)]
+    ended: dict[Trial, tuple[float, float]] = {}
+    for entry in json.loads(path.read_text()):
+        trial = Trial(**{name: entry[name] for name in names})
+        ended[Trial(trial.task, trial.optimizer, DENSE, seed=trial.seed, workers=trial.workers)] = (
+            entry["dense_loss"],
+            0.0,
+        )
+        ended[trial] = math.inf if entry["loss"] is None else entry["loss"], entry["seconds"]
+    return ended
+
+
+def save(found: Sequence[Record], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps([asdict(record) for record in found], indent=1) + "\n")
 
 
 def show_progress(note: str) -> None:
@@ -271,6 +301,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the page here, as Markdown")
+    parser.add_argument(
+        "--known", type=Path, metavar="FILE", help="train only what is not among the records of this file"
+    )
     parser.add_argument("--render", type=Path, metavar="FILE", help="train nothing, take the records of this file")
     arguments = parser.parse_args()
     arguments.task = arguments.task or list(ALL_TASKS)

@@ -5,17 +5,22 @@ The rest of `benchmarks/convergence.py`: larger models, Adam, and error feedback
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from convergence import (
+    OWNERS,
     PAIRED_WORKERS,
     PAIRS,
+    ended_before,
     expected,
+    judged,
     measured_error,
     record,
     run_trial,
+    save,
     train,
     trials,
 )
@@ -164,8 +169,18 @@ def test_every_pair_is_tried_with_and_without_mistakes_on_four_and_on_eight_work
     assert len(planned) == len(set(planned))
     for pair in PAIRS:
         own = {(t.task, t.workers, t.owner) for t in planned if t.method == pair and t.optimizer == "sgd"}
-        assert own == {(task, p, o.value) for task in ALL_TASKS for p in PAIRED_WORKERS for o in OwnerResidual}
+        assert own == {(task, p, o.value) for task in ALL_TASKS for p in PAIRED_WORKERS for o in OWNERS[task]}
         assert {(t.task, t.workers) for t in planned if t.method == DENSE} >= {(task, p) for task, p, _ in own}
+
+
+def test_an_interrupted_run_goes_on_from_its_records(tmp_path: Path) -> None:
+    planned = trials(["logreg"], ["int8", "sign"], [], seeds=1)
+    ended = {trial: (0.25 + 0.01 * place, 1.0) for place, trial in enumerate(planned) if trial.method != "sign"}
+    ended[planned[-1]] = math.inf, 1.0
+    save(judged(planned, ended), tmp_path / "records.json")
+    again = ended_before(tmp_path / "records.json")
+    assert {trial: loss for trial, (loss, _) in again.items()} == {trial: loss for trial, (loss, _) in ended.items()}
+    assert judged(planned, again) == judged(planned, ended)
 
 
 def test_a_pair_parses_back_and_cuts_at_the_blocks_of_both() -> None:
@@ -188,10 +203,16 @@ def excess_in_two_shots(pair: str, owner: OwnerResidual, dense: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=[pytest.mark.slow] if "int8" in pair else []) for pair in PAIRS]
+    ("pair", "most"),
+    [
+        ("int4 > int4", 0.005),
+        ("sign > sign", 0.1),
+        ("topk(0.01) > topk(0.01)", 1.0),
+        *(pytest.param(pair, 1.0, marks=pytest.mark.slow) for pair in PAIRS if "int8" in pair),
+    ],
 )
-def test_two_shots_with_both_residuals_train_to_their_band(pair: str, dense_distance: float) -> None:
-    excess_in_two_shots(pair, OwnerResidual.KEPT, dense_distance)
+def test_two_shots_with_both_residuals_train_to_their_band(pair: str, most: float, dense_distance: float) -> None:
+    assert excess_in_two_shots(pair, OwnerResidual.KEPT, dense_distance) < most
 
 
 @pytest.mark.parametrize(
@@ -205,10 +226,6 @@ def test_two_shots_with_both_residuals_train_to_their_band(pair: str, dense_dist
 )
 def test_a_lost_owners_residual_shows_in_the_loss(pair: str, owner: OwnerResidual, dense_distance: float) -> None:
     assert excess_in_two_shots(pair, owner, dense_distance) >= 8
-
-
-def test_sign_in_two_shots_comes_as_near_as_dense_training(dense_distance: float) -> None:
-    assert excess_in_two_shots("sign > sign", OwnerResidual.KEPT, dense_distance) < 0.1
 
 
 def test_classes_follow_from_the_measured_error() -> None:
