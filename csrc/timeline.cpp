@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kStreams = 6;
+constexpr int kStreams = 7;
 constexpr int kCompute = 0;
 constexpr double kLeast = 1e-9;  // of a processor
 

@@ -42,7 +42,7 @@ from fxcomp.graph.ops import (
     WAIT,
 )
 from fxcomp.plan.strategy import Device
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.streams import POOL, Stream
 
 
 class CostKind(Enum):
@@ -196,7 +196,7 @@ class Line:
     price: Callable[[Prices, Node, Device], float] = _free
     """The predicted time, in us. Collectives are priced by their links instead."""
     stream: Stream = Stream.COMPUTE
-    """The stream that it runs on: the cpu only if its input lies there; `intra` for a collective inside one host."""
+    """The stream that it runs on: the pool only if its input lies there; `intra` for a collective inside one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """The runtime keeps its result in a buffer under the line's name, which is the first argument then."""
@@ -211,23 +211,23 @@ class Line:
         return not self.is_undoing and self.method != "exchange"
 
 
-_CPU = Stream.CPU
+_CPU, _ARRIVING = POOL
 
 LAUNCH = Line("launch", _kind_value_cut_level, CostKind.START, stream=Stream.INTER)
 EXCHANGE = Line("exchange", _operator_and_arguments, result=_if_used, has_buffer=False)
 COMPRESS = Line("compress", _with_compressor, CostKind.COMPRESS, _encoding, _CPU, _payload)
 PROPOSE = Line("propose", _with_compressor, CostKind.COMPRESS, _proposing, _CPU)
-DECOMPRESS = Line("decompress", _with_compressor, CostKind.DECOMPRESS, _decoding, _CPU)
+DECOMPRESS = Line("decompress", _with_compressor, CostKind.DECOMPRESS, _decoding, _ARRIVING)
 
 BY_OPERATOR: dict[Any, Line] = {
     **dict.fromkeys(COLLECTIVE_KINDS, LAUNCH),
-    WAIT: Line("wait", has_buffer=False),
+    WAIT: Line("wait", stream=_ARRIVING, has_buffer=False),
     PACK: Line("pack", _gradients_by_name, CostKind.PACK, _packing),
     TURN: Line("turn", _as_in_graph, CostKind.PACK, _packing, _CPU),
     SAVE: Line("save", _as_in_graph, CostKind.PACK, _packing, _CPU),
     D2H: Line("d2h", price=_copying, stream=Stream.D2H),
     H2D: Line("h2d", price=_copying, stream=Stream.H2D),
-    KEEP: Line("keep", _as_in_graph, CostKind.PACK, _keeping, _CPU, _nothing, has_buffer=False),
+    KEEP: Line("keep", _as_in_graph, CostKind.PACK, _keeping, _ARRIVING, _nothing, has_buffer=False),
     ACCUMULATE: Line("accumulate", _as_in_graph, CostKind.PACK, _accumulating, _CPU, has_buffer=False),
     MASK_VELOCITY: Line(
         "mask_velocity", _velocity_bucket_residual, CostKind.PACK, _masking, _CPU, _nothing, has_buffer=False

@@ -21,7 +21,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.graph.edit import level_of, nodes_on_host
 from fxcomp.graph.info import info, update_info
 from fxcomp.graph.lines import LAUNCH, line_of
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.streams import POOL, Stream
 
 
 def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:
@@ -38,4 +38,4 @@ def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
         return info(source).stream or Stream.COMPUTE if isinstance(source, Node) else Stream.COMPUTE
     if line is LAUNCH:
         return Stream.INTRA if level_of(node) is Level.INTRA or cluster.hosts == 1 else Stream.INTER
-    return Stream.COMPUTE if line.stream is Stream.CPU and not on_host else line.stream
+    return Stream.COMPUTE if line.stream in POOL and not on_host else line.stream

@@ -8,7 +8,8 @@
     - %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     - %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
 
-1. Compute down to the last gradient of a bucket; pack, compress and start it. Later stages of earlier buckets follow.
+1. Compute down to the last gradient of a bucket; pack, compress and start it. Later stages of earlier buckets follow;
+   where the pool decompresses what arrives last, it is asked to as well, because nothing waits for it here.
 2. The rest of the compute.
 3. Bucket by bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit: all
    waits, other ranks' buffers, the commit, the norm, all updates.
@@ -26,7 +27,9 @@ from collections.abc import Iterable
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.info import Role, Sharing, info
+from fxcomp.graph.ops import H2D
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Strategy
 
 _SYNC = (
     *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
@@ -77,10 +80,13 @@ def _is_body(node: Node) -> bool:
 def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[Node]:
     """The body, with the stages of the buckets behind the regions where the plan starts them."""
     stages: dict[tuple[int, int], list[Node]] = {}
-    depth = {number: len(b.strategy.stages) - 1 for number, b in enumerate(plan.buckets)}
     for node in nodes:
         label = info(node)
-        if label.role in _SYNC and label.bucket is not None and label.stage < depth[label.bucket]:
+        if (
+            label.bucket is not None
+            and label.role in _SYNC
+            and _starts_early(node, plan.buckets[label.bucket].strategy)
+        ):
             stages.setdefault((label.bucket, label.stage), []).append(node)
 
     place = {node: i for i, node in enumerate(body)}
@@ -97,6 +103,12 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
         done = max(done, end)
         yield from stages.get((launch.bucket, launch.stage), [])
     yield from body[done:]
+
+
+def _starts_early(node: Node, strategy: Strategy) -> bool:
+    """Tell a line that starts during backward: not those after the last collective for which the main thread waits."""
+    stage, is_final = info(node).stage, info(node).stage == len(strategy.collectives)
+    return stage < strategy.started_stages and not (is_final and node.target is H2D)
 
 
 def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:

@@ -54,7 +54,7 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """Return the schedule of buckets with so many collectives each; see `Plan.schedule`."""
+    """Return the schedule of buckets with so many stages each; see `Plan.schedule`."""
     last, deepest = len(depth) - 1, max(depth, default=0)
     return tuple(
         Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
@@ -97,9 +97,10 @@ class Plan:
 
         Region k is the compute down to the last gradient of bucket k. After it stage 0 of bucket k starts, then
         stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
-        After the last region the rest follows in the same order. Final stages (the updates) are not in here.
+        After the last region the rest follows in the same order. What follows a last collective is in here only where
+        the pool does it; for all else the main thread would have to wait.
         """
-        return launch_order(tuple(len(bucket.strategy.collectives) for bucket in self.buckets))
+        return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
     def check_covers(self, sizes: Mapping[str, int]) -> None:
         """Raise BadPlan unless the plan names exactly these gradients, with their sizes."""

@@ -104,6 +104,18 @@ class Strategy:
         return (*stages, tuple(current))
 
     @property
+    def pool_takes_arrivals(self) -> bool:
+        """The pool sends what travels last and decompresses what arrives: the main thread waits for no wire."""
+        sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
+        arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
+        return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]
+
+    @property
+    def started_stages(self) -> int:
+        """Count the stages that start during backward; any other starts when the main thread waits for its wire."""
+        return len(self.collectives) + self.pool_takes_arrivals
+
+    @property
     def leading_splits(self) -> int:
         """The number of dense steps before the gradients' own values are compressed, summed whole or complete."""
         for number, step in enumerate(self.steps):

@@ -13,10 +13,12 @@ class Stream(Enum):
     INTER = "inter"  # the links between hosts
     D2H = "d2h"
     H2D = "h2d"
-    CPU = "cpu"  # the compressor pool
+    CPU = "cpu"  # the pool's thread that compresses and launches
+    CPU_ARRIVING = "arriving"  # the pool's thread that waits and decompresses
 
     # Members are single objects; Enum's own hash runs in Python and took a third of the simulator's time.
     __hash__ = object.__hash__
 
 
 WIRES = (Stream.INTRA, Stream.INTER)
+POOL = (Stream.CPU, Stream.CPU_ARRIVING)

@@ -11,6 +11,7 @@ _ROWS = {
     Stream.COMPUTE: "compute",
     Stream.D2H: "to host",
     Stream.CPU: "cpu pool",
+    Stream.CPU_ARRIVING: "arriving",
     Stream.INTRA: "in host",
     Stream.INTER: "between",
     Stream.H2D: "to device",

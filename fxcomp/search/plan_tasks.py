@@ -21,7 +21,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan, launch_order
 from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.streams import POOL, Stream
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
@@ -32,7 +32,7 @@ _ROUNDING_US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BucketTasks:
-    """The tasks of one bucket: those of each launch, those after the last collective, the update."""
+    """The tasks of one bucket: those of each stage that starts during backward, those after them, the update."""
 
     stages: tuple[tuple[Task, ...], ...]
     final: tuple[Task, ...]
@@ -84,7 +84,7 @@ def assemble(
                 broadcast = None
             tasks.append(region)
             done_us += region.duration_us
-        tasks.extend(buckets[launch.bucket].stages[launch.stage])
+        tasks.extend(_asked_for(buckets[launch.bucket].stages[launch.stage], tasks))
     for region in regions[entered + 1 :]:  # nothing is launched in a world of one rank
         tasks.append(region)
         done_us += region.duration_us
@@ -116,6 +116,15 @@ def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
     return head, Task(region.name, region.stream, region.duration_us - first_us)
 
 
+def _asked_for(stage: Sequence[Task], tasks: Sequence[Task]) -> Sequence[Task]:
+    """Let the pool begin a stage when the main thread has done what comes before it."""
+    first, *others = stage
+    if first.stream not in POOL:
+        return stage
+    come_to = next(task.name for task in reversed(tasks) if task.stream is Stream.COMPUTE)
+    return replace(first, after=(*first.after, come_to)), *others
+
+
 def _after(task: Task, before: Task) -> Task:
     return replace(task, after=(before.name,))
 
@@ -140,9 +149,9 @@ def price_bucket(
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     route = route_of(strategy, [gradient.shape for gradient in gradients], cluster)
     writer = _Writer(k, route, strategy.leading_splits, workload, costs, cluster)
-    stages = tuple(writer.stage(number) for number in range(len(route.stages) - 1))
-    final = writer.final()
-    return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
+    stages = [writer.stage(number) for number in range(strategy.started_stages)]
+    final = writer.final(is_started=strategy.pool_takes_arrivals)
+    return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
 
 
 class _Writer:
@@ -173,22 +182,29 @@ class _Writer:
             first = [self._task(f"wait for {self._name_of(self.route.stages[number - 1])}", Stream.COMPUTE, 0.0)]
         return (*first, *(task for leg in self.route.stages[number] for task in self._leg(leg)))
 
-    def final(self) -> tuple[Task, ...]:
-        """Write the legs after the last collective, and the copy back to the device."""
-        tasks = [task for leg in self.route.stages[-1] for task in self._leg(leg, is_last=True)]
-        return (*tasks, *self._bring_to(Device.GPU))
+    def final(self, *, is_started: bool) -> tuple[Task, ...]:
+        """Write the legs after the last collective if no stage has them, and the copy back to the device.
+
+        The main thread asks for them when it has nothing left to launch.
+        """
+        legs = () if is_started else self.route.stages[-1]
+        tasks = [*(task for leg in legs for task in self._leg(leg)), *self._bring_to(Device.GPU)]
+        return tuple(
+            replace(task, after=(*task.after, END_OF_BACKWARD)) if task.stream in (*POOL, Stream.H2D) else task
+            for task in tasks
+        )
 
     def _name_of(self, legs: Sequence[Leg]) -> str:
         sent = legs[-1]
         assert isinstance(sent, Send), "a stage ends with a collective"
         return AGREE if any(isinstance(leg, Encode) and leg.is_proposal for leg in legs) else sent.kind.value
 
-    def _leg(self, leg: Leg, *, is_last: bool = False) -> list[Task]:
+    def _leg(self, leg: Leg) -> list[Task]:
         match leg:
             case Encode():
                 return [*self._bring_to(leg.device), *self._accumulate(leg, leg.device), *self._encode(leg)]
             case Decode():
-                return [*self._bring_to(leg.device), *self._decode(leg, is_last)]
+                return [*self._bring_to(leg.device), *self._decode(leg)]
             case Send():
                 moved = self._bring_to(Device.GPU) if leg.slot is None else []
                 return [*moved, *self._accumulate(leg, Device.GPU), *self._send(leg)]
@@ -244,15 +260,14 @@ class _Writer:
         load = self.costs.pool_load if stream is Stream.CPU else 0.0
         return [Task(f"mask {self.k}", stream, us, (self.encoded_by,), load)]
 
-    def _decode(self, leg: Decode, is_last: bool) -> list[Task]:
+    def _decode(self, leg: Decode) -> list[Task]:
         compressor, encoder = leg.compressor, self.encoder
         us = self.costs.decode_us(compressor, leg.elements, leg.payloads, leg.device)
         if encoder is not None and compressor.has_state and compressor.facts.state_from_payload:
             us += self.costs.keep_us(_state_bytes(encoder))
         self.held, self.encoder = 4 * leg.elements, None
-        # The last one is asked of the pool when the main thread has nothing left to launch.
-        waits = [END_OF_BACKWARD] if is_last and leg.device is Device.CPU else []
-        return [self._task("decompress", _device_stream(leg.device), us, *waits)]
+        stream = Stream.COMPUTE if leg.device is Device.GPU else Stream.CPU_ARRIVING
+        return [self._task("decompress", stream, us)]
 
     def _send(self, leg: Send) -> list[Task]:
         """Price a collective over the tensor as it is now, and note what it is then."""
@@ -284,7 +299,7 @@ class _Writer:
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """Make a task after the bucket's previous one."""
-        load = self.costs.pool_load if stream is Stream.CPU else 0.0
+        load = self.costs.pool_load if stream in POOL else 0.0
         task = Task(self._named(what), stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task

@@ -6,7 +6,7 @@ from stages import priced
 
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role
-from fxcomp.graph.ops import BROADCAST
+from fxcomp.graph.ops import BROADCAST, H2D
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
@@ -42,6 +42,24 @@ def test_stages_of_two_buckets_interleave():
     stages = [(launch.bucket, launch.stage) for launch in plan.schedule()]
     names = ["reduce_scatter_{}_intra", "all_reduce_{}_inter", "all_gather_{}_intra"]
     assert started == [names[stage].format(bucket) for bucket, stage in stages]
+
+
+def test_what_the_pool_decompresses_is_asked_of_it_during_backward():
+    offload = "compress(int4)@cpu > all_gather@world > decompress@cpu"
+    plan = two_buckets(offload, INT4)
+    _, after = before_after(order_for_overlap, priced(plan, TWO), plan)
+    order = [node.name for node in after.graph.nodes]
+    asked, taken = order.index("mean_0"), order.index(next(n.name for n in after.graph.nodes if n.target is H2D))
+    assert order.index("all_gather_0_int4") < order.index("pack_1") < asked
+    assert order.index("payloads_0") < asked < order.index("payloads_1") < order.index("mean_1")
+    assert max(order.index(n.name) for n in after.graph.nodes if is_collective(n)) < taken
+
+
+def test_what_the_main_thread_must_wait_for_comes_last_although_the_pool_decompresses_it():
+    plan = two_buckets("compress(int4)@gpu > all_gather@world > decompress@cpu", DENSE)
+    _, after = before_after(order_for_overlap, priced(plan, TWO), plan)
+    order = [node.name for node in after.graph.nodes]
+    assert order.index("all_reduce_1") < order.index("payloads_0") < order.index("mean_0")
 
 
 def test_buffers_start_on_their_way_during_backward():

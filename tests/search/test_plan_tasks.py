@@ -11,6 +11,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.plan.collective_kind import CollectiveKind
@@ -87,8 +88,50 @@ def test_the_pool_compresses_beside_compute_with_copies_if_it_is_elsewhere():
     streams = [task.stream for task in tasks if task.name.endswith(" 0")]
     assert streams == [
         *(Stream.COMPUTE, Stream.COMPUTE, Stream.D2H, Stream.CPU, Stream.CPU, Stream.INTER),
-        *(Stream.CPU, Stream.H2D, Stream.COMPUTE),
+        *(Stream.CPU_ARRIVING, Stream.H2D, Stream.COMPUTE),
     ]
+
+
+OFFLOAD = Strategy.flat(INT8, Device.CPU)
+
+
+def offloaded_step_us(buckets: int, region_us: float, encode_us: float, wire_us: float, decode_us: float) -> float:
+    """The step of equal buckets that the pool compresses, with a processor to spare for each of its threads."""
+    elements = 1000
+    payload = INT8.payload_bytes((elements,))
+    costs = CostTable(
+        compressors={f"{INT8}@cpu": CompressorCost.of(CompressorPoint(elements, encode_us, decode_us / 2))},
+        pack_gb_per_s=1e6,
+        launch_us=0.0,
+        processors=Processors(4.0, 1.0),
+        collectives={
+            (CollectiveKind.ALL_GATHER, "2x1"): MeasuredCollective.line(
+                CollectiveKind.ALL_GATHER, 2, 0.0, 1e-3 * payload / wire_us
+            )
+        },
+    )
+    names = [f"w{k}" for k in range(buckets)]
+    gradients = tuple(Gradient(name, (elements,), region_us * (k + 1), 0.0) for k, name in enumerate(names))
+    plan = Plan(tuple(Bucket((name,), (elements,), OFFLOAD) for name in names))
+    tasks = plan_tasks(Workload(gradients, region_us * buckets), plan, costs, PAIR)
+    return simulate(tasks, costs.processors).step_time_us
+
+
+def test_the_pool_decompresses_while_backward_runs():
+    """Only the last bucket's way is left when backward ends: 10 ms to compress, 5 on the wire, 10 to decompress."""
+    assert offloaded_step_us(5, 20e3, 10e3, 5e3, 10e3) == pytest.approx(125e3, rel=1e-3)
+
+
+def test_buckets_that_are_sent_never_wait_for_what_arrives():
+    """On a slow wire the pool waits, and goes on compressing: a bucket takes 40 ms on the wire, and no more."""
+    assert offloaded_step_us(5, 20e3, 5e3, 40e3, 5e3) == pytest.approx(230e3, rel=1e-3)
+
+
+def test_the_pool_is_asked_for_a_bucket_one_region_later():
+    tasks = {task.name: task for task in plan_tasks(TWO, plan_of(OFFLOAD, OFFLOAD), COSTS, PAIR)}
+    assert tasks["decompress 0"].after == ("all_gather 0", "pack 1")
+    assert tasks["decompress 1"].after == ("all_gather 1", "pack 1")
+    assert list(tasks).index("decompress 1") < list(tasks).index("backward")
 
 
 def test_clipping_waits_for_every_gradient_before_any_update():

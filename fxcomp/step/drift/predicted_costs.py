@@ -15,7 +15,7 @@ from fxcomp.graph.info import info
 from fxcomp.graph.lines import CostKind, Line, compressed_elements, compressor_at, line_of
 from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.strategy import Device
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.streams import POOL, Stream
 from fxcomp.runtime.stopwatch import Call, Reading
 
 BLOCKED_US = 50.0
@@ -183,7 +183,7 @@ def _launched(
     node: Node, call: Call, calls: Mapping[Node, tuple[Call, Line]], predicted_us: float
 ) -> LaunchedCollective:
     wait = next((calls[user][0] for user in node.users if user in calls and calls[user][0][0] == "wait"), None)
-    on_pool = any(info(source).stream in (Stream.CPU, Stream.D2H) for source in node.all_input_nodes)
+    on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)
     stream = info(node).stream or Stream.INTER
     return LaunchedCollective(_collective(node), call, wait, predicted_us, stream, on_pool)
 
@@ -193,5 +193,5 @@ def _collective(node: Node) -> Cost:
 
 
 def _compressor(node: Node) -> str:
-    device = Device.CPU if info(node).stream is Stream.CPU else Device.GPU
+    device = Device.CPU if info(node).stream in POOL else Device.GPU
     return f"{compressor_at(node)}@{device.value}"
