@@ -14,10 +14,9 @@ from typing import Concatenate, ParamSpec
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.codegen.program import Program, Replay, load_program
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import simulate
+from fxcomp.cost.timeline import Task, simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
@@ -35,6 +34,7 @@ from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.streams import Stream
 from fxcomp.search.graph_tasks import graph_tasks
 from fxcomp.search.read_workload import read_workload
 from fxcomp.search.workload import Workload
@@ -56,7 +56,7 @@ class Compiler:
         run = PassRunner(remembers=False)
         gm = run(annotate_costs, self._labelled(run, clone(graph)), costs, self.cluster)
         assert_whole(gm, "analyze")
-        workload = replace(read_workload(gm), keeps_velocity=self.feedback.momentum > 0)
+        workload = replace(read_workload(gm, costs.feed_us), keeps_velocity=self.feedback.momentum > 0)
         if not self.skip_nonfinite:
             return workload
         look_us = costs.pack_us(workload.dense_bytes) / 2  # as annotate_costs prices it
@@ -65,7 +65,7 @@ class Compiler:
     def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Program:
         """Make the program that follows a plan."""
         gm = self.rewrite(captured.graph, plan, costs)
-        return finish(captured, gm, lambda: self.graphs_after_each_pass(captured.graph, plan, costs), costs.processors)
+        return finish(captured, gm, lambda: self.graphs_after_each_pass(captured.graph, plan, costs), costs)
 
     def rewrite(self, graph: GraphModule, plan: Plan, costs: CostTable, run: PassRunner | None = None) -> GraphModule:
         """Rewrite a copy of a captured graph until it follows a plan: every pass, in order."""
@@ -96,9 +96,14 @@ class Compiler:
         return run.history
 
 
-def finish(captured: Captured, gm: GraphModule, replay: Replay, processors: Processors = UNSHARED) -> Program:
+def finish(captured: Captured, gm: GraphModule, replay: Replay, costs: CostTable) -> Program:
     """Price, emit and load a final graph, whoever made it: the graph alone decides what runs."""
-    return load_program(captured, gm, replay, simulate(graph_tasks(gm), processors))
+    feed = [Task(FEED, Stream.COMPUTE, costs.feed_us)] if costs.feed_us else []
+    return load_program(captured, gm, replay, simulate([*feed, *graph_tasks(gm)], costs.processors))
+
+
+FEED = "feed"
+"""The task of what a step does around its nodes. It is spread over the step; here it comes first."""
 
 
 class PassRunner:

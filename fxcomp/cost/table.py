@@ -62,6 +62,8 @@ class CostTable:
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
     contention: float = 1.0
     """The factor on the transport's processor time with which the job's own steps slow compute as measured."""
+    feed_us: float = 0.0
+    """The job's own: what a step takes around its nodes, looking for changes and handing it its tensors among it."""
     error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
     compute_error: float = 0.0
     """The additional relative error of estimated compute, on its share of the step."""
@@ -236,6 +238,7 @@ class CostTable:
             "copy_gb_per_s": self.copy_gb_per_s,
             "contention": self.contention,
             "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
+            "feed_us": self.feed_us,
             "error": self.error,
             "compute_error": self.compute_error,
             "estimate": self.estimate,
@@ -352,6 +355,7 @@ def _contention(value: Any, place: str) -> float:
 
 _TABLE = record(
     CostTable,
+    optional=("feed_us",),  # tables of version 3 have none
     hardware=TEXT,
     versions=TEXT,
     date=TEXT,
@@ -365,6 +369,7 @@ _TABLE = record(
     copy_gb_per_s=null_or(positive()),
     contention=_contention,
     processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
+    feed_us=number(),
     error=number(),
     compute_error=number(),
     estimate=TEXT,

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture.shared_buffers import SharedBuffers
+from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
@@ -39,7 +40,7 @@ from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.measure_machine import machine_costs
-from fxcomp.planning.measure_step import apportion, measure_step
+from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
@@ -47,7 +48,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.inputs import Inputs
+from fxcomp.state.inputs import Example, Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +248,13 @@ def measured_here(
     program = compiler.emit(captured, plan, costs)
     inputs = Inputs(training)
     state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), CLASSIC)
-    arguments = inputs.of(program, pytree.tree_leaves(batch), state)
+    example = Example(captured, inputs, pytree.tree_leaves(batch), StepGuard(training))
+    arguments = example.arguments(program, state)
     measured = measure_step(program, arguments, [NullTransport()], MOST_REPEATS, MEASURING_US)[0]
     compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
-    costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack)
+    around_us = feed_us(measured, lambda: example.feed(program, state))
+    costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack, feed_us=around_us)
     return costs, compiler.analyze(captured.graph, costs)
 
 

@@ -13,7 +13,7 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
-from fxcomp.planning.measure_step import apportion, measure_step
+from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.search.choose import uniform
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
@@ -39,11 +39,13 @@ def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: Cos
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     plan = Plan.from_json(data)
     program = compiler.emit(example.captured, plan, costs)
-    arguments = example.arguments(program, GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback))
+    state = GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback)
+    arguments = example.arguments(program, state)
     wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
     mine = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
     here = measure_step(program, arguments, networks(program.graph, site.transport, costs, cluster), repeats)
+    around_us = ranks.gather("timing what feeds a step", feed_us(here[0], lambda: example.feed(program, state)))
     # All ranks judge by the same numbers: one that switched back to dense alone would wait for the others for ever.
     everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
     alone, *others = as_slowest(here, everyone)
@@ -63,4 +65,4 @@ def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: Cos
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
     found = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
     error = min(max(SMALLEST_ERROR, found.error), LARGEST_ERROR)
-    return replace(costs, contention=found.factor, error=error), others[0].step_us
+    return replace(costs, contention=found.factor, error=error, feed_us=max(around_us)), others[0].step_us

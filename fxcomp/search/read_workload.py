@@ -10,10 +10,13 @@ from fxcomp.graph.ops import BROADCAST
 from fxcomp.search.workload import Gradient, Workload
 
 
-def read_workload(gm: GraphModule) -> Workload:
-    """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets."""
+def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
+    """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets.
+
+    `feed_us` is what the step takes around its nodes; it counts before the first one.
+    """
     ready: dict[Node, float] = {}
-    clock = 0.0
+    clock = feed_us
     for node in gm.graph.nodes:
         if info(node).role in (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT):  # compute stands still for an exchange
             clock += info(node).cost_us or 0.0

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.optimizer import has_state, live_numbers, materialize_state
+from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Owned, Training
 from fxcomp.codegen.program import Program
 from fxcomp.errors import StepChanged
@@ -128,6 +130,13 @@ class Example:
     captured: Captured
     inputs: Inputs
     leaves: Sequence[Any]
+    guard: StepGuard
+
+    def feed(self, program: Program, state: GradientState) -> None:
+        """Do what comes before each run of a program: look for changes, and find its arguments."""
+        self.guard.key()
+        batch_type(self.leaves)
+        self.arguments(program, state)
 
     def arguments(self, program: Program, state: GradientState) -> tuple[list[Any], ...]:
         """The arguments of a program that was made from the capture."""

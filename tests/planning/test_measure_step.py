@@ -1,0 +1,65 @@
+"""Measuring a step: what it takes around its nodes and between them counts too."""
+
+import pytest
+from jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
+
+import fxcomp
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import simulate
+from fxcomp.frontends.what_if import capture_job, measured_here
+from fxcomp.pipeline import Compiler
+from fxcomp.planning import measure_step
+from fxcomp.planning.measure_step import FEEDS, StepMeasurement, feed_us
+from fxcomp.search.choose import uniform
+from fxcomp.search.plan_tasks import plan_tasks
+
+PAIR = Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))
+
+
+def test_what_a_step_does_around_its_nodes_comes_before_all_of_them():
+    captured, compiler = captured_step("mlp"), Compiler(PAIR)
+    steps: list[float] = []
+    for costs in (CostTable(), CostTable(feed_us=500.0)):
+        workload = compiler.analyze(captured.graph, costs)
+        plan = uniform("dense", workload, costs, PAIR)
+        searched = simulate(plan_tasks(workload, plan, costs, PAIR)).step_time_us
+        assert compiler.emit(captured, plan, costs).timeline.step_time_us == pytest.approx(searched)
+        steps += [workload.free_us, workload.gradients[0].ready_us, searched]
+    assert [after - before for before, after in zip(steps[:3], steps[3:], strict=True)] == pytest.approx([500.0] * 3)
+
+
+class _Clock:
+    """A clock that feeding moves on: by 100, 10, 20, ... s."""
+
+    def __init__(self) -> None:
+        self.now_s, self.fed = 0.0, 0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def feed(self) -> None:
+        self.now_s += 10.0 * self.fed or 100.0
+        self.fed += 1
+
+
+def test_feeding_is_the_median_of_a_few_times_and_what_lies_between_the_lines(monkeypatch: pytest.MonkeyPatch):
+    clock = _Clock()
+    monkeypatch.setattr(measure_step, "time", clock)
+    alone = StepMeasurement(100.0, 0.0, {"a": 80.0}, 10.0, None, None, {}, between_us=7.0)
+    assert feed_us(alone, clock.feed) == pytest.approx(30e6 + 7.0)
+    assert clock.fed == FEEDS + 1
+
+
+def test_a_question_about_a_job_includes_what_feeds_it():
+    job = JOBS["mlp"]
+    model = job.build()
+    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
+    training, captured = capture_job(asked)
+    costs, workload = measured_here(training, captured, asked.batch, CostTable(), PAIR)
+    assert costs.feed_us > 0.0
+    without = Compiler(PAIR).analyze(
+        captured.graph, CostTable(compute=costs.compute, pack_gb_per_s=costs.pack_gb_per_s)
+    )
+    assert workload.free_us == pytest.approx(without.free_us + costs.feed_us)
