@@ -1,0 +1,101 @@
+"""Every published strategy runs on real ranks, and gives what it means in plain torch, to the bit.
+
+A model has one parameter for each strategy, and a plan one bucket for each parameter, so that one compiled step runs
+them all. Gradients are small whole numbers: sums of them are exact in whatever order the network adds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from plans import plan_in_turns
+from ranks import run_ranks
+from replicas import replica_fingerprint
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import parse_compressor
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.space import published_space, strategies_in
+from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.testing.strategy_meaning import meaning
+
+COMPRESSORS = ("bf16", "int8(block=16)", "topk(0.1)")
+"""One that is linear, one that quantises, one that is sparse."""
+SHAPE = (6, 15)
+SIZE = 6 * 15
+STEPS = 2
+"""What the first step leaves out is in the second one."""
+
+
+class Parameters(nn.Module):
+    """So many parameters, all zero. The loss is linear: a batch holds their gradients."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.zeros(SHAPE)) for _ in range(count)])
+
+
+def loss(model: Parameters, batch: Tensor) -> Tensor:
+    return torch.dot(torch.cat([parameter.flatten() for parameter in model.all]), batch)
+
+
+def gradients(step: int, rank: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(-40, 41, (count * SIZE,), generator=generator).float()
+
+
+def published(compressor: str) -> list[Strategy]:
+    """The published paths; every third one compresses on the cpu."""
+    spaces = [published_space(parse_compressor(compressor), devices=(device,)) for device in Device]
+    on_gpu, on_cpu = (list(strategies_in(space)) for space in spaces)
+    return [there if number % 3 else here for number, (there, here) in enumerate(zip(on_gpu, on_cpu, strict=True))]
+
+
+def run_all(shape: str, compressors: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    """For each plan: a digest of what this rank has trained, and strategies that stray from their meaning."""
+    cluster = Cluster.parse(f"{shape}, inter 1gbit@50us, intra 50gbit@5us")
+    return [train(cluster, published(compressor)) for compressor in compressors]
+
+
+def train(cluster: Cluster, strategies: list[Strategy]) -> tuple[str, list[str]]:
+    rank, count = dist.get_rank(), len(strategies)
+    model = Parameters(count)
+    plan = plan_in_turns(model, strategies[::-1])
+    step = fxcomp.compile_step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=1.0), gradients(0, rank, count), cluster=cluster, plan=plan,
+        verify_every=1, error_feedback=ErrorFeedback(everywhere=True), replan="off",
+    )  # fmt: skip
+    for number in range(STEPS):
+        step(gradients(number, rank, count))
+    step.close()
+    mine = range(rank, count, cluster.world_size)  # ranks share the work of comparing
+    strays = [
+        str(strategies[number])
+        for number in mine
+        if not torch.equal(model.all[number].detach(), trained(strategies[number], cluster, number, count))
+    ]
+    return replica_fingerprint(model), strays
+
+
+def trained(strategy: Strategy, cluster: Cluster, number: int, count: int) -> Tensor:
+    """What a parameter is after these steps, by the meaning of its strategy."""
+    value, residuals = torch.zeros(SHAPE), None
+    for step in range(STEPS):
+        given = [gradients(step, rank, count)[number * SIZE :][:SIZE] for rank in range(cluster.world_size)]
+        told = meaning(strategy, [SHAPE], cluster, given, residuals)
+        residuals = [slot.residuals for slot in told.slots]
+        value.sub_(told.results[0].view(SHAPE))
+    return value
+
+
+@pytest.mark.parametrize(
+    ("shape", "compressors"), [("2x1", COMPRESSORS[:2]), ("1x2", COMPRESSORS[2:]), ("2x2", COMPRESSORS)]
+)
+def test_every_published_strategy_gives_what_it_means(shape: str, compressors: tuple[str, ...]):
+    ranks = int(shape[0]) * int(shape[2])
+    for plans in zip(*run_ranks(ranks, run_all, shape, compressors), strict=True):
+        assert len({fingerprint for fingerprint, _ in plans}) == 1
+        assert [strays for _, strays in plans] == [[]] * ranks
