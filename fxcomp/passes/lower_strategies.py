@@ -54,7 +54,7 @@ class _Lowering:
         self.agreed: Node | None = None
         self.proposal: Node | None = None
         self.encoder: Encode | None = None
-        self.on_host = False
+        self.on_host: bool = False
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 

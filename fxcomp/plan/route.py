@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class Encode:
 
     @property
     def payload_elements(self) -> int:
-        return sum(map(self.compressor.payload_elements, self.segments))
+        return sum(_payload_elements(self.compressor, piece) for piece in self.segments)
 
     @property
     def elements(self) -> int:
@@ -362,7 +363,8 @@ class _Walk:
         assert self.encoder is not None, "a payload has been compressed"
         payloads = math.prod(row.count for row in rows if row.split is None)
         pieces = self._pieces(extent, [row for row in rows if row.split is not None])
-        return payloads * sum(self.encoder.compressor.payload_elements(self._segments(piece)) for piece in pieces)
+        compressor = self.encoder.compressor
+        return payloads * sum(_payload_elements(compressor, self._segments(piece)) for piece in pieces)
 
     # Pieces
 
@@ -379,15 +381,33 @@ class _Walk:
             return [extent, *[end] * (ranks - 1)]
         # A plan's dense warm-up has the same leading splits, and a rank's velocity stays where it is.
         grain = 1 if split in self.strategy.steps[: self.strategy.leading_splits] else self.grain
-        borders = cut_points(self._segments(extent), ranks, grain)
-        return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
+        return _cut(self.edges, extent, ranks, grain)
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""
-        sizes: list[int] = []
-        start, number = piece.start, bisect_right(self.edges, piece.start)
-        while start < piece.stop:
-            stop = min(piece.stop, self.edges[number])
-            sizes.append(stop - start)
-            start, number = stop, number + 1
-        return tuple(size for size in sizes if size)
+        return _segments(self.edges, piece)
+
+
+# A search binds many strategies to the same bucket.
+
+
+@lru_cache(maxsize=1024)
+def _cut(edges: tuple[int, ...], extent: Piece, ranks: int, grain: int) -> list[Piece]:
+    borders = cut_points(_segments(edges, extent), ranks, grain)
+    return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
+
+
+@lru_cache(maxsize=16_384)
+def _segments(edges: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
+    sizes: list[int] = []
+    start, number = piece.start, bisect_right(edges, piece.start)
+    while start < piece.stop:
+        stop = min(piece.stop, edges[number])
+        sizes.append(stop - start)
+        start, number = stop, number + 1
+    return tuple(size for size in sizes if size)
+
+
+@lru_cache(maxsize=16_384)
+def _payload_elements(compressor: Compressor, segments: tuple[int, ...]) -> int:
+    return compressor.payload_elements(segments)

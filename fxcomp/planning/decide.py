@@ -69,26 +69,14 @@ class Planner:
 
     def _best(self, workload: Workload, costs: CostTable, topic: str) -> Decision:
         """Choose on rank 0 and follow on all."""
-        choices: list[Choice] = []
-
-        def chosen(workload: Workload, costs: CostTable) -> Choice:
-            return choose(workload, costs, self.site.cluster, self.options.mode, bursts=self.bursts)
 
         def decide() -> dict[str, Any]:
-            choices.append(chosen(workload, costs))
-            return {
-                "plan": choices[0].plan.to_json(),
-                "dense": choices[0].dense.to_json(),
-                "costs": costs.to_json(),
-                "workload": workload.to_json(),
-            }
+            chosen = choose(workload, costs, self.site.cluster, self.options.mode, bursts=self.bursts)
+            return {"choice": chosen.to_json(), "costs": costs.to_json(), "workload": workload.to_json()}
 
         data = self.site.ranks.from_rank_0(topic, decide)
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
-        choice = self.site.ranks.attempt(
-            f"{topic}: comparing it", lambda: choices[0] if choices else chosen(work, agreed)
-        )
-        choice = replace(choice, plan=Plan.from_json(data["plan"]), dense=Plan.from_json(data["dense"]))
+        choice = Choice.from_json(data["choice"])
         return Decision(choice.plan, agreed, work, choice.dense, choice, notes=self._foreign(agreed))
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
@@ -60,6 +62,22 @@ class Choice:
         verdict = "stays dense" if self.plan.is_dense else "leaves dense"
         sign = "is not above" if self.plan.is_dense else "is above"
         return f"{verdict}: the predicted gain of {self.gain:.1%} {sign} the prediction's error of {self.error:.1%}"
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        plans = {name: value.to_json() for name, value in facts.items() if isinstance(value, Plan)}
+        others = [[[str(each.strategy), each.step_us] for each in bucket] for bucket in self.alternatives]
+        return {**facts, **plans, "alternatives": others}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Choice:
+        """Build one from `to_json`'s data."""
+        plans = {name: Plan.from_json(data[name]) for name in ("plan", "dense", "fastest")}
+        others = tuple(
+            tuple(Alternative(Strategy.parse(text), us) for text, us in bucket) for bucket in data["alternatives"]
+        )
+        values: dict[str, Any] = {**data, **plans, "alternatives": others}
+        return cls(**values)
 
     def __str__(self) -> str:
         steps = {
