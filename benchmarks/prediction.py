@@ -13,7 +13,7 @@ drifts is the processor: `error` is of the step with compute scaled and links as
 it stand `whole_error`, of the step scaled as a whole, and `raw_error`, of the step as predicted, which a user sees with
 `printed_error` beside it. benchmarks/prediction_report.py judges the records.
 
-A plan is a name that `compile_step` takes, one of those below, or a strategy's text, which all matrices then follow.
+A plan is what `compile_step` takes, a compressor's name or a strategy's text, or one of the names below.
 """
 
 from __future__ import annotations
@@ -33,23 +33,16 @@ from typing import Any
 
 from models import MODELS
 from prediction_report import Record, summary
-from step_time import Reporter, agree, set_rate
+from step_time_ranks import MARK, UNSHAPED, Reporter, set_rate
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.link import Link
 from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
-from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadStrategy, FxcompError
 from fxcomp.frontends.job import Job
-from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.search.candidates import Candidates
-from fxcomp.search.local_search import CAPS, LocalSearch
 from fxcomp.search.workload import Workload
 
-MARK = "@step_time "
 FREE = "free"  # the dense plan without a network
 SMALL_BUCKET = 1 << 18  # bytes
 MIXED = ("dense", "int8", "topk(0.01)", "bf16", "int4")  # bucket by bucket, in turns
@@ -84,7 +77,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
             found = predict_and_measure(model, arguments, tell)
             where = {"model": model, "hosts": dist.get_world_size(), "inter": inter}
             tell.send({"records": [{**where, **r} for r in found]})
-        set_rate("loopback")
+        set_rate(UNSHAPED)
     dist.destroy_process_group()
 
 
@@ -130,7 +123,7 @@ def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str,
     steps: dict[str, Any] = {}
     for name in names:
         tell(f"compiling {name}")
-        plan = plan_called(name, free.in_force.decision.workload, first.costs)
+        plan = plan_called(name, free.in_force.decision.workload)
         steps[name] = compiled(plan=plan, costs=first.costs, error_feedback=timed_only)
     runtime = free.in_force.runtime
     runtime.transport = NullTransport(runtime.transport)
@@ -146,23 +139,12 @@ def after_one_step(model: str) -> Job:
     return job
 
 
-def plan_called(name: str, workload: Workload, costs: CostTable) -> Any:
+def plan_called(name: str, workload: Workload) -> Any:
     """A plan by its name here."""
-    if name in STRATEGIES or is_text(name):
-        return plan_of(Strategy.parse(STRATEGIES.get(name, name)), workload, costs)
     kind, _, buckets = name.partition(", ")
+    if name in STRATEGIES:
+        return STRATEGIES[name]
     return in_buckets(kind, buckets, workload) if buckets or kind == "mixed" else name
-
-
-def plan_of(strategy: Strategy, workload: Workload, costs: CostTable) -> Plan:
-    """All matrices follow a strategy and vectors stay dense, in buckets of the best size, as `uniform` makes them."""
-    import torch.distributed as dist
-
-    unused = Link(1.0, 1.0)  # what was measured prices every collective here
-    cluster = Cluster(dist.get_world_size(), 1, intra=unused, inter=unused)
-    plans = Candidates(workload, costs, cluster, Mode.LOSSLESS, {False: (strategy,), True: (DENSE,)})
-    search = LocalSearch(plans)
-    return plans.plan(min((search.start(cap, 0) for cap in CAPS), key=plans.step_us))
 
 
 def in_buckets(kind: str, buckets: str, workload: Workload) -> Plan:
@@ -185,18 +167,24 @@ def in_buckets(kind: str, buckets: str, workload: Workload) -> Plan:
     )
 
 
-def is_text(name: str) -> bool:
-    """Tell a strategy's text from a plan's name."""
-    return "@" in name
-
-
 def parses(name: str) -> bool:
-    """Tell whether this fxcomp knows a plan; others are left out."""
+    """Tell whether this fxcomp knows a plan's strategy; others are left out."""
+    text = STRATEGIES.get(name, name)
     try:
-        Strategy.parse(STRATEGIES.get(name, name if is_text(name) else "all_reduce@world"))
+        Strategy.parse(text if "@" in text else "all_reduce@world")
     except BadStrategy:
         return False
     return True
+
+
+def agree(number: int) -> int:
+    """Rank 0's number, on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    told = torch.tensor(number)
+    dist.broadcast(told, 0)
+    return int(told)
 
 
 def timed_ms(step: Any, batch: Any) -> float:

@@ -202,7 +202,10 @@ def _refusal(steps: tuple[Step, ...], number: int, problem: str, held: Standing)
     where = f"step {number + 1}, {steps[number]}, does not fit" if number < len(steps) else "its end does not fit"
     compressors = dict.fromkeys(step.compressor for step in steps if isinstance(step, Compress | Propose))
     encoders = [make(compressor) for compressor in compressors for make in (Propose, Compress)]
-    would = [str(step) for step in fitting(held, [*COLLECTIVES, *encoders, Decompress()])]
+    named = {step.level for step in steps if isinstance(step, Collective)}
+    sending = fitting(held, COLLECTIVES)
+    sending = [step for step in sending if isinstance(step, Collective) and step.level in named] or sending
+    would = list(map(str, [*sending, *fitting(held, [*encoders, Decompress()])]))
     instead = f"  Would fit here: {', '.join(would)}" if would else "  Nothing fits here: change a step before it"
     return (
         f"the strategy {whole!r} does not sum each gradient over all ranks once: {where}: {problem}.\n"

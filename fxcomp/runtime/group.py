@@ -106,11 +106,13 @@ class UnderWay:
         handles = self.handles
         if handles is None:
             raise _given_up()
-        rank = work = None
+        done, rank, work = 0, None, None
         try:  # not with: this runs in every step
-            for rank, work in handles:  # noqa: B007
+            for done, (rank, work) in enumerate(handles):  # noqa: B007
                 work.wait()
         except RuntimeError as error:
+            if self.handles is not None:
+                self.handles = handles[done:]  # a receive that has been waited for would be waited for in vain
             work = handles = None  # in the error's traceback, this frame would keep the connections open
             _raise_if_lost(error, self.group.translated.who if rank is None else f"rank {rank}")
             raise

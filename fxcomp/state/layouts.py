@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -58,7 +59,7 @@ def state_layout(
     for number, bucket, parts in _buckets(plan):
         if not any(compressor.has_state for compressor in bucket.strategy.compressors):
             continue
-        for leg in route_of(bucket.strategy, [shapes[name] for name in bucket.names], cluster, rank).slots:
+        for leg in route_of(bucket.strategy, _shapes_in(bucket, shapes), cluster, rank).slots:
             if leg.compressor.has_state:
                 kept = parts_in(parts, leg.pieces)
                 makers = _makers(leg, kept, bucket.elements)
@@ -66,6 +67,12 @@ def state_layout(
                     leg.compressor, tuple(zip(kept, makers, strict=True)), leg.place, leg.slot, leg.device is Device.CPU
                 )
     return layout
+
+
+def _shapes_in(bucket: Bucket, shapes: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
+    """Look up the parameters' shapes; a part of one is a vector."""
+    pairs = zip(bucket.names, bucket.sizes, strict=True)
+    return [shapes[name] if math.prod(shapes[name]) == size else (size,) for name, size in pairs]
 
 
 def _makers(leg: Encode, parts: Sequence[Part], elements: int) -> list[Compressor]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.ranks import Ranks
@@ -96,7 +95,9 @@ class Steering:
         self._in_force.switch(decision, topic)
         self._monitor.follow(step, "watching the new plan")
         changed = decision.plan != before
-        self._note(_said_of(decision, experience, findings, step, self._in_force.standing.timeline, changed=changed))
+        timeline = self._in_force.standing.timeline  # a rank's own: shards may differ
+        predicted_us = self._ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
+        self._note(_said_of(decision, experience, findings, step, predicted_us, changed=changed))
         return changed
 
 
@@ -105,7 +106,7 @@ def _said_of(
     experience: Experience,
     findings: Sequence[Finding],
     step: int,
-    predicted: Timeline,
+    predicted_us: float,
     *,
     changed: bool,
 ) -> str:
@@ -114,7 +115,7 @@ def _said_of(
     text = (
         f"planned anew at step {step}, for {', '.join(str(finding.cost) for finding in findings)}:"
         f" {'another plan is followed' if changed else 'the plan stays'},"
-        f" predicted at {predicted.step_time_us / 1e3:.4g} ms a step; dense at {decision.choice.dense_us / 1e3:.4g}."
+        f" predicted at {predicted_us / 1e3:.4g} ms a step; dense at {decision.choice.dense_us / 1e3:.4g}."
     )
     if decision.mistrusted_us is None:
         return text

@@ -66,6 +66,8 @@ class Slot:
 
     extents: tuple[range, ...]
     """The values of the bucket that each rank compressed."""
+    insides: tuple[Inside, ...]
+    """Whose gradients were in them."""
     residuals: tuple[Tensor, ...]
     weights: tuple[Fraction, ...]
     """Add up weight x residual over ranks and slots: what the applied mean lacks."""
@@ -97,17 +99,24 @@ def meaning(
     # not depend on the gradients, so a bucket of one value tells them.
     ranks = range(cluster.world_size)
     begin = [_dense_holding(range(1), torch.zeros(1), {rank: Fraction(1)}) for rank in ranks]
-    shares = _Walk(strategy, [(1,)], cluster, None).walk(begin)[0].inside
+    shares = _Walk(strategy, [(1,)], cluster, None).walk(begin)[-1][0].inside
     assert shares.keys() == set(ranks), f"the gradients of {sorted(set(ranks) - shares.keys())} do not arrive"
     scales = [Fraction(1, cluster.world_size) / shares[rank] for rank in ranks]
 
     extent = range(sum(map(math.prod, shapes)))
     begin = [_dense_holding(extent, gradients[r] * float(scales[r]), {r: scales[r]}) for r in ranks]
     walk = _Walk(strategy, shapes, cluster, residuals)
-    ends = walk.walk(begin)
+    ends = walk.walk(begin)[-1]
     equal = dict.fromkeys(ranks, Fraction(1, cluster.world_size)) if extent else {}
     assert all(end.inside == equal for end in ends), "gradients do not count alike"
     return Meaning(tuple(map(_dense, ends)), tuple(walk.slots))
+
+
+def holdings_of(strategy: Strategy, shapes: Shapes, cluster: Cluster) -> list[list[Holding]]:
+    """Return what each rank holds before each step, and at the end. Values are zero: this is about whose they are."""
+    size = sum(map(math.prod, shapes))
+    begin = [_dense_holding(range(size), torch.zeros(size), {r: Fraction(1)}) for r in range(cluster.world_size)]
+    return _Walk(strategy, shapes, cluster, None).walk(begin)
 
 
 class _Walk:
@@ -127,7 +136,9 @@ class _Walk:
         self.agreed: list[Tensor | None] = [None] * cluster.world_size
         self.slots: list[Slot] = []
 
-    def walk(self, holdings: list[Holding]) -> list[Holding]:
+    def walk(self, holdings: list[Holding]) -> list[list[Holding]]:
+        """Return what ranks hold before each step, and at the end."""
+        found = [holdings]
         for number, step in enumerate(self.strategy.steps):
             match step:
                 case Propose():
@@ -141,7 +152,8 @@ class _Walk:
                     self._agree(step)
                 case Collective():
                     holdings = self._meet(holdings, step)
-        return holdings
+            found.append(holdings)
+        return found
 
     # Compressing
 
@@ -182,7 +194,8 @@ class _Walk:
             residuals.append(torch.cat(left_out))
         extents = tuple(holding.extent for holding in holdings)
         weights = tuple(self._weight(holding, holdings) for holding in holdings)
-        self.slots.append(Slot(extents, tuple(residuals), weights))
+        insides = tuple(holding.inside for holding in holdings)
+        self.slots.append(Slot(extents, insides, tuple(residuals), weights))
         return found
 
     def _decompress(self, rank: int, holding: Holding) -> Holding:

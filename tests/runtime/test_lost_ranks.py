@@ -88,6 +88,8 @@ def each_stalls_in_turn() -> list[str]:
                 second_shot(rt)
             except LostTouch as lost:
                 found[victim] = str(lost)
+            with pytest.raises(LostTouch, match=f"^rank {victim} left"):
+                networks[victim].settle()
         all_caught(f"stalled/{victim}", victim)
         networks[victim].give_up()
 

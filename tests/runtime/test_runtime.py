@@ -39,9 +39,10 @@ def test_packing_takes_gradients_in_any_memory_order(rt: Runtime):
     assert rt.pack("p", ("a",), (gradient,), 1.0).tolist() == gradient.flatten().tolist()
 
 
-def test_padding_fills_with_zeros(rt: Runtime):
-    assert rt.pad("pad_0", torch.ones(5), 4).tolist() == [1.0] * 5 + [0.0] * 3
-    assert rt.pad("pad_1", torch.ones(4), 4).tolist() == [1.0] * 4
+def test_turning_puts_the_parts_of_all_rows_together(rt: Runtime):
+    rows = torch.tensor([0, 1, 2, 10, 11, 12], dtype=torch.uint8)
+    assert rt.turn("turned_0", rows, 2, (2, 1)).tolist() == [0, 1, 10, 11, 2, 12]
+    assert rt.turn("turned_1", rows, 3, (0, 2)).tolist() == rows.tolist()
 
 
 @pytest.mark.parametrize("name", ["int8", "sign", "topk(0.25)", "bf16"])

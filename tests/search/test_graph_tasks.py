@@ -55,6 +55,13 @@ AGREED_BETWEEN_HOSTS = [
     Strategy.hierarchical(parse_compressor("randomk(0.1)"), Device.CPU),
     Strategy.hierarchical(parse_compressor("sidco(0.1)")),
 ]
+ON_THE_POOL = [
+    Strategy.two_shots(INT8, BF16, Device.CPU),
+    Strategy.flat(INT8),
+    Strategy.flat(TOPK, Device.CPU),
+    Strategy.parse("compress(int8)@gpu > all_gather@world > decompress@cpu"),
+    Strategy.parse("compress(int8)@cpu > all_gather@world > decompress@gpu"),
+]
 
 PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
     "dense, one bucket": (SLOW, [Strategy.flat(None)], 99),
@@ -62,6 +69,8 @@ PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
     "int8": (SLOW, [Strategy.flat(INT8)], 3),
     "mixed": (SLOW, MIXED, 2),
     "mixed, fast network": (FAST, MIXED, 2),
+    "on the pool": (SLOW, ON_THE_POOL, 1),
+    "on the pool, fast network": (FAST, ON_THE_POOL, 2),
     "hierarchical": (SHARED, LEVELS, 2),
     "hierarchical, one bucket": (SHARED, LEVELS, 99),
     "agreements and states": (SLOW, AGREED, 1),

@@ -197,7 +197,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
             step(gradients)
     changes = list(dict.fromkeys(map(str, plans)))
     assert len(changes) == 2, [len(changes), step.notes, changes]
-    is_exact = [[b.strategy.is_dense or b.strategy.compressor.needs_error_feedback for b in p.buckets] for p in plans]
+    is_exact = [[all(c.needs_error_feedback for c in b.strategy.compressors) for b in p.buckets] for p in plans]
     exact = [{n for b, keeps in zip(p.buckets, kept, strict=True) if keeps for n in b.names}
              for p, kept in zip(plans, is_exact, strict=True)]  # fmt: skip
     worst = 0.0

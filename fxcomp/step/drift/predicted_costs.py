@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
-from fxcomp.graph.edit import collective_kind, level_of, value_bytes
+from fxcomp.graph.edit import collective_kind, level_of, sent_bytes
 from fxcomp.graph.info import info
 from fxcomp.graph.lines import CostKind, Line, compressed_elements, compressor_at, line_of
 from fxcomp.graph.regions import Region, cut
@@ -189,7 +189,7 @@ def _launched(
 
 
 def _collective(node: Node) -> Cost:
-    return Cost(CostKind.COLLECTIVE, f"{collective_kind(node).value}@{level_of(node).value}", value_bytes(node.args[0]))
+    return Cost(CostKind.COLLECTIVE, f"{collective_kind(node).value}@{level_of(node).value}", sent_bytes(node))
 
 
 def _compressor(node: Node) -> str:
