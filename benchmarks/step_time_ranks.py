@@ -27,9 +27,11 @@ from fxcomp.commands.demo.shaped_hosts import sent_by_this_host, shape_this_host
 from fxcomp.frontends.job import Job, load_job
 
 WARM_UP_STEPS = 3  # DDP lays its buckets out anew after the first, PowerSGD starts with the third
+VERIFIED_STEPS = 11  # a compiled step is verified as step 2, 5 and 10, then seldom: a long job hardly sees it
 HELD_OUT_BATCHES = 8
 UNSHAPED = "loopback"
 MARK = "@step_time "  # begins the lines that ranks print for the parent
+COMPILED = (*FXCOMP, "free_emitted")
 FOR_EVER = timedelta(days=7)  # the parent ends all ranks when one fails
 
 Result = TypeVar("Result")
@@ -135,7 +137,8 @@ class Rank:
     def prepare(self, names: Iterable[str]) -> dict[str, Contestant]:
         """Build contestants and warm them up, by the names under which they are measured."""
         made = {name + self.suffix: self.make(name) for name in names}
-        self.run_each(made.values(), WARM_UP_STEPS)
+        for contestant in made.values():
+            self.run_each([contestant], VERIFIED_STEPS if contestant.name in COMPILED else WARM_UP_STEPS)
         return made
 
     def run_each(self, contestants: Iterable[Contestant], steps: int) -> float:

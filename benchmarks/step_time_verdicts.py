@@ -175,11 +175,12 @@ def verdict(turn: Turns, by_name: dict[str, Turns], spread: float | None) -> str
 
 
 def verdict_on_before(found: Ratio) -> str:
+    """Compare with another checkout; nothing for other ratios."""
     if not found.to.endswith(BEFORE):
         return ""
-    return (
-        f", no slower than before: at most {MARGIN}" if found.ratio <= MARGIN else f", SLOWER than before by {MARGIN}"
-    )
+    if found.ratio <= MARGIN:
+        return f": no slower than before, at most {MARGIN}"
+    return f": SLOWER than before, above {MARGIN}" if found.low > MARGIN else f": above {MARGIN}, but so may chance be"
 
 
 def prediction_line(turn: Turns, by_name: dict[str, Turns]) -> str:

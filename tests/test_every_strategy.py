@@ -15,10 +15,11 @@ from replicas import replica_fingerprint
 from torch import Tensor, nn
 
 import fxcomp
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.space import published_space, strategies_in
+from fxcomp.plan.space import Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.testing.strategy_meaning import meaning
 
@@ -54,10 +55,14 @@ def published(compressor: str) -> list[Strategy]:
     return [there if number % 3 else here for number, (there, here) in enumerate(zip(on_gpu, on_cpu, strict=True))]
 
 
-def run_all(shape: str, compressors: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+def run_all(shape: str, plans: list[list[str]]) -> list[tuple[str, list[str]]]:
     """For each plan: a digest of what this rank has trained, and strategies that stray from their meaning."""
-    cluster = Cluster.parse(f"{shape}, inter 1gbit@50us, intra 50gbit@5us")
-    return [train(cluster, published(compressor)) for compressor in compressors]
+    cluster = cluster_of(shape)
+    return [train(cluster, list(map(Strategy.parse, plan))) for plan in plans]
+
+
+def cluster_of(shape: str) -> Cluster:
+    return Cluster.parse(f"{shape}, inter 1gbit@50us, intra 50gbit@5us")
 
 
 def train(cluster: Cluster, strategies: list[Strategy]) -> tuple[str, list[str]]:
@@ -91,11 +96,29 @@ def trained(strategy: Strategy, cluster: Cluster, number: int, count: int) -> Te
     return value
 
 
+def check(shape: str, plans: list[list[Strategy]]) -> None:
+    ranks = cluster_of(shape).world_size
+    texts = [list(map(str, plan)) for plan in plans]
+    for results in zip(*run_ranks(ranks, run_all, shape, texts), strict=True):
+        assert len({fingerprint for fingerprint, _ in results}) == 1
+        assert [strays for _, strays in results] == [[]] * ranks
+
+
 @pytest.mark.parametrize(
     ("shape", "compressors"), [("2x1", COMPRESSORS[:2]), ("1x2", COMPRESSORS[2:]), ("2x2", COMPRESSORS)]
 )
 def test_every_published_strategy_gives_what_it_means(shape: str, compressors: tuple[str, ...]):
-    ranks = int(shape[0]) * int(shape[2])
-    for plans in zip(*run_ranks(ranks, run_all, shape, compressors), strict=True):
-        assert len({fingerprint for fingerprint, _ in plans}) == 1
-        assert [strays for _, strays in plans] == [[]] * ranks
+    check(shape, list(map(published, compressors)))
+
+
+def test_mixed_compressors_and_sums_of_payloads_give_what_they_mean():
+    compressors = (parse_compressor("int4(block=16)"), parse_compressor("bf16"))
+    ways = ways_through(cluster_of("2x2"))
+    space = Space(ways=ways, compressors=compressors, mixes_compressors=True, most_compressions=2)
+    check("2x2", [list(strategies_in(space))[::14]])
+
+
+def test_hosts_that_differ_give_what_it_means():
+    """Sums inside hosts are dense, by their first ranks; between hosts everything goes."""
+    ways = ((Phase(Level.INTRA, (CollectiveKind.REDUCE,)), Phase(Level.INTER)),)
+    check("2+1", [list(strategies_in(Space(ways=ways, compressors=(parse_compressor("int8(block=16)"),))))])

@@ -51,6 +51,13 @@ def test_another_checkout_may_be_two_percent_faster(now: float, says: str):
     assert says in analyse("1gbit", turns_of(fxcomp=now, fxcomp_before=100))
 
 
+def test_a_ratio_above_the_margin_is_no_verdict_while_its_interval_reaches_below():
+    now, before = turns_of(fxcomp=103, fxcomp_before=100)
+    now.blocks[::2] = [[90.0] for _ in now.blocks[::2]]
+    now.blocks[::4] = [[120.0] for _ in now.blocks[::4]]
+    assert ": above 1.02, but so may chance be." in analyse("1gbit", [now, before])
+
+
 def test_the_final_loss_is_set_beside_that_of_dense_training():
     turns = turns_of(ddp_fp32=200, fxcomp=90)
     turns[0].final_loss, turns[1].final_loss = 2.0, 2.01
