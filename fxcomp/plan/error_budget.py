@@ -14,7 +14,7 @@ from fxcomp.plan.steps import Compress
 from fxcomp.plan.strategy import Strategy
 
 POLLUTING_ERROR = 0.5
-"""Above it, error feedback sends a value seldom and then in a burst: top-k, low rank. Sign, at 0.36, is below."""
+"""Above it, error feedback sends a value seldom and then in a burst: top-k. Sign, at 0.36, and low rank are below."""
 
 POLLUTING_SHARE = 0.15
 """The share of all elements that may come in bursts under Adam, whose second moment is quadratic in the gradient.
