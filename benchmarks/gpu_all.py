@@ -46,7 +46,7 @@ from fxcomp.commands.demo.gpt import GPT
 from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.frontends.job import Job
-from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.testing import SAMPLES, replicas_of
 from fxcomp.testing.bits import assert_same_bits, plain_torch
@@ -313,7 +313,7 @@ def median_us(contestants: dict[str, Callable[[], object]], device: torch.device
 
 def offload_plan(step: fxcomp.CompiledStep, device: Device) -> Plan:
     strategy = Strategy.flat(parse_compressor("int8"), device, level=Level.WORLD)
-    return Plan(tuple(Bucket(bucket.names, bucket.sizes, strategy) for bucket in step.plan.buckets))
+    return step.plan.with_strategies([strategy] * len(step.plan.buckets))
 
 
 def rank_main(backend: str, path: Path) -> None:

@@ -25,7 +25,7 @@ import fxcomp.compressors
 from fxcomp.codegen.expressions import WIDTH, text, wrapped
 from fxcomp.codegen.region_source import OptimizerSteps, region_function
 from fxcomp.compressors import BadCompressor, Compressor
-from fxcomp.graph.edit import is_exchange
+from fxcomp.graph.edit import is_exchange, with_parts
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.names import ARGUMENTS, free_name
@@ -128,7 +128,7 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
     """Write the line where parameters begin to change. Gradients that no bucket carries are completed before it."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
-    unseen = [n for n in local if not any(user.target is PACK for user in n.users)]
+    unseen = [n for n in local if not any(user.target is PACK for part in with_parts(n) for user in part.users)]
     if unseen:
         names = text([str(info(n).parameter) for n in unseen])
         lines.append(f"    {text(unseen)} = rt.complete({names}, {text(unseen)})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import warnings
 import weakref
@@ -108,8 +107,7 @@ class CompiledModel:
         self.lockstep.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             exchange = Exchange(self.site.ranks, self.site.sum_over_ranks, "load_state_dict", self.site.device)
-            pairs = [zip(bucket.names, bucket.sizes, strict=True) for bucket in self.plan.buckets]
-            trained = dict(itertools.chain(*pairs))
+            trained = self.plan.sizes
             here = Here(trained, sorted(trained), {self.plan.digest})
             agreed = read_together(state, here, exchange)
             if agreed is not None:

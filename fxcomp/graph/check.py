@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import gradients, is_collective
+from fxcomp.graph.edit import gradients, is_collective, with_parts
 from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.graph.ops import WAIT
 from fxcomp.graph.work import is_sequence
@@ -44,16 +44,24 @@ def _unawaited(gm: GraphModule) -> list[Violation]:
 
 
 def _reduced_twice(gm: GraphModule) -> list[Violation]:
-    """A gradient that goes to a collective or bucket goes nowhere else, so it is reduced on exactly one path."""
+    """An element that goes to a collective or bucket goes nowhere else, so it is reduced on exactly one path."""
     found: list[Violation] = []
     for name, node in gradients(gm).items():
-        syncs = [user for user in node.users if info(user).role in (Role.COLLECTIVE, Role.PACK)]
-        if len(syncs) > 1:
-            found.append(Violation(node.name, f"the gradient of {name} is reduced {len(syncs)} times"))
-        updates = [user for user in node.users if info(user).role in (Role.UPDATE, Role.CLIP)]
+        users = [(part, user) for part in with_parts(node) for user in part.users]
+        syncs = [_extent(part) for part, user in users if info(user).role in (Role.COLLECTIVE, Role.PACK)]
+        times = max((sum(start in other for other in syncs) for start in (part.start for part in syncs)), default=0)
+        if times > 1:
+            found.append(Violation(node.name, f"the gradient of {name} is reduced {times} times"))
+        updates = [user for _, user in users if info(user).role in (Role.UPDATE, Role.CLIP)]
         if syncs and updates:
             found.append(Violation(node.name, f"the gradient of {name} is also used without being reduced"))
     return found
+
+
+def _extent(part: Node) -> range:
+    """Find the elements of the parameter that a gradient or a part of one has; a scalar or nothing counts as one."""
+    start = info(part).start
+    return range(start, start + max(1, part.meta["val"].numel()))
 
 
 def _lost_state(gm: GraphModule) -> list[Violation]:
@@ -85,4 +93,4 @@ def _early_updates(gm: GraphModule) -> list[Violation]:
     return found
 
 
-_BEFORE_UPDATES = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT)
+_BEFORE_UPDATES = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT, Role.PART)

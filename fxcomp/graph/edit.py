@@ -64,6 +64,14 @@ def gradients(gm: GraphModule) -> dict[str, Node]:
     return {str(info(n).parameter): n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.GRADIENT}
 
 
+def with_parts(gradient: Node) -> Iterator[Node]:
+    """List a local gradient and the nodes that take parts of it."""
+    yield gradient
+    for user in gradient.users:
+        if has_info(user) and info(user).role is Role.PART:
+            yield from with_parts(user)
+
+
 def is_collective(node: Node) -> bool:
     """Tell whether a node moves gradients or buffers, and not what the loss function itself exchanges."""
     return node.op == "call_function" and node.target in COLLECTIVE_KINDS and not is_exchange(node)

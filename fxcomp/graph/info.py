@@ -21,6 +21,7 @@ class Role(Enum):
     INPUT = "input"
     COMPUTE = "compute"
     GRADIENT = "gradient"  # the node that makes a parameter's local gradient
+    PART = "part"  # some elements of a local gradient, for a bucket of their own
     PACK = "pack"  # gradients into one flat bucket
     VELOCITY = "velocity"  # a rank's own momentum, before what is compressed
     PROPOSE = "propose"  # what ranks agree on before they compress
@@ -86,6 +87,8 @@ class NodeInfo:
     """Of a bucket's line: so many of the bucket's collectives come before it."""
     slot: int = 0
     """Of a bucket's line: which of the bucket's compressions it belongs to."""
+    start: int = 0
+    """Of a part of a gradient: the place of its first element in the parameter, laid flat."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """The time that a thread spends on launching a collective."""

@@ -84,7 +84,8 @@ def _keywords(node: Node) -> Mapping[str, Any]:
 def _gradients_by_name(node: Node) -> Sequence[Any]:
     gradients: Any = node.args[0]
     names = tuple(str(info(g).parameter) for g in gradients) if info(node).bucket is not None else ()
-    return names, tuple(gradients), node.args[1]
+    starts = tuple(info(g).start for g in gradients)
+    return names, tuple(gradients), node.args[1], *([starts] if any(starts) else [])
 
 
 def _kind_value_cut_level(node: Node) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.graph.info import Role, info
 
-BODY = (Role.COMPUTE, Role.GRADIENT)
+BODY = (Role.COMPUTE, Role.GRADIENT, Role.PART)
 """Plain operators of forward and backward."""
 
 PLAIN = (*BODY, Role.UNPACK, Role.CLIP, Role.UPDATE)

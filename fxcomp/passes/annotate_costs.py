@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
@@ -23,7 +24,7 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import collective_kind, level_of, nodes_on_host, sent_bytes, value_bytes
-from fxcomp.graph.info import info, update_info
+from fxcomp.graph.info import Role, info, update_info
 from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
 from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
 from fxcomp.graph.regions import PLAIN
@@ -56,6 +57,8 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         return costs.collective_us(kind, Level.WORLD, _sent_bytes(node), cluster) if kind is not None else 0.0
     if line is not None:
         return line.price(costs, node, device)
+    if _joins_parts(node):
+        return costs.pack_us(value_bytes(node))
     if node.op != "call_function" or info(node).role not in PLAIN or basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
         return 0.0
     known = info(node).work
@@ -63,6 +66,12 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         known = work(node)
         update_info(node, work=known)
     return costs.compute_us(known.key, known.flops, known.touched_bytes, known.math_type).us
+
+
+def _joins_parts(node: Node) -> bool:
+    """Tell that parts of a gradient, which came in several buckets, are copied into one tensor."""
+    label = info(node)
+    return node.target is torch.ops.aten.cat.default and label.role is Role.UNPACK and label.bucket is not None
 
 
 _EXCHANGES = {

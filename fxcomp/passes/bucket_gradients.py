@@ -15,13 +15,15 @@
     + %getitem_1                 unpack      f32[8]            %split_with_sizes_default[1]            fc.weight
     + %view_default_1            unpack      f32[4,2]          aten.view(%getitem_1, [4, 2])           fc.weight
 
+A gradient that is cut goes as slices into several buckets, and the update takes what arrives of them joined.
 One rank alone has no collectives, and keeps its gradients as they are.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -30,7 +32,7 @@ from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
-from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.plan import Bucket, Plan, part_shape
 
 
 def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -39,38 +41,96 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
         return gm
     plan.check_covers({name: node.meta["val"].numel() for name, node in local.items()})
     order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
+    found = {name: _Gradient(gm.graph, name, node, plan.parts[name]) for name, node in local.items()}
     for number, bucket in enumerate(plan.buckets):
-        _gather_bucket(gm.graph, number, bucket, local, order)
+        _gather_bucket(gm.graph, number, bucket, found, order)
+    for name, gradient in found.items():
+        if len(gradient.parts) > 1:
+            gradient.join(gm.graph, plan.bucket_of(name))
+        gm.graph.erase_node(gradient.wait)
+        gm.graph.erase_node(gradient.reduction)
     return gm
 
 
-def _gather_bucket(
-    graph: Graph, number: int, bucket: Bucket, local: Mapping[str, Node], order: Mapping[Node, int]
-) -> None:
-    own = [local[name] for name in bucket.names]
-    old = {name: _reduction(name, local[name]) for name in bucket.names}
-    waits = {name: wait_of(reduction) for name, reduction in old.items()}
+class _Gradient:
+    """A local gradient, the parts of it that buckets take, and what comes back of each."""
 
-    with graph.inserting_after(max(own, key=order.__getitem__)):
+    def __init__(self, graph: Graph, name: str, local: Node, extents: Sequence[range]) -> None:
+        self.name, self.local = name, local
+        self.reduction = _reduction(name, local)
+        self.wait = wait_of(self.reduction)
+        self.parts = {0: local} if len(extents) == 1 else _cut(graph, name, local, extents)
+        """By the place of the first element."""
+        self.arrived: dict[int, Node] = {}
+        """Of a gradient that is cut: the flat means of parts, by the place of the first element."""
+
+    @property
+    def last(self) -> Node:
+        """The last node of the local gradient in the graph."""
+        return next(reversed(self.parts.values()))
+
+    def join(self, graph: Graph, number: int) -> None:
+        """Join the parts, which are complete with a bucket of this number."""
+        parts = [self.arrived[start] for start in sorted(self.arrived)]
+        label = NodeInfo(Role.UNPACK, self.name, bucket=number)
+        with graph.inserting_before(next(iter(self.wait.users))):
+            joined = call(graph, torch.ops.aten.cat.default, (parts,), label)
+            self.put_back(graph, joined, label)
+
+    def put_back(self, graph: Graph, mean: Node, label: NodeInfo) -> None:
+        """Give a flat mean the gradient's shape, and hand it to whoever waited."""
+        value = self.local.meta["val"]
+        known = value if value.is_contiguous() else None
+        shaped = call(graph, torch.ops.aten.view.default, (mean, list(value.shape)), label, value=known)
+        self.wait.replace_all_uses_with(shaped)
+        _scale_in_place(shaped)
+
+
+def _cut(graph: Graph, name: str, local: Node, extents: Sequence[range]) -> dict[int, Node]:
+    """Take parts of a gradient: rows where a part is whole rows, else elements of the flat gradient."""
+    shape = local.meta["val"].shape
+    found: dict[int, Node] = {}
+    last, flat = local, None
+    for extent in extents:
+        label = NodeInfo(Role.PART, name, start=extent.start)
+        shaped = part_shape(shape, extent)
+        source, start, stop = local, extent.start, extent.stop
+        if len(shaped) == len(shape) > 1:
+            row = math.prod(shape[1:])
+            start, stop = start // row, stop // row
+        else:
+            if flat is None:
+                with graph.inserting_after(last):
+                    last = flat = call(graph, torch.ops.aten.reshape.default, (local, [-1]), NodeInfo(Role.PART, name))
+            source = flat
+        with graph.inserting_after(last):
+            last = call(graph, torch.ops.aten.slice.Tensor, (source, 0, start, stop), label)
+        found[extent.start] = last
+    return found
+
+
+def _gather_bucket(
+    graph: Graph, number: int, bucket: Bucket, found: Mapping[str, _Gradient], order: Mapping[Node, int]
+) -> None:
+    members = [found[name] for name in bucket.names]
+    own = [gradient.parts[start] for gradient, start in zip(members, bucket.starts, strict=True)]
+
+    with graph.inserting_after(max(members, key=lambda gradient: order[gradient.local]).last):
         pack = call(graph, PACK, (own, 1.0), NodeInfo(Role.PACK, bucket=number), name=f"pack_{number}")
     with graph.inserting_after(pack):
         label = NodeInfo(Role.COLLECTIVE, bucket=number)
         reduction = call(graph, ALL_REDUCE, (pack, "avg", "world"), label, name=f"all_reduce_{number}")
-    with graph.inserting_before(min((user for wait in waits.values() for user in wait.users), key=order.__getitem__)):
+    with graph.inserting_before(min((user for each in members for user in each.wait.users), key=order.__getitem__)):
         wait = call(graph, WAIT, (reduction,), NodeInfo(Role.WAIT, bucket=number, stage=1), name=f"wait_{number}")
         unpack = NodeInfo(Role.UNPACK, bucket=number)
         pieces = call(graph, torch.ops.aten.split_with_sizes.default, (wait, list(bucket.sizes)), unpack)
-        for index, (name, gradient) in enumerate(zip(bucket.names, own, strict=True)):
-            label = NodeInfo(Role.UNPACK, name, bucket=number)
+        for index, (gradient, start) in enumerate(zip(members, bucket.starts, strict=True)):
+            label = NodeInfo(Role.UNPACK, gradient.name, bucket=number)
             piece = call(graph, operator.getitem, (pieces, index), label)
-            value = gradient.meta["val"]
-            known = value if value.is_contiguous() else None
-            shaped = call(graph, torch.ops.aten.view.default, (piece, list(value.shape)), label, value=known)
-            waits[name].replace_all_uses_with(shaped)
-            _scale_in_place(shaped)
-    for name in bucket.names:
-        graph.erase_node(waits[name])
-        graph.erase_node(old[name])
+            if len(gradient.parts) == 1:
+                gradient.put_back(graph, piece, label)
+            else:
+                gradient.arrived[start] = piece
 
 
 def _scale_in_place(gradient: Node) -> None:

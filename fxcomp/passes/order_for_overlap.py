@@ -31,11 +31,12 @@ from fxcomp.graph.ops import H2D
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 
+_LOCAL = (Role.GRADIENT, Role.PART)
 _SYNC = (
     *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
-_BODY = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT)
+_BODY = (Role.COMPUTE, Role.EXCHANGE, *_LOCAL)
 
 
 def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -93,7 +94,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
     ends = [_buffers_leave(body, nodes)]  # and behind each bucket's last gradient
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
-        last = max((place[n] for n in body if info(n).role is Role.GRADIENT and info(n).parameter in names), default=-1)
+        last = max((place[n] for n in body if info(n).role in _LOCAL and info(n).parameter in names), default=-1)
         ends.append(max(last + 1, ends[-1]))
 
     done = 0
@@ -119,6 +120,7 @@ def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:
 
 
 def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]:
+    """Group updates by the bucket with which their gradients are complete: the last that holds a part."""
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.names}
     found: dict[int, list[Node]] = {}
     for node in updates:

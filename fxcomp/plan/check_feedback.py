@@ -111,7 +111,7 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
     """Yield compressors as they are bound: what they need may depend on the number of ranks."""
     for bucket in plan.buckets:
-        route = route_of(bucket.strategy, [shapes[name] for name in bucket.names], cluster)
+        route = route_of(bucket.strategy, bucket.shapes(shapes), cluster)
         yield from (leg.compressor for leg in route.slots)
 
 

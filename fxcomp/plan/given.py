@@ -74,6 +74,6 @@ def facts_of_plan(plan: Plan) -> dict[str, Any]:
     facts = {
         f"the strategy of {name!r} in the plan": str(bucket.strategy)
         for bucket in plan.buckets
-        for name in bucket.names
+        for name in plan.labels(bucket)
     }
     return facts | {"the whole plan's digest": plan.digest}

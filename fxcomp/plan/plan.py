@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,22 @@ class Bucket:
     """Gradients that travel as one: parameter names, their sizes in elements, and their strategy.
 
     Scales and counts of a compressor never mix parameters: each is a segment of its own.
+
+    A gradient may be cut into parts that travel in several buckets. `starts` has the place of each part's first element
+    in its parameter, laid flat, and `sizes` the elements of the part. Without starts all of them are 0.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     strategy: Strategy
+    starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.sizes):
             raise BadPlan(f"a bucket needs names and as many sizes, not {self.names} and {self.sizes}")
+        object.__setattr__(self, "starts", tuple(self.starts) or (0,) * len(self.names))
+        if len(self.starts) != len(self.names) or min(self.starts) < 0:
+            raise BadPlan(f"a bucket needs as many starts as names, 0 or more each, not {self.names} and {self.starts}")
 
     @property
     def elements(self) -> int:
@@ -39,8 +48,27 @@ class Bucket:
     def dense_bytes(self) -> int:
         return 4 * self.elements
 
+    @property
+    def extents(self) -> tuple[range, ...]:
+        """The elements of each parameter that travel here."""
+        return tuple(range(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+    def shapes(self, whole: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
+        """Shape what travels here, given the shapes of whole parameters."""
+        return [part_shape(whole[name], extent) for name, extent in zip(self.names, self.extents, strict=True)]
+
     def __str__(self) -> str:
         return f"{len(self.names)} tensors, {self.elements:,} elements: {self.strategy}"
+
+
+def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
+    """Shape a part of a parameter: whole rows stay rows, other parts are flat."""
+    if len(extent) == math.prod(shape):
+        return tuple(shape)
+    row = math.prod(shape[1:])
+    if len(shape) > 1 and row and extent.start % row == 0 and extent.stop % row == 0:
+        return (len(extent) // row, *shape[1:])
+    return (len(extent),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +99,39 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
     def __post_init__(self) -> None:
-        names = self.names
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise BadPlan(f"the plan names {', '.join(twice)} more than once")
+        for name, parts in self.parts.items():
+            _check_parts(name, parts)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for bucket in self.buckets for name in bucket.names)
+        """The parameters, in the order in which their first parts leave."""
+        return tuple(dict.fromkeys(name for bucket in self.buckets for name in bucket.names))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements, by parameter."""
+        found = Counter[str]()
+        for bucket in self.buckets:
+            for name, size in zip(bucket.names, bucket.sizes, strict=True):
+                found[name] += size
+        return dict(found)
+
+    @property
+    def parts(self) -> dict[str, tuple[range, ...]]:
+        """The parts of each parameter, in order; one for a gradient that is not cut."""
+        found: dict[str, list[range]] = {}
+        for bucket in self.buckets:
+            for name, extent in zip(bucket.names, bucket.extents, strict=True):
+                found.setdefault(name, []).append(extent)
+        return {name: tuple(sorted(parts, key=lambda part: (part.start, part.stop))) for name, parts in found.items()}
+
+    def labels(self, bucket: Bucket) -> tuple[str, ...]:
+        """Name what travels in a bucket; of a gradient that is cut, `fc.weight[0:65536]`."""
+        sizes = self.sizes
+        return tuple(
+            name if len(extent) == sizes[name] else f"{name}[{extent.start}:{extent.stop}]"
+            for name, extent in zip(bucket.names, bucket.extents, strict=True)
+        )
 
     @property
     def is_dense(self) -> bool:
@@ -90,7 +143,8 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def bucket_of(self, name: str) -> int:
-        return next(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
+        """Number the bucket with which a gradient is complete: the last one that holds a part of it."""
+        return max(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
 
     def schedule(self) -> tuple[Launch, ...]:
         """Return the order in which stages start, a function of the plan alone, so the same on every rank.
@@ -104,7 +158,7 @@ class Plan:
 
     def check_covers(self, sizes: Mapping[str, int]) -> None:
         """Raise BadPlan unless the plan names exactly these gradients, with their sizes."""
-        planned = {name: size for bucket in self.buckets for name, size in zip(bucket.names, bucket.sizes, strict=True)}
+        planned = self.sizes
         unknown = [name for name in planned if name not in sizes]
         missing = [name for name in sizes if name not in planned]
         resized = [name for name in planned if name in sizes and planned[name] != sizes[name]]
@@ -137,13 +191,15 @@ class Plan:
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
         """Replace the buckets' strategies."""
         pairs = zip(self.buckets, strategies, strict=True)
-        return Plan(tuple(Bucket(bucket.names, bucket.sizes, strategy) for bucket, strategy in pairs))
+        return Plan(tuple(replace(bucket, strategy=strategy) for bucket, strategy in pairs))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "version": 1,
             "buckets": [
-                {"names": list(b.names), "sizes": list(b.sizes), "strategy": str(b.strategy)} for b in self.buckets
+                {"names": list(b.names), "sizes": list(b.sizes), "strategy": str(b.strategy)}
+                | ({"starts": list(b.starts)} if any(b.starts) else {})
+                for b in self.buckets
             ],
         }
 
@@ -155,7 +211,12 @@ class Plan:
                 raise BadPlan(f"this plan has version {data['version']!r}; this fxcomp reads version 1")
             return cls(
                 tuple(
-                    Bucket(tuple(b["names"]), tuple(map(int, b["sizes"])), Strategy.parse(b["strategy"]))
+                    Bucket(
+                        tuple(b["names"]),
+                        tuple(map(int, b["sizes"])),
+                        Strategy.parse(b["strategy"]),
+                        tuple(map(int, b.get("starts", ()))),
+                    )
                     for b in data["buckets"]
                 )
             )
@@ -177,6 +238,20 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"bucket {k}: {bucket}" for k, bucket in enumerate(self.buckets))
+
+
+def _check_parts(name: str, parts: Sequence[range]) -> None:
+    """Raise BadPlan unless parts, in order, follow one upon the other from element 0 on."""
+    end = 0
+    for number, part in enumerate(parts):
+        if part.start < end or (number and not part):
+            raise BadPlan(f"the plan names {name} more than once: its elements from {part.start:,} on")
+        if part.start > end:
+            raise BadPlan(
+                f"the plan leaves out elements {end:,} to {part.start - 1:,} of {name}.\n"
+                "  The parts of a parameter in all buckets must cover it."
+            )
+        end = part.stop
 
 
 def _is_even(step: Collective, cluster: Cluster) -> bool:

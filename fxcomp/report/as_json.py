@@ -39,7 +39,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "digest": plan.digest,
             "buckets": [
                 {
-                    "names": list(bucket.names),
+                    "names": list(plan.labels(bucket)),
                     "elements": bucket.elements,
                     "bytes": bucket.dense_bytes,
                     "wire_bytes": round(explanation.sent_bytes(bucket)),

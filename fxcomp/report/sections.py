@@ -10,7 +10,6 @@ from enum import Enum
 
 from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import kernels
-from fxcomp.plan.plan import Bucket
 from fxcomp.plan.strategy import Compress, Device, Strategy
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
@@ -183,14 +182,23 @@ def _plan(explanation: Explanation, digits: int) -> Table:
     rows: list[Sequence[str]] = []
     for k, bucket in enumerate(explanation.plan.buckets):
         sent, exposed = mb(explanation.sent_bytes(bucket)), ms(waits.get(k, 0.0), digits)
-        rows.append((str(k), mb(bucket.dense_bytes), short(bucket.strategy), sent, exposed, _members(bucket)))
+        rows.append(
+            (
+                str(k),
+                mb(bucket.dense_bytes),
+                short(bucket.strategy),
+                sent,
+                exposed,
+                _members(explanation.plan.labels(bucket)),
+            )
+        )
     if waits.get(None):
         rows.append(("buffers", "", "broadcast@world", "", ms(waits[None], digits), ""))
     return Table(columns, rows)
 
 
-def _members(bucket: Bucket) -> str:
-    first, number = bucket.names[0], len(bucket.names)
+def _members(names: Sequence[str]) -> str:
+    first, number = names[0], len(names)
     return first if number == 1 else f"{first} and {number - 1} more"
 
 

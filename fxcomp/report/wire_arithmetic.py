@@ -34,7 +34,7 @@ def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> 
     held = 4 * bucket.elements
     found: list[Sent] = []
     proposal: int | None = None
-    for leg in route_of(bucket.strategy, [shapes[name] for name in bucket.names], cluster, rank).legs:
+    for leg in route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank).legs:
         match leg:
             case Encode() if leg.is_proposal:
                 proposal = sum(map(leg.compressor.proposal_bytes, leg.segments))
@@ -103,7 +103,7 @@ def _level(strategy: Strategy) -> Level:
 
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
     topology = cluster.topology_at(_level(strategy))
-    dense = sent_by(Bucket(bucket.names, bucket.sizes, strategy.uncompressed), cluster, shapes)
+    dense = sent_by(replace(bucket, strategy=strategy.uncompressed), cluster, shapes)
     size = next(sent.size for sent in dense if sent.step.kind is CollectiveKind.ALL_REDUCE)
     ways = {
         kind: chosen_algorithm(kind, size, topology, costs.library)
@@ -127,7 +127,7 @@ def compression_of(
     bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes
 ) -> Compression:
     """Express in the break-even formula's terms what a strategy does to a bucket, or to a rank's shard of it."""
-    legs = route_of(strategy, [shapes[name] for name in bucket.names], cluster).legs
+    legs = route_of(strategy, bucket.shapes(shapes), cluster).legs
     encode = next(leg for leg in legs if isinstance(leg, Encode))
     decode = next(leg for leg in legs if isinstance(leg, Decode))
     compressor, elements = encode.compressor, encode.elements

@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 CPU = torch.device("cpu")
 
-GradientCheck = Callable[[str, Tensor], None]
+GradientCheck = Callable[[str, Tensor, int], None]
+"""Takes a parameter's name, a gradient or a part of one, and the place of the part's first element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,16 @@ class Runtime:
 
     # Lines of an emitted step
 
-    def pack(self, name: str, parameters: Sequence[str], gradients: Sequence[Tensor], scale: float) -> Tensor:
-        """Copy gradients into one flat bucket, scaled."""
-        self.see(parameters, gradients)
+    def pack(
+        self,
+        name: str,
+        parameters: Sequence[str],
+        gradients: Sequence[Tensor],
+        scale: float,
+        starts: Sequence[int] = (),
+    ) -> Tensor:
+        """Copy gradients into one flat bucket, scaled; `starts` says where parts of gradients begin, all 0 if empty."""
+        self.see(parameters, gradients, starts)
         types = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
         flat = self._buffers.take(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
         parts = self._slots.get((name, types))
@@ -113,9 +121,10 @@ class Runtime:
             else:
                 torch.mul(gradient, scale, out=slot)
         if self.undelivered:
-            for parameter, slot in zip(parameters, parts, strict=False):
+            for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
                 if parameter in self.undelivered:
-                    slot.add_(self.undelivered[parameter].view(slot.shape), alpha=scale)
+                    late = self.undelivered[parameter][start : start + slot.numel()]
+                    slot.add_(late.view(slot.shape), alpha=scale)
         return flat
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
@@ -268,11 +277,11 @@ class Runtime:
         """Run a collective of the loss function's own; time spent here is exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
-    def see(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> None:
+    def see(self, parameters: Sequence[str], gradients: Sequence[Tensor], starts: Sequence[int] = ()) -> None:
         """Show local gradients to whoever checks them."""
         if self.on_gradient is not None and parameters:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                self.on_gradient(parameter, gradient)
+            for parameter, gradient, start in zip(parameters, gradients, starts or [0] * len(gradients), strict=True):
+                self.on_gradient(parameter, gradient, start)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Show gradients that no bucket carries, and add what is undelivered: one rank alone has no buckets."""

@@ -18,7 +18,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.plan import Bucket, Plan, launch_order
+from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import POOL, Stream
@@ -42,7 +42,7 @@ class BucketTasks:
 def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
     """Write down the emitted step of a plan."""
     position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
-    buckets = [bucket_tasks(k, bucket, workload, costs, cluster) for k, bucket in enumerate(plan.buckets)]
+    buckets = [bucket_tasks(k, plan, workload, costs, cluster) for k in range(len(plan.buckets))]
     last_gradients = [max(position[name] for name in bucket.names) for bucket in plan.buckets]
     ready_us = [workload.gradients[last].ready_us for last in last_gradients]
     return tuple(assemble(workload, region_tasks(ready_us), buckets, broadcast_task(workload, costs, cluster)))
@@ -129,10 +129,24 @@ def _after(task: Task, before: Task) -> Task:
     return replace(task, after=(before.name,))
 
 
-def bucket_tasks(k: int, bucket: Bucket, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
-    """Price bucket k of a plan. The result depends on nothing else in the plan."""
-    by_name = {gradient.name: gradient for gradient in workload.gradients}
-    return price_bucket(k, [by_name[name] for name in bucket.names], bucket.strategy, workload, costs, cluster)
+def bucket_tasks(k: int, plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
+    """Price bucket k of a plan; of the others it matters only which parts of its gradients they hold."""
+    by_name, parts, bucket = {gradient.name: gradient for gradient in workload.gradients}, plan.parts, plan.buckets[k]
+    members: list[Gradient] = []
+    seen = Counter[str]()
+    for name, extent in zip(bucket.names, bucket.extents, strict=True):
+        gradient = by_name[name]
+        seen[name] += 1
+        if len(parts[name]) > 1:
+            is_complete = plan.bucket_of(name) == k and seen[name] == 1
+            gradient = gradient.part(extent, joined_us(gradient, costs) if is_complete else 0.0)
+        members.append(gradient)
+    return price_bucket(k, members, bucket.strategy, workload, costs, cluster)
+
+
+def joined_us(gradient: Gradient, costs: CostTable) -> float:
+    """Price the update of a gradient that arrives in parts: they are copied into one tensor before it."""
+    return gradient.update_us + costs.pack_us(4 * gradient.elements)
 
 
 def price_bucket(

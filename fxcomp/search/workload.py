@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fxcomp.plan.plan import part_shape
+
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
@@ -27,6 +29,10 @@ class Gradient:
     def is_vector(self) -> bool:
         """The parameter has at most one dimension: a bias or a norm's weight."""
         return len(self.shape) <= 1
+
+    def part(self, extent: range, update_us: float) -> Gradient:
+        """Describe a part of the gradient that travels in another bucket than the rest."""
+        return replace(self, shape=part_shape(self.shape, extent), update_us=update_us)
 
 
 @dataclass(frozen=True, slots=True)

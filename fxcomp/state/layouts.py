@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -59,7 +57,7 @@ def state_layout(
     for number, bucket, parts in _buckets(plan):
         if not any(compressor.has_state for compressor in bucket.strategy.compressors):
             continue
-        for leg in route_of(bucket.strategy, _shapes_in(bucket, shapes), cluster, rank).slots:
+        for leg in route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank).slots:
             if leg.compressor.has_state:
                 kept = parts_in(parts, leg.pieces)
                 makers = _makers(leg, kept, bucket.elements)
@@ -67,12 +65,6 @@ def state_layout(
                     leg.compressor, tuple(zip(kept, makers, strict=True)), leg.place, leg.slot, leg.device is Device.CPU
                 )
     return layout
-
-
-def _shapes_in(bucket: Bucket, shapes: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
-    """Look up the parameters' shapes; a part of one is a vector."""
-    pairs = zip(bucket.names, bucket.sizes, strict=True)
-    return [shapes[name] if math.prod(shapes[name]) == size else (size,) for name, size in pairs]
 
 
 def _makers(leg: Encode, parts: Sequence[Part], elements: int) -> list[Compressor]:
@@ -85,11 +77,8 @@ def _makers(leg: Encode, parts: Sequence[Part], elements: int) -> list[Compresso
 
 def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
     """Number the buckets, each with the parts of parameters that it holds."""
-    whole = Counter[str]()
-    for bucket in plan.buckets:
-        whole.update(dict(zip(bucket.names, bucket.sizes, strict=True)))
+    whole = plan.sizes
     for number, bucket in enumerate(plan.buckets):
-        starts = (0,) * len(bucket.names)
-        held = zip(bucket.names, starts, bucket.sizes, strict=True)
+        held = zip(bucket.names, bucket.starts, bucket.sizes, strict=True)
         parts = tuple(Part(name, start, size, whole[name], index) for index, (name, start, size) in enumerate(held))
         yield number, bucket, parts

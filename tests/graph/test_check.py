@@ -7,12 +7,14 @@ from torch.fx import GraphModule
 
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import call, clone
-from fxcomp.graph.info import InputKind, NodeInfo, Role, Source
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.thread_state import thread_state
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE
 
 aten = torch.ops.aten
 
@@ -116,3 +118,15 @@ def test_a_clone_shares_nothing_that_a_pass_changes():
 def test_a_source_prints_what_it_stands_for():
     sources = [Source(InputKind.STATE, "fc.weight", "exp_avg"), Source(InputKind.HYPER, key="lr", index=1)]
     assert [str(s) for s in sources] == ["state fc.weight.exp_avg", "hyper 1.lr"]
+
+
+def test_parts_of_a_gradient_are_reduced_once_each():
+    def buckets(second_start: int) -> GraphModule:
+        plan = Plan((Bucket(("fc.bias", "fc.weight"), (4, 4), DENSE), Bucket(("fc.weight",), (4,), DENSE, (4,))))
+        gm = bucket_gradients(canonicalize_sync(linear_step(), 2), plan)
+        second = next(n for n in gm.graph.nodes if info(n).role is Role.PART and info(n).start)
+        update_info(second, start=second_start)
+        return gm
+
+    assert said(buckets(4)) == []
+    assert said(buckets(2)) == ["%mm: the gradient of fc.weight is reduced 2 times"]

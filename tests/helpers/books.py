@@ -119,9 +119,11 @@ class Job:
                     for mine, kept in zip(gradients, self.carried, strict=True)]  # fmt: skip
         applied: dict[str, Tensor] = {}
         for number, bucket in enumerate(self.plan.buckets):
-            flat = [torch.cat([mine[name] for name in bucket.names]) for mine in together]
+            held = list(zip(bucket.names, bucket.extents, strict=True))
+            flat = [torch.cat([mine[name][e.start : e.stop] for name, e in held]) for mine in together]
             mean = self._reduced(number, bucket, flat)
-            applied |= dict(zip(bucket.names, torch.split(mean, list(bucket.sizes)), strict=True))
+            for (name, extent), piece in zip(held, torch.split(mean, list(bucket.sizes)), strict=True):
+                applied.setdefault(name, torch.zeros(SIZES[name]))[extent.start : extent.stop] = piece
         for kept in self.carried:
             kept.undelivered = {}
         return applied or dict(together[0])
@@ -138,7 +140,7 @@ class Job:
         return means[0]
 
     def _routes(self, bucket: Bucket) -> list[Route]:
-        shapes = [SHAPES[name] for name in bucket.names]
+        shapes = bucket.shapes(SHAPES)
         return [route_of(bucket.strategy, shapes, self.cluster, rank) for rank in range(self.cluster.world_size)]
 
     def _replica(self, rank: int, number: int, slot: int) -> Replica:
@@ -163,8 +165,9 @@ class Job:
                     if residual is not None:
                         places = torch.tensor([place for piece in leg.pieces for place in piece], dtype=torch.long)
                         whole[places] += residual.double() * float(leg.unit.weight)
-            for name, piece in zip(bucket.names, torch.split(whole, list(bucket.sizes)), strict=True):
-                total[name] += piece
+            pieces = torch.split(whole, list(bucket.sizes))
+            for name, extent, piece in zip(bucket.names, bucket.extents, pieces, strict=True):
+                total[name][extent.start : extent.stop] += piece
         return total
 
     def saved(self) -> list[dict[str, Any]]:
@@ -205,16 +208,25 @@ def through_a_file(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def some_plan(draw: random.Random, cluster: Cluster) -> Plan:
-    """Buckets of any parameters, in any order, each with a strategy that the cluster allows; none on one rank."""
+    """Buckets of any parameters or parts, in any order, with strategies that the cluster allows; none on one rank."""
     if cluster.world_size == 1:
         return Plan(())
-    names = draw.sample(sorted(SIZES), len(SIZES))
-    cuts = [0, *sorted(draw.sample(range(1, len(names)), draw.randint(0, 2))), len(names)]
+    members = [(name, part) for name in sorted(SIZES) for part in some_parts(draw, SIZES[name])]
+    members = draw.sample(members, len(members))
+    cuts = [0, *sorted(draw.sample(range(1, len(members)), draw.randint(0, 2))), len(members)]
     buckets: list[Bucket] = []
     for start, stop in itertools.pairwise(cuts):
-        named = tuple(names[start:stop])
-        buckets.append(Bucket(named, tuple(SIZES[n] for n in named), some_strategy(draw, cluster)))
+        names, parts = zip(*members[start:stop], strict=True)
+        starts = tuple(part.start for part in parts)
+        buckets.append(Bucket(names, tuple(map(len, parts)), some_strategy(draw, cluster), starts))
     return Plan(tuple(buckets))
+
+
+def some_parts(draw: random.Random, size: int) -> list[range]:
+    """The whole, mostly, or two or three parts of it."""
+    pieces = draw.choice([1, 1, 2, 3])
+    cuts = [0, *sorted(draw.sample(range(1, size), pieces - 1)), size] if size >= pieces else [0, size]
+    return list(itertools.starmap(range, itertools.pairwise(cuts)))
 
 
 def dealt(draw: random.Random, states: list[dict[str, Any]], ranks: int) -> list[Any]:

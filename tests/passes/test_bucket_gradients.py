@@ -1,5 +1,7 @@
 """Gradients of a bucket travel as one, in plan order, and a plan for another model is refused."""
 
+from itertools import pairwise
+
 import pytest
 from before_after import before_after
 from graphs import linear_step, node_named, one_bucket, two_buckets
@@ -66,3 +68,27 @@ def test_a_plan_for_another_model_is_refused(plan: Plan, what: str):
     with pytest.raises(BadPlan, match=what) as error:
         bucket_gradients(clone(canonicalize_sync(linear_step(), 2)), plan)
     assert "Leave plan= out to let fxcomp choose" in str(error.value)
+
+
+def in_parts(*cuts: int) -> Plan:
+    """The bias with the last part of the weight, the other parts before it."""
+    extents = list(pairwise((0, *cuts, 8)))
+    *first, (start, stop) = extents
+    return Plan(
+        (
+            *(Bucket(("fc.weight",), (b - a,), DENSE, (a,)) for a, b in first),
+            Bucket(("fc.bias", "fc.weight"), (4, stop - start), DENSE, (0, start)),
+        )
+    )
+
+
+def test_a_gradient_goes_in_parts_into_several_buckets(golden):
+    text, after = before_after(bucket_gradients, canonicalize_sync(linear_step(), 2), in_parts(4))
+    golden("bucket_gradients/parts.txt", text)
+    packs = sorted((n.name, n.meta["val"].numel()) for n in after.graph.nodes if n.target is PACK)
+    assert packs == [("pack_0", 4), ("pack_1", 8)]
+
+
+def test_parts_that_are_no_rows_are_cut_from_the_flat_gradient(golden):
+    text, _ = before_after(bucket_gradients, canonicalize_sync(linear_step(clip=True), 2), in_parts(2, 5))
+    golden("bucket_gradients/odd_parts.txt", text)

@@ -174,7 +174,7 @@ def test_bytes_are_counted_by_kind_and_level_and_then_forgotten(rt: Runtime):
 
 def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
     seen: dict[str, float] = {}
-    rt.on_gradient = lambda name, gradient: seen.update({name: float(gradient.sum())})
+    rt.on_gradient = lambda name, gradient, _: seen.update({name: float(gradient.sum())})
     rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(3)), 0.5)
     rt.pack("buffers", (), (torch.ones(7),), 1.0)
     (alone,) = rt.complete(("c",), (torch.ones(4),))
@@ -184,7 +184,7 @@ def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
 
 def test_what_waits_for_a_gradient_is_added_but_not_shown(rt: Runtime):
     seen: dict[str, float] = {}
-    rt.on_gradient = lambda name, gradient: seen.update({name: float(gradient.sum())})
+    rt.on_gradient = lambda name, gradient, _: seen.update({name: float(gradient.sum())})
     rt.undelivered = {"a": torch.full((2,), 3.0), "c": torch.full((4,), 5.0)}
     packed = rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(1)), 0.5)
     broadcast = torch.ones(1).expand(2, 2)  # gradients may overlap in memory: they are not added to in place

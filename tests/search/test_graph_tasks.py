@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from graphs import COSTS
@@ -18,7 +19,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.plan import Plan
+from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
@@ -94,6 +95,23 @@ def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured]
     workload = Compiler(cluster, skip_nonfinite=skip).analyze(captured.graph, COSTS)
     searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
     emitted = Compiler(cluster, 0, skip_nonfinite=skip).emit(captured, plan, COSTS).timeline.step_time_us
+    assert emitted == pytest.approx(searched, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["mixed", "hierarchical", "agreements and states"])
+def test_search_and_graph_agree_where_gradients_are_cut(step: tuple[str, Captured], name: str):
+    job, captured = step
+    cluster, strategies, _ = PLANS[name]
+    whole = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, 1), captured)
+    parts = [
+        Bucket(bucket.names, (stop - start,), strategies[(k + place) % len(strategies)], (start,))
+        for k, bucket in enumerate(whole.buckets)
+        for place, (start, stop) in enumerate(pairwise((0, bucket.elements // 3, bucket.elements)))
+    ]
+    plan = Plan(tuple(parts))
+    workload = Compiler(cluster).analyze(captured.graph, COSTS)
+    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
+    emitted = Compiler(cluster).emit(captured, plan, COSTS).timeline.step_time_us
     assert emitted == pytest.approx(searched, rel=0.01)
 
 

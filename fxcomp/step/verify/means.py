@@ -28,9 +28,10 @@ class Means:
         """By parameter: the weighted sum, and the sum of squares."""
         self.is_known = False
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Take in a local gradient."""
-        self._sums[name] = weighted_sum(gradient), square_sum(gradient)
+    def add(self, name: str, gradient: Tensor, start: int = 0) -> None:
+        """Take in a local gradient, or a part of one from element `start` on."""
+        weighted, squares = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = weighted + weighted_sum(gradient, start), squares + square_sum(gradient)
 
     def average(self, names: Sequence[str], runtime: Runtime, ranks: int) -> None:
         """Average over the ranks; all of them call it with the same names."""
@@ -50,11 +51,16 @@ class Means:
         return not abs(found - factor * expected) <= allowed + 1e-30
 
 
-def weighted_sum(value: Tensor) -> float:
-    """Sum values with weights that follow from the place alone, on every machine; neighbours weigh differently."""
+def weighted_sum(value: Tensor, start: int = 0) -> float:
+    """Sum values with weights that follow from the place alone, on every machine; neighbours weigh differently.
+
+    The first value's place is `start`, so that sums of parts add up to the sum of the whole.
+    """
     flat = value.detach().double().reshape(-1)
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % COLUMNS)).view(-1, COLUMNS)
-    return float((flat @ _weights(COLUMNS, 127, flat.device) @ _weights(flat.shape[0], 251, flat.device)).item())
+    row, column = divmod(start, COLUMNS)
+    flat = torch.nn.functional.pad(flat, (column, -(column + flat.numel()) % COLUMNS)).view(-1, COLUMNS)
+    rows = _weights(row + flat.shape[0], 251, flat.device)[row:]
+    return float((flat @ _weights(COLUMNS, 127, flat.device) @ rows).item())
 
 
 def square_sum(value: Tensor) -> float:

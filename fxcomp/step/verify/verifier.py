@@ -13,6 +13,7 @@ verified anywhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ class Verification:
         self._runtime, self._is_plain = runtime, is_plain
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._needed = needed_bytes(self._training, batch)
+        self._seen = Counter[str]()
+        """Elements of each gradient that have been compared."""
         self._differences = Differences(program.captured)
         self._updates = UpdateCheck(
             self._training,
@@ -147,15 +150,17 @@ class Verification:
 
     # Before any update
 
-    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+    def _on_gradient(self, name: str, gradient: Tensor, start: int) -> None:
         if self._eager is None or self._differences.first:
             return
         with suppress(*compat.OUT_OF_MEMORY):  # then this one goes unseen
-            self._differences.check_gradient(name, gradient, self._eager.gradients[name], self._updates.largest)
+            self._differences.check_gradient(name, gradient, self._eager.gradients[name], self._updates.largest, start)
         if self._ranks > 1:
             if self._is_plain:
-                self._updates.means.add(name, gradient)
-            del self._eager.gradients[name]
+                self._updates.means.add(name, gradient, start)
+            self._seen[name] += gradient.numel()
+            if self._seen[name] == self._eager.gradients[name].numel():
+                del self._eager.gradients[name]
 
     def _on_update(self, loss: Tensor) -> None:
         eager, found = self._eager, self._differences
