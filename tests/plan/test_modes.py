@@ -9,15 +9,15 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error
-from fxcomp.plan.modes import Mode, error_limit, strategies
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 
 FLAT, LEVELS, ALONE = cluster(4, 1, "1gbit"), cluster(2, 2, "1gbit"), cluster(1, 1, "1gbit")
 
 
-def texts(mode: Mode, where, is_vector: bool = False) -> list[str]:
-    return [str(strategy) for strategy in strategies(mode, where, is_vector)]
+def texts(mode: Mode, where: Cluster, content: Content = Content.MATRICES) -> list[str]:
+    return [str(strategy) for strategy in strategies(mode, where, content)]
 
 
 def test_lossless_is_dense_flat_or_by_levels():
@@ -28,26 +28,26 @@ def test_lossless_is_dense_flat_or_by_levels():
 
 def test_hosts_with_unequal_numbers_of_ranks_share_no_work():
     uneven = Cluster.parse("3+2", intra=LEVELS.intra, inter=LEVELS.inter)
-    assert not any(strategy.is_hierarchical for mode in Mode for strategy in strategies(mode, uneven, False))
-    assert len(strategies(Mode.AGGRESSIVE, uneven, False)) > 1
+    assert not any(strategy.is_hierarchical for mode in Mode for strategy in strategies(mode, uneven))
+    assert len(strategies(Mode.AGGRESSIVE, uneven)) > 1
 
 
 @pytest.mark.parametrize("mode", Mode)
 def test_one_rank_has_nothing_to_choose(mode: Mode):
-    assert strategies(mode, ALONE, False) == (DENSE,)
+    assert strategies(mode, ALONE) == (DENSE,)
 
 
 @pytest.mark.parametrize("where", [FLAT, LEVELS])
 def test_vectors_are_dense_or_bf16_unless_aggressive(where):
-    names = {s.compressor.name for s in strategies(Mode.BALANCED, where, True) if s.compressor}
+    names = {s.compressor.name for s in strategies(Mode.BALANCED, where, Content.VECTORS) if s.compressor}
     assert names == {"bf16"}
-    assert strategies(Mode.AGGRESSIVE, where, True) == strategies(Mode.AGGRESSIVE, where, False)
+    assert strategies(Mode.AGGRESSIVE, where, Content.VECTORS) == strategies(Mode.AGGRESSIVE, where)
 
 
 @pytest.mark.parametrize("where", [FLAT, LEVELS])
 @pytest.mark.parametrize("mode", Mode)
 def test_dense_comes_first_and_every_strategy_parses_back(mode: Mode, where):
-    options = strategies(mode, where, False)
+    options = strategies(mode, where)
     assert options[0] == DENSE
     assert len(set(options)) == len(options)
     assert [Strategy.parse(str(option)) for option in options] == list(options)
@@ -64,7 +64,7 @@ def test_a_mode_is_read_by_its_name():
 @pytest.mark.parametrize("where", [FLAT, LEVELS])
 @pytest.mark.parametrize("mode", Mode)
 def test_every_strategy_of_a_mode_is_within_its_limit(mode: Mode, where: Cluster):
-    assert all(strategy_error(strategy, where) <= error_limit(mode) for strategy in strategies(mode, where, False))
+    assert all(strategy_error(strategy, where) <= error_limit(mode) for strategy in strategies(mode, where))
     assert strategy_error(DENSE, where) == 0.0
 
 

@@ -2,22 +2,32 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
-from fxcomp.compressors import parse_compressor
+from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import DENSE, Device, Strategy
+from fxcomp.plan.route import route_of
+from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, Device, Strategy
 
+UNEVEN = replace(HOSTS, rooted=True)
 NAMES = (None, "bf16", "int8", "sign", "topk(0.01)")
 COMPRESSORS = [parse_compressor(name) if name else None for name in NAMES]
 ALL = [
-    *(Strategy.flat(c, d, level=level) for c in COMPRESSORS for d in Device for level in Level),
-    *(Strategy.hierarchical(c, d) for c in COMPRESSORS for d in Device),
+    *(Strategy.flat(c, d) for c in COMPRESSORS for d in Device),
+    *(Strategy.hierarchical(c, d, by=by) for c in COMPRESSORS for d in Device for by in (HOSTS, UNEVEN, RACKS)),
+    *(
+        Strategy.two_shots(c, e, d, by=by)
+        for c in COMPRESSORS
+        for e in COMPRESSORS
+        for d in Device
+        for by in (FLAT, HOSTS)
+    ),
 ]
 LEVELS = Strategy.hierarchical(parse_compressor("int8"))
 
@@ -45,21 +55,54 @@ def test_a_linear_compressor_is_reduced_and_others_are_gathered():
     assert "all_gather@world" in str(Strategy.flat(parse_compressor("sign")))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "all_reduce@world > all_reduce@world",
-        "all_gather@world",
-        "compress(int8)@gpu > all_reduce@world > decompress@gpu",
-        "compress(int8)@gpu > all_gather@world",
-        "compress(int8)@gpu > all_gather@world > decompress@cpu",
-        "reduce_scatter@intra > all_reduce@inter",
-        "decompress@gpu",
-    ],
-)
-def test_steps_that_do_not_sum_once_are_refused_with_the_shapes_that_do(text: str):
-    with pytest.raises(BadStrategy, match=r"does not sum each gradient over all ranks once; write one of\n  \w"):
-        Strategy.parse(text)
+def test_two_shots_give_each_rank_the_mean_of_one_shard_and_share_it():
+    int4, int8 = parse_compressor("int4"), parse_compressor("int8")
+    flat = Strategy.two_shots(int4, int8)
+    assert str(flat) == (
+        "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world"
+        " > decompress@gpu"
+    )
+    assert (flat.compressor, flat.compressors) == (int4, (int4, int8))
+    by_level = Strategy.two_shots(int4, None, Device.CPU, by=HOSTS)
+    assert str(by_level) == (
+        "reduce_scatter@intra > compress(int4)@cpu > all_to_all@inter > decompress@cpu > all_gather@inter"
+        " > all_gather@intra"
+    )
+
+
+def test_hosts_that_differ_reduce_to_their_first_ranks():
+    assert str(Strategy.hierarchical(None, by=UNEVEN)) == "reduce@intra > all_reduce@inter > broadcast@intra"
+
+
+def test_racks_are_a_level_of_their_own():
+    assert str(Strategy.hierarchical(None, by=RACKS)) == (
+        "reduce_scatter@intra > reduce_scatter@rack > all_reduce@racks > all_gather@rack > all_gather@intra"
+    )
+
+
+def test_a_strategy_over_one_level_alone_is_refused_unless_it_sums_over_all():
+    for level in Level:
+        if level is Level.WORLD:
+            assert Strategy.flat(None, level=level) == DENSE
+            continue
+        with pytest.raises(BadStrategy, match="ranks would not end with the mean of all gradients"):
+            Strategy.flat(None, level=level)
+
+
+def test_a_strategy_knows_where_it_runs():
+    mixed = Strategy.parse("compress(int8)@gpu > all_gather@world > decompress@cpu")
+    assert mixed.devices == {Device.GPU, Device.CPU}
+    assert DENSE.devices == frozenset()
+    assert Strategy.flat(parse_compressor("int8"), Device.CPU).devices == {Device.CPU}
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_uncompressed_goes_over_the_same_levels(strategy: Strategy):
+    dense = strategy.uncompressed
+    assert dense.is_dense
+    if strategy.is_dense and len(strategy.compressors) == 0 and strategy.leading_splits == 0:
+        assert dense == strategy
+    assert dense.collectives[: strategy.leading_splits] == strategy.collectives[: strategy.leading_splits]
 
 
 @pytest.mark.parametrize(
@@ -149,45 +192,30 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path):
             Plan.load(path)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("sizes", [(4, 8), (5, 1, 1, 13), (3,), (1, 1)])
-def test_shards_cover_the_padded_bucket_once(sizes: tuple[int, ...], shards: int):
-    bucket = Bucket(tuple("abcd"[: len(sizes)]), sizes, DENSE)
-    parts = [[size for _, size in bucket.segments(shards, index)] for index in range(shards)]
-    padded = sum(sizes) + -sum(sizes) % shards
-    assert [sum(part) for part in parts] == [padded // shards] * shards
-    borders = {sum(sizes[:k]) for k in range(len(sizes) + 1)} | {padded}
-    found, offset = {0}, 0
-    for part in parts:
-        for segment in part:
-            offset += segment
-            found.add(offset)
-    assert borders <= found
-
-
 def test_what_needs_whole_parameters_is_refused_where_each_rank_has_a_shard():
     powersgd = parse_compressor("powersgd(2)")
     with pytest.raises(BadStrategy) as error:
         Strategy.hierarchical(powersgd)
-    assert str(error.value) == (
-        "powersgd(2) compresses whole parameters, but in 'reduce_scatter@intra > propose(powersgd(2))@gpu >"
-        " all_reduce@inter > compress(powersgd(2))@gpu > all_reduce@inter > decompress@gpu > all_gather@intra' each"
-        " rank has a shard of the bucket.\n"
-        "  Write propose(powersgd(2))@gpu > all_reduce@world > compress(powersgd(2))@gpu > all_reduce@world >"
-        " decompress@gpu"
-    )
+    assert (
+        "step 2, propose(powersgd(2))@gpu, does not fit: powersgd(2) compresses whole parameters, but each rank has a"
+        " shard of the bucket.\n"
+        "  Held before it: dense values, shards of reduce_scatter@intra, summed over the ranks of a host.\n"
+    ) in str(error.value)
     assert Strategy.flat(powersgd).compressor == powersgd
 
 
-def test_a_compressor_is_bound_to_shapes_or_to_even_parts_of_them():
+def test_a_compressor_is_bound_to_shapes_or_to_parts_of_them():
     where = Cluster(3, 2, intra=Link(1, 10), inter=Link(10, 1))
+
+    def bound(strategy: Strategy, *shapes: tuple[int, ...]) -> list[Compressor]:
+        return [slot.compressor for slot in route_of(strategy, shapes, where).slots]
+
     shared = parse_compressor("shared_int8")
-    assert Strategy.flat(shared).bound([(4, 5)], where) == shared.bound_to([(4, 5)], 6)
-    assert Strategy.hierarchical(shared).bound([(4, 5)], where) == shared.bound_to([(10,)], 3)
-    assert DENSE.bound([(4, 5)], where) is None
-    bound = Strategy.flat(parse_compressor("powersgd(1)")).bound([(40, 5), (7,)], where)
-    assert bound is not None
-    assert bound.payload_bytes((200, 7)) == 4 * (5 + 7)
+    assert bound(Strategy.flat(shared), (4, 5)) == [shared.bound_to([(4, 5)], 6)]
+    assert bound(Strategy.hierarchical(shared), (4, 5)) == [shared.bound_to([(10,)], 3)]
+    assert bound(DENSE, (4, 5)) == []
+    (low_rank,) = bound(Strategy.flat(parse_compressor("powersgd(1)")), (40, 5), (7,))
+    assert low_rank.payload_bytes((200, 7)) == 4 * (5 + 7)
 
 
 def test_a_plan_by_level_needs_as_many_ranks_on_every_host():
@@ -196,7 +224,7 @@ def test_a_plan_by_level_needs_as_many_ranks_on_every_host():
     flat.check_fits(uneven)
     plan = flat.with_strategies([Strategy.hierarchical(None)])
     plan.check_fits(Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1)))
-    with pytest.raises(BadPlan, match=r"(?s)bucket 0 of the plan .* needs as many ranks on every host; .* have 3\+2\."):
+    with pytest.raises(BadPlan, match=r"(?s)bucket 0 of the plan .* needs as many ranks on every host .* have 3\+2\."):
         plan.check_fits(uneven)
 
 
