@@ -8,8 +8,9 @@ from workloads import cluster
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.modes import ENTRIES, Content, Mode, compressors_of, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 
@@ -26,10 +27,57 @@ def test_lossless_is_dense_flat_or_by_levels():
     assert texts(Mode.LOSSLESS, LEVELS) == ["all_reduce@world", by_levels]
 
 
-def test_hosts_with_unequal_numbers_of_ranks_share_no_work():
+def test_where_hosts_differ_their_first_ranks_stand_for_them():
     uneven = Cluster.parse("3+2", intra=LEVELS.intra, inter=LEVELS.inter)
-    assert not any(strategy.is_hierarchical for mode in Mode for strategy in strategies(mode, uneven))
-    assert len(strategies(Mode.AGGRESSIVE, uneven)) > 1
+    assert texts(Mode.LOSSLESS, uneven) == ["all_reduce@world", "reduce@intra > all_reduce@inter > broadcast@intra"]
+    for mode in Mode:
+        for strategy in strategies(mode, uneven):
+            Plan((Bucket(("a",), (300,), strategy),)).check_fits(uneven)
+
+
+def test_racks_are_gone_through_where_there_are_several():
+    racks = Cluster.parse("2x2x2", intra=LEVELS.intra, inter=LEVELS.inter)
+    assert texts(Mode.LOSSLESS, racks)[1:] == [
+        "reduce_scatter@intra > all_reduce@inter > all_gather@intra",
+        "reduce_scatter@intra > reduce_scatter@rack > all_reduce@racks > all_gather@rack > all_gather@intra",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "levels"),
+    [(cluster(2, 1, "1gbit"), []), (cluster(3, 1, "1gbit"), ["world"]), (LEVELS, ["world"]),
+     (cluster(3, 2, "1gbit"), ["world", "inter"])],
+    ids=lambda value: getattr(value, "shape", ""),
+)  # fmt: skip
+def test_two_shots_are_offered_from_three_ranks_on(where: Cluster, levels: list[str]):
+    """Between two ranks the second shot sends what one shot sends, after one more message."""
+    dealt = [
+        step.level.value
+        for strategy in strategies(Mode.BALANCED, where)
+        for step in strategy.collectives
+        if step.kind is CollectiveKind.ALL_TO_ALL
+    ]
+    assert list(dict.fromkeys(dealt)) == levels
+
+
+def test_aggressive_offers_low_rank_and_a_bucket_of_both_is_as_careful_as_its_vectors_need():
+    def named(mode: Mode, content: Content) -> set[str]:
+        return {c.name for strategy in strategies(mode, FLAT, content) for c in strategy.compressors}
+
+    assert "powersgd" in named(Mode.AGGRESSIVE, Content.MATRICES)
+    assert named(Mode.BALANCED, Content.MATRICES) == {"bf16", "int8", "int4"}
+    assert named(Mode.BALANCED, Content.MIXED) == {"bf16", "int8"}
+    assert named(Mode.BALANCED, Content.VECTORS) == {"bf16"}
+
+
+def test_what_a_mode_offers_is_said_with_its_reason():
+    for mode, entries in ENTRIES.items():
+        offered = compressors_of(mode)
+        for entry in entries:
+            assert entry.reason
+            assert parse_compressor(entry.first) in offered
+            assert entry.second is None or parse_compressor(entry.second) in offered
+    assert set(ENTRIES[Mode.BALANCED]) <= set(ENTRIES[Mode.AGGRESSIVE])
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -78,9 +126,18 @@ def test_bursts_are_what_waits_long_for_its_turn():
     def bursty(*texts: str) -> list[bool]:
         return [is_bursty(Strategy.flat(parse_compressor(text)), FLAT) for text in texts]
 
-    assert all(bursty("topk(0.01)", "sidco(0.01)", "powersgd(4)", "randomk(0.01)"))
-    assert not any(bursty("bf16", "int8", "int4", "int2", "sign", "shared_int8"))
+    assert all(bursty("topk(0.01)", "sidco(0.01)", "randomk(0.01)"))
+    assert not any(bursty("bf16", "int8", "int4", "int2", "sign", "shared_int8", "powersgd(4)"))
     assert not any(bursty("randomk(0.01, scaled=true)"))  # its error is larger than all, but nothing waits
+
+
+def test_the_errors_of_two_shots_add_up():
+    int4, int8, topk = map(parse_compressor, ("int4", "int8", "topk(0.01)"))
+    one, two = (strategy_error(Strategy.flat(each), FLAT) for each in (int4, int8))
+    assert strategy_error(Strategy.two_shots(int4, int8), FLAT) == pytest.approx((1 + one) * (1 + two) - 1)
+    kept = 1 - strategy_error(Strategy.flat(topk), FLAT)
+    assert strategy_error(Strategy.two_shots(topk, topk), FLAT) == pytest.approx(1 - kept * kept)
+    assert strategy_error(Strategy.two_shots(topk, int4), FLAT) == pytest.approx(1 - kept * (1 - one))
 
 
 def test_a_plan_loses_the_mean_of_its_elements():
