@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
 from fxcomp.cost.timeline import Task
+from fxcomp.graph.edit import nodes_on_host
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.streams import POOL, Stream
@@ -19,7 +20,7 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
     Main-thread tasks run in graph order by being on one stream; a task waits for the tasks whose values it takes, and
     what the pool does, or has done, for the main thread to ask for it.
     """
-    writer = _Writer()
+    writer = _Writer(nodes_on_host(gm))
     for piece in cut(gm):
         if isinstance(piece, Region):
             writer.add_region(piece)
@@ -31,7 +32,8 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
 class _Writer:
     """Writes tasks, and tracks which make a node's value and how far the main thread has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: Collection[Node]) -> None:
+        self.on_host = on_host
         self.tasks: list[Task] = []
         self.made_by: dict[Node, tuple[str, ...]] = {}
         self.come_to: tuple[str, ...] = ()
@@ -55,8 +57,8 @@ class _Writer:
         elif label.cost_us:
             assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
             if label.starting_us:
-                on_host = any(info(source).stream in POOL for source in node.all_input_nodes)
-                stream, load = (Stream.CPU, label.launcher_load) if on_host else (Stream.COMPUTE, 0.0)
+                is_pools = node in self.on_host  # a payload that the pool passes on, too
+                stream, load = (Stream.CPU, label.launcher_load) if is_pools else (Stream.COMPUTE, 0.0)
                 before = (*before, *self._add(Task(f"start {node.name}", stream, label.starting_us, before, load)))
             made = self._add(Task(node.name, label.stream, label.cost_us, before, label.load, label.overlap_speed))
         else:
