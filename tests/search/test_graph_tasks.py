@@ -19,8 +19,9 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.strategy import HOSTS, RACKS, Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 
@@ -64,6 +65,43 @@ ON_THE_POOL = [
     Strategy.parse("compress(int8)@cpu > all_gather@world > decompress@gpu"),
 ]
 
+FOUR = Cluster(4, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+RACKED = Cluster.parse("2x2x2", intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+UNEVEN = Cluster.parse("2+1", intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+INT4 = parse_compressor("int4(block=16)")
+TWO_SHOTS = [
+    Strategy.two_shots(INT4, INT8),
+    Strategy.two_shots(TOPK, INT4, Device.CPU),
+    Strategy.two_shots(parse_compressor("int8(stochastic=true)"), None),
+    Strategy.two_shots(None, INT4),
+    Strategy.parse("compress(int4)@gpu > all_to_all@world > all_gather@world > decompress@cpu"),
+    Strategy.parse(
+        "compress(int4)@cpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world"
+        " > decompress@cpu"
+    ),
+]
+TWO_SHOTS_BY_LEVEL = [
+    Strategy.two_shots(INT4, INT8, by=HOSTS),
+    Strategy.two_shots(INT4, INT4, Device.CPU, by=HOSTS),
+    Strategy.parse(
+        "compress(int8(block=16))@gpu > all_to_all@intra > all_to_all@inter > all_gather@inter > all_gather@intra"
+        " > decompress@gpu"
+    ),
+    Strategy.parse(
+        "compress(int8(block=16))@cpu > all_to_all@intra > all_to_all@inter > decompress@cpu > compress(bf16)@gpu"
+        " > all_gather@inter > all_gather@intra > decompress@gpu"
+    ),
+]
+ROOTED = [
+    Strategy.hierarchical(INT4, by=replace(HOSTS, rooted=True)),
+    Strategy.hierarchical(None, by=replace(HOSTS, rooted=True)),
+    Strategy.parse(
+        "compress(int4)@gpu > gather@world > decompress@gpu > compress(int8)@gpu > broadcast@world > decompress@gpu"
+    ),
+    Strategy.parse("compress(topk(0.01))@cpu > gather@world > broadcast@world > decompress@cpu"),
+]
+BY_RACK = [Strategy.hierarchical(INT4, by=RACKS), Strategy.two_shots(INT4, INT8, by=RACKS), Strategy.hierarchical(None)]
+
 PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
     "dense, one bucket": (SLOW, [Strategy.flat(None)], 99),
     "dense, many buckets": (SLOW, [Strategy.flat(None)], 2),
@@ -77,6 +115,12 @@ PLANS: dict[str, tuple[Cluster, list[Strategy], int]] = {
     "agreements and states": (SLOW, AGREED, 1),
     "agreements and states, two tensors": (FAST, AGREED, 2),
     "agreements and states between hosts": (SHARED, AGREED_BETWEEN_HOSTS, 2),
+    "two shots": (FOUR, TWO_SHOTS, 2),
+    "two shots, one bucket": (FOUR, TWO_SHOTS, 99),
+    "two shots by level": (SHARED, TWO_SHOTS_BY_LEVEL, 2),
+    "rooted": (FOUR, ROOTED[2:], 2),
+    "rooted, hosts that differ": (UNEVEN, ROOTED, 2),
+    "racks": (RACKED, BY_RACK, 2),
 }
 
 
@@ -113,6 +157,19 @@ def test_search_and_graph_agree_where_gradients_are_cut(step: tuple[str, Capture
     searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
     emitted = Compiler(cluster).emit(captured, plan, COSTS).timeline.step_time_us
     assert emitted == pytest.approx(searched, rel=0.01)
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])
+@pytest.mark.parametrize("name", ["mixed", "hierarchical", "agreements and states", *list(PLANS)[-6:]])
+def test_search_and_graph_agree_where_each_rank_keeps_its_own_momentum(
+    step: tuple[str, Captured], name: str, skip: bool
+):
+    job, captured = step
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
+    compiler = Compiler(cluster, feedback=ErrorFeedback(momentum=0.9), skip_nonfinite=skip)
+    searched = simulate(plan_tasks(compiler.analyze(captured.graph, COSTS), plan, COSTS, cluster)).step_time_us
+    assert compiler.emit(captured, plan, COSTS).timeline.step_time_us == pytest.approx(searched, rel=0.01)
 
 
 ON_ONE_PROCESSOR = replace(

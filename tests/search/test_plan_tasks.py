@@ -42,7 +42,7 @@ def random_plan(workload: Workload, where: Cluster, chance: random.Random) -> Pl
     gradients = list(workload.gradients)
     while gradients:
         taken = [gradients.pop(0) for _ in range(min(len(gradients), chance.randint(1, 4)))]
-        options = strategies(Mode.AGGRESSIVE, where, False)
+        options = strategies(Mode.AGGRESSIVE, where)
         sizes = tuple(gradient.elements for gradient in taken)
         buckets.append(Bucket(tuple(g.name for g in taken), sizes, chance.choice(options)))
     return Plan(tuple(buckets))
@@ -67,10 +67,10 @@ def test_a_compressed_bucket_is_decompressed_before_its_update():
 def test_later_stages_wait_one_region_and_block_the_main_thread():
     tasks = plan_tasks(TWO, plan_of(Strategy.hierarchical(INT8), DENSE), COSTS, cluster(2, 2, "1gbit"))
     expected = (
-        "region 0, pack 0, pad 0, start reduce_scatter 0, reduce_scatter 0, region 1, pack 1, start all_reduce 1, "
+        "region 0, pack 0, start reduce_scatter 0, reduce_scatter 0, region 1, pack 1, start all_reduce 1, "
         "all_reduce 1, "
         "wait for reduce_scatter 0, compress 0, start all_gather 0, all_gather 0, wait for all_gather 0, decompress 0, "
-        "start all_gather@intra 0, all_gather@intra 0, backward, update 0, update 1"
+        "start all_gather (2) 0, all_gather (2) 0, backward, update 0, update 1"
     )
     assert ", ".join(task.name for task in tasks) == expected
     by_name = {task.name: task for task in tasks}
@@ -194,17 +194,30 @@ def test_a_dense_step_takes_what_is_worked_out_by_hand():
     assert timeline.step_time_us == pytest.approx(10_000 + pack + all_reduce + 1.0)
 
 
-def test_a_gathered_payload_is_decoded_once_a_rank_and_a_shard_is_padded():
-    where = cluster(3, 4, "8gbit@10us")
-    tasks = plan_tasks(matrices(1002), Plan((Bucket(("w0",), (1002,), Strategy.hierarchical(INT8)),)), COSTS, where)
+def test_a_gathered_payload_is_decoded_once_a_rank_and_a_shard_is_as_long_as_it_is():
+    where, int8 = cluster(3, 4, "8gbit@10us"), parse_compressor("int8(block=2)")
+    tasks = plan_tasks(matrices(1002), Plan((Bucket(("w0",), (1002,), Strategy.hierarchical(int8)),)), COSTS, where)
     us = {task.name: task.duration_us for task in tasks}
-    shard = 251
-    assert us["compress 0"] == COSTS.encode_us(INT8, shard)
-    assert us["decompress 0"] == COSTS.decode_us(INT8, shard, ranks=3)
+    shards = (250, 252, 250, 250)
+    assert us["compress 0"] == COSTS.encode_us(int8, shards[0])
+    assert us["decompress 0"] == COSTS.decode_us(int8, shards[0], ranks=3)
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-    assert us["reduce_scatter 0"] == COSTS.collective_us(scatter, Level.INTRA, 4 * 4 * shard, where)
-    assert us["all_gather 0"] == COSTS.collective_us(gather, Level.INTER, INT8.payload_bytes((shard,)), where)
-    assert us["all_gather@intra 0"] == COSTS.collective_us(gather, Level.INTRA, 4 * shard, where)
+    assert us["reduce_scatter 0"] == COSTS.collective_us(scatter, Level.INTRA, 4 * 1002, where)
+    assert us["all_gather 0"] == COSTS.collective_us(gather, Level.INTER, int8.payload_bytes(shards[:1]), where)
+    assert us["all_gather (2) 0"] == COSTS.collective_us(gather, Level.INTRA, 4 * max(shards), where)
+
+
+def test_two_shots_compress_a_bucket_and_then_a_share_of_it():
+    where = cluster(4, 1, "8gbit@10us")
+    tasks = plan_tasks(matrices(4096), Plan((Bucket(("w0",), (4096,), Strategy.two_shots(INT8, INT8)),)), COSTS, where)
+    us = {task.name: task.duration_us for task in tasks}
+    assert us["compress 0"] == COSTS.encode_us(INT8, 4096)
+    assert us["decompress 0"] == COSTS.decode_us(INT8, 1024, ranks=4)
+    assert us["compress (2) 0"] == COSTS.encode_us(INT8, 1024)
+    assert us["decompress (2) 0"] == COSTS.decode_us(INT8, 4096, ranks=1)
+    deal, gather = CollectiveKind.ALL_TO_ALL, CollectiveKind.ALL_GATHER
+    assert us["all_to_all 0"] == COSTS.collective_us(deal, Level.WORLD, 4 * INT8.payload_bytes((1024,)), where)
+    assert us["all_gather 0"] == COSTS.collective_us(gather, Level.WORLD, INT8.payload_bytes((1024,)), where)
 
 
 @pytest.mark.parametrize("seed", range(20))
