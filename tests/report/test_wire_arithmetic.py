@@ -15,6 +15,7 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.route import Decode, Encode, route_of
 from fxcomp.plan.strategy import DENSE, Collective, Device, Strategy
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines, sent_by
 from fxcomp.search.plan_tasks import plan_tasks
@@ -82,13 +83,12 @@ def stands_alone_us(strategy: Strategy, where: Cluster) -> float:
     """One bucket whose wire nothing hides, from the costs themselves."""
     (bucket,) = plan(strategy).buckets
     us = sum(COSTS.collective_us(s.step.kind, s.step.level, s.size, where) for s in sent_by(bucket, where, SHAPES))
-    if strategy.compressor is None:
-        return us
-    bound = strategy.bound([SHAPES["a"]], where)
-    assert bound is not None
-    elements = bucket.elements // (where.ranks_per_host if strategy.is_hierarchical else 1)
-    decoded = 1 if bound.is_linear else where.ranks_at(strategy.level)
-    return us + COSTS.encode_us(bound, elements) + COSTS.decode_us(bound, elements, decoded)
+    for leg in route_of(strategy, [SHAPES["a"]], where).legs:
+        if isinstance(leg, Encode):
+            us += COSTS.encode_us(leg.compressor, leg.elements)
+        elif isinstance(leg, Decode):
+            us += COSTS.decode_us(leg.compressor, leg.elements, leg.payloads)
+    return us
 
 
 @pytest.mark.parametrize("make", [Strategy.flat, Strategy.hierarchical])

@@ -191,7 +191,7 @@ def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Cap
     emitted = Compiler(cluster, 0).emit(captured, plan, ON_ONE_PROCESSOR).timeline
     assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
     slowed_us = searched.slowed_us(Stream.COMPUTE)
-    assert emitted.slowed_us(Stream.COMPUTE) == pytest.approx(slowed_us, rel=0.15, abs=1.0)
+    assert emitted.slowed_us(Stream.COMPUTE) == pytest.approx(slowed_us, rel=0.15, abs=5.0)
     if len(plan.buckets) > 1:
         assert slowed_us > 0, "nothing here competes for the processor"
 
