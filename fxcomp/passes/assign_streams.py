@@ -1,11 +1,11 @@
 """Say on which stream each node runs.
 
-    - %reduce_scatter_0_intra  collective  f32[4]   5.0 us           reduce_scatter(%pack_0, [4, 8], 0, intra)
-    + %reduce_scatter_0_intra  collective  f32[4]   5.0 us @intra    reduce_scatter(%pack_0, [4, 8], 0, intra)
-    - %d2h_0                   copy        f32[4]   0.0 us           d2h(%wait_0_1)
-    + %d2h_0                   copy        f32[4]   0.0 us @d2h      d2h(%wait_0_1)
-    - %all_gather_0_int8       collective  u8[16]   25.1 us          all_gather(%payload_0, 2, inter)
-    + %all_gather_0_int8       collective  u8[16]   25.1 us @inter   all_gather(%payload_0, 2, inter)
+    - %reduce_scatter_0_intra  collective  f32[6]  5.0 us          reduce_scatter(%pack_0, [6, 6], 0, intra)
+    + %reduce_scatter_0_intra  collective  f32[6]  5.0 us  @intra  reduce_scatter(%pack_0, [6, 6], 0, intra)
+    - %d2h_0                   copy        f32[6]  0.0 us          d2h(%wait_0_1)
+    + %d2h_0                   copy        f32[6]  0.0 us  @d2h    d2h(%wait_0_1)
+    - %all_gather_0_int8       collective  u8[32]  25.3 us         all_gather(%payload_0, 2, inter)
+    + %all_gather_0_int8       collective  u8[32]  25.3 us @inter  all_gather(%payload_0, 2, inter)
 
 The table of lines says where each line runs: compressors on the host's processor between a copy to the host and the
 copy back, collectives on the links of their level, everything else with compute.

@@ -82,7 +82,7 @@ def test_where_the_mean_alone_is_compressed_its_owner_has_the_velocity():
     _, gm = corrected(one_bucket(DENSE_THEN_INT4))
     (accumulate,) = calls(gm, ACCUMULATE)
     assert accumulate.args[0].name == "wait_0_1"
-    assert accumulate.args[1].meta["val"].shape == (4,)
+    assert accumulate.args[1].meta["val"].shape == (6,)
 
 
 def test_without_momentum_nothing_changes():
