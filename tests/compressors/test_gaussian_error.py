@@ -51,16 +51,18 @@ def test_fewer_levels_among_more_ranks_lose_more(ranks: int, levels: int) -> Non
     assert gaussian_error(parse_compressor("shared_int8"), ranks) == pytest.approx(1.8 / levels**2, rel=0.1)
 
 
-def test_low_rank_finds_little_in_noise_and_more_with_more_rank() -> None:
-    errors = [gaussian_error(parse_compressor(f"powersgd({rank})")) for rank in (1, 4, 16)]
-    rows, columns = SHAPE
-    best = [1 - rank * (math.sqrt(rows) + math.sqrt(columns)) ** 2 / (rows * columns) for rank in (1, 4, 16)]
-    assert errors == sorted(errors, reverse=True)
-    assert all(error > bound for error, bound in zip(errors, best, strict=True))
-    assert errors[0] < 1
+@pytest.mark.parametrize("rank", [4, 16])
+def test_low_rank_loses_of_a_matrix_with_singular_values_one_over_k_what_is_behind_its_rank(rank: int) -> None:
+    squares = [1 / k**2 for k in range(1, min(SHAPE) + 1)]
+    best = sum(squares[rank:]) / sum(squares)
+    error = gaussian_error(parse_compressor(f"powersgd({rank})"))
+    assert best * (1 - 1e-5) <= error <= 1.15 * best
 
 
-@pytest.mark.parametrize("compressor", examples(), ids=str)
+OF_ANY_VALUES = [compressor for compressor in examples() if not compressor.facts.needs_whole_parameters]
+
+
+@pytest.mark.parametrize("compressor", OF_ANY_VALUES, ids=str)
 def test_every_compressor_loses_of_these_values_what_it_loses_of_drawn_ones(compressor: Compressor) -> None:
     values, segments = gaussian(math.prod(SHAPE), seed=3), (math.prod(SHAPE),)
     replicas = replicas_of(compressor.bound_to([SHAPE], 1), segments, feedback=False)
