@@ -70,8 +70,8 @@ def listings() -> dict[str, str]:
         "plan": str(plan),
         "timeline": spans(simulate(plan_tasks(workload, plan, COSTS, CLUSTER))),
         "bucket_gradients": changed(dumps["label_gradients"], dumps["bucket_gradients"]),
-        "insert_compression": changed(dumps["split_by_level"], dumps["insert_compression"]),
-        "thread_state": changed(dumps["insert_compression"], dumps["thread_state"]),
+        "lower_strategies": changed(dumps["bucket_gradients"], dumps["lower_strategies"]),
+        "thread_state": changed(dumps["lower_strategies"], dumps["thread_state"]),
         "order_for_overlap": inner(dump(program.graph)),
         "source": program.source,
     }
