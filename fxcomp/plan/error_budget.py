@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fxcomp.cluster.cluster import Axis, Cluster
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.seating import Axis
 from fxcomp.compressors.facts import Bias
 from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
 from fxcomp.plan.interpret import Standing

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fxcomp.cluster.cluster import Axis, Level
+from fxcomp.cluster.cluster import Level
+from fxcomp.cluster.seating import Axis
 from fxcomp.compressors import Compressor
 from fxcomp.errors import BadStrategy
 from fxcomp.plan.collective_kind import CollectiveKind

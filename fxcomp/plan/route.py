@@ -19,24 +19,20 @@ other, the network only adds.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import Standing
-from fxcomp.plan.shards import cut_points
+from fxcomp.plan.shards import Piece, segments_of, shards
 from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose
 from fxcomp.plan.strategy import Strategy
-
-Piece = range
-"""Values of the bucket, from start up to stop."""
 
 Cut = int | tuple[int, ...]
 """The elements that each rank of a group owns, or the number of equal parts."""
@@ -381,31 +377,11 @@ class _Walk:
             return [extent, *[end] * (ranks - 1)]
         # A plan's dense warm-up has the same leading splits, and a rank's velocity stays where it is.
         grain = 1 if split in self.strategy.steps[: self.strategy.leading_splits] else self.grain
-        return _cut(self.edges, extent, ranks, grain)
+        return shards(self.edges, extent, ranks, grain)
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""
-        return _segments(self.edges, piece)
-
-
-# A search binds many strategies to the same bucket.
-
-
-@lru_cache(maxsize=1024)
-def _cut(edges: tuple[int, ...], extent: Piece, ranks: int, grain: int) -> list[Piece]:
-    borders = cut_points(_segments(edges, extent), ranks, grain)
-    return [range(extent.start + a, extent.start + b) for a, b in pairwise(borders)]
-
-
-@lru_cache(maxsize=16_384)
-def _segments(edges: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
-    sizes: list[int] = []
-    start, number = piece.start, bisect_right(edges, piece.start)
-    while start < piece.stop:
-        stop = min(piece.stop, edges[number])
-        sizes.append(stop - start)
-        start, number = stop, number + 1
-    return tuple(size for size in sizes if size)
+        return segments_of(self.edges, piece)
 
 
 @lru_cache(maxsize=16_384)

@@ -13,7 +13,33 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+Piece = range
+"""Values of a bucket, from start up to stop."""
+
+
+# A search binds many strategies to the same bucket: what is asked of it is kept.
+
+
+@lru_cache(maxsize=1024)
+def shards(edges: tuple[int, ...], piece: Piece, ranks: int, grain: int) -> list[Piece]:
+    """Cut a piece of a bucket, whose parameters end at `edges`, into one shard for each rank."""
+    borders = cut_points(segments_of(edges, piece), ranks, grain)
+    return [range(piece.start + a, piece.start + b) for a, b in pairwise(borders)]
+
+
+@lru_cache(maxsize=16_384)
+def segments_of(edges: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
+    """List the sizes of the parameters' parts in a piece."""
+    sizes: list[int] = []
+    start, number = piece.start, bisect_right(edges, piece.start)
+    while start < piece.stop:
+        stop = min(piece.stop, edges[number])
+        sizes.append(stop - start)
+        start, number = stop, number + 1
+    return tuple(size for size in sizes if size)
 
 
 def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def test_hosts_are_filled_one_after_the_other():
     cluster = Cluster.parse("2x3", intra=INTRA, inter=INTER)
     assert cluster.placement == (0, 0, 0, 1, 1, 1)
     assert cluster.world_size == 6
-    assert [cluster.ranks_at(level) for level in Level] == [3, 2, 6]
+    assert [cluster.ranks_at(level) for level in Level] == [3, 2, 6, 2, 1]  # all hosts are in one rack
 
 
 @pytest.mark.parametrize("placement", [(), (0, 1, 0, 1), (1, 1, 0, 0), (0, 1, 1, 0)])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from legs import Walker, walk
 from torch import Tensor
 
-from fxcomp.cluster.cluster import Axis, Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.seating import Axis
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
 from fxcomp.plan.interpret import COLLECTIVES, EVERYWHERE, Standing, after, fitting, interpret, misfit
