@@ -1,12 +1,12 @@
 """Cut large gradients into the atoms that the search deals to buckets.
 
-    embedding.weight   38 MB of 60     8 atoms, whole rows each
+    embedding.weight   38 MB of 60     4 atoms, whole rows each
     fc.weight           2 MB           1 atom
 
 A bucket starts when its last gradient is ready. One gradient that is most of a model is one bucket then, and none of
 its stages overlap: while it is compressed the wire stands still. If its stages take S together, the longest M, and one
-more message o, then C chunks take S/C + (C-1)/C · M + C · o: four chunks save three quarters of what can be saved, eight
-seven eighths. The search joins atoms again where messages are dear.
+more message o, then C chunks take S/C + (C-1)/C · M + C · o: four chunks save three quarters of what can be saved,
+and more of them cost the search time. The search joins atoms again where messages are dear.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fxcomp.search.plan_tasks import joined_us
 from fxcomp.search.workload import Gradient, Workload
 
 LARGE = 4 << 20
-"""Bytes: smaller gradients are never cut (assumed: a chunk's messages then weigh as much as its bytes)."""
+"""Bytes: smaller gradients are never cut (assumed)."""
 
 LARGE_SHARE = 0.25
 """Of all bytes: other buckets' stages overlap with those of smaller gradients."""
 
-CHUNK = 2 << 20
+CHUNK = 4 << 20
 """Bytes of a chunk, if that makes no more than MOST of them."""
 
-MOST = 8
+MOST = 4
 
 GRAIN = 4096
 """Elements: chunks begin at multiples, where rows allow it, so that no compressor's block is cut."""
