@@ -40,8 +40,8 @@ FEWEST_POINTS = 3
 FINEST = 0.01
 """Relative errors below this are not told apart (assumed: the same call twice differs by as much)."""
 
-DISTURBED = 0.25
-"""A time that is further off the line is another job's doing (assumed)."""
+DISTURBED = 0.15
+"""One time that is further off the line, or several that are twice as far off, are another job's doing (assumed)."""
 
 _ROUNDS = 5  # of reweighting at most, until no weight changes by more than `_SETTLED` (both assumed)
 _SETTLED = 0.01
@@ -79,15 +79,17 @@ def fit(samples: Sequence[Sample], most_pieces: int = MOST_PIECES) -> Fit:
 
 
 def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
-    """Let a fit's end pass through the largest size's time: the rate of long transfers continues beyond it.
+    """Let a fit's end pass through the largest size's shortest time: the rate of long transfers continues beyond it.
 
     A line that errs least over all sizes gives small ones as much weight. Over 100 Mbit/s it told 2 % less than 4 MiB
     took, and 5 to 7 % less than 24 MB (measured, 2026-11). A largest size far off the line is taken as disturbed.
     """
     points, last = medians(samples), found.pieces[-1]
-    largest, us = points[-1]
+    largest = points[-1][0]
+    times = [us for size, us in samples if size == largest]
+    us, disturbed = min(times), DISTURBED * min(len(times), 2)
     start = max([last.start, *(size for size, _ in points if size <= largest / 2)])
-    if start >= largest or not FINEST < abs(us / found.at(largest) - 1) < DISTURBED:
+    if start >= largest or not FINEST < abs(us / found.at(largest) - 1) < disturbed:
         return found
     slope = (us - found.at(start)) / (largest - start)
     if slope <= 0:

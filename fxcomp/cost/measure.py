@@ -117,7 +117,7 @@ def _sample(
 
     A size is expected to take what it took before, or `GROWTH` times the next smaller one's time at most. One that
     takes long is timed once a round. What is left in the end goes into one sample as large as it allows, because the
-    rate of long transfers is not quite that of short ones.
+    rate of long transfers is not quite that of short ones; if that is not twice as large, the largest size is repeated.
     """
     spent = timed(SMALLEST_BYTES)  # the first one opens connections: not a sample
     samples: list[tuple[int, float]] = []
@@ -136,12 +136,12 @@ def _sample(
                 if seconds > LONG * budget_s:
                     break
     last, most = max(known), max(max(sizes) for sizes in rounds)
-    fits = int(last * min(most / last, (budget_s - spent) / (SLOWER * known[last])))
-    if fits >= 2 * last:
-        size = fits // SMALLEST_BYTES * SMALLEST_BYTES
-        seconds = timed(size)
-        return [*samples, (size, seconds)], spent + seconds
-    return samples, spent
+    fits = min(most / last, (budget_s - spent) / (SLOWER * known[last]))
+    if fits < 1 or last == most:
+        return samples, spent
+    size = int(last * fits) // SMALLEST_BYTES * SMALLEST_BYTES if fits >= 2 else last
+    seconds = timed(size)
+    return [*samples, (size, seconds)], spent + seconds
 
 
 # Compressors

@@ -89,6 +89,8 @@ class NodeInfo:
     """Of a bucket's line: which of the bucket's compressions it belongs to."""
     start: int = 0
     """Of a part of a gradient: the place of its first element in the parameter, laid flat."""
+    sent_bytes: int | None = None
+    """Of a collective in a bucket's line: what rank 0 counts, since shards may differ."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """The time that a thread spends on launching a collective."""

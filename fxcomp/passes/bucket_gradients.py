@@ -46,7 +46,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
         _gather_bucket(gm.graph, number, bucket, found, order)
     for name, gradient in found.items():
         if len(gradient.parts) > 1:
-            gradient.join(gm.graph, plan.bucket_of(name))
+            gradient.join(gm.graph, plan.bucket_of(name), order)
         gm.graph.erase_node(gradient.wait)
         gm.graph.erase_node(gradient.reduction)
     return gm
@@ -69,11 +69,11 @@ class _Gradient:
         """The last node of the local gradient in the graph."""
         return next(reversed(self.parts.values()))
 
-    def join(self, graph: Graph, number: int) -> None:
+    def join(self, graph: Graph, number: int, order: Mapping[Node, int]) -> None:
         """Join the parts, which are complete with a bucket of this number."""
         parts = [self.arrived[start] for start in sorted(self.arrived)]
         label = NodeInfo(Role.UNPACK, self.name, bucket=number)
-        with graph.inserting_before(next(iter(self.wait.users))):
+        with graph.inserting_before(min(self.wait.users, key=order.__getitem__)):
             joined = call(graph, torch.ops.aten.cat.default, (parts,), label)
             self.put_back(graph, joined, label)
 

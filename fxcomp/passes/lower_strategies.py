@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.graph.edit import buckets, call, collective_of, wait_of
-from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.info import NodeInfo, Role, update_info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, OF_PARTS, TURN, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import Decode, Encode, Leg, Send, route_of
+from fxcomp.plan.sent_bytes import sent_bytes
 from fxcomp.plan.steps import Device
 from fxcomp.plan.strategy import DENSE
 
@@ -55,12 +57,16 @@ class _Lowering:
         self.proposal: Node | None = None
         self.encoder: Encode | None = None
         self.on_host: bool = False
+        self.sizes: Iterator[tuple[Send, int]] = iter(())
+        """The collectives still to come, with the bytes that all ranks price them by."""
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
     def lower(self, cluster: Cluster, rank: int) -> None:
         gradients: Any = self.pack.args[0]
-        route = route_of(self.bucket.strategy, [g.meta["val"].shape for g in gradients], cluster, rank)
+        shapes = [gradient.meta["val"].shape for gradient in gradients]
+        route = route_of(self.bucket.strategy, shapes, cluster, rank)
+        self.sizes = iter(sent_bytes(route_of(self.bucket.strategy, shapes, cluster)))
         self.pack.args = (self.pack.args[0], float(route.scale))
         if self.bucket.strategy == DENSE:
             self.flat.args = (self.pack, "sum", Level.WORLD.value)
@@ -123,18 +129,19 @@ class _Lowering:
         if leg.turned is not None:
             turned = (self.value, leg.turned.outer, list(leg.turned.sizes))
             self.value = self._node(TURN, turned, Role.PACK, "turned")
-        sent = self.proposal or self.value
-        arrived = sent if leg.ranks == 1 else self._exchanged(leg, sent)
+        sent, size = self.proposal or self.value, next(self.sizes)[1]
+        arrived = sent if leg.ranks == 1 else self._exchanged(leg, sent, size)
         self.stage += leg.ranks == 1
         if self.proposal is not None:
             self.agreed, self.proposal = arrived, None
         else:
             self.value = arrived
 
-    def _exchanged(self, leg: Send, sent: Node) -> Node:
+    def _exchanged(self, leg: Send, sent: Node, size: int) -> Node:
         """Start a collective, and wait for it in the next stage."""
         target, arguments = _operator_and_arguments(leg, sent)
         collective = self._node(target, arguments, Role.COLLECTIVE, leg.kind.value, self._suffix(leg))
+        update_info(collective, sent_bytes=size)
         self.stage += 1
         with self.graph.inserting_before(self.done):
             names = "agreed" if self.proposal else "wait" if leg.slot is None else "payloads"

@@ -224,9 +224,16 @@ class _LinesTimed(Runtime):
         self._sizes: dict[str, int] = {}
         self._marks: list[tuple[str, Any, Any]] = []
 
-    def pack(self, name: str, parameters: Sequence[str], gradients: Sequence[Tensor], scale: float) -> Tensor:
+    def pack(
+        self,
+        name: str,
+        parameters: Sequence[str],
+        gradients: Sequence[Tensor],
+        scale: float,
+        starts: Sequence[int] = (),
+    ) -> Tensor:
         start = self.clock.look()
-        bucket = super().pack(name, parameters, gradients, scale)
+        bucket = super().pack(name, parameters, gradients, scale, starts)
         self._marks.append((name, start, self.clock.look()))
         self._sizes[name] = bucket.nbytes
         return bucket

@@ -15,7 +15,8 @@ from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.route import Decode, Encode, Send, route_of
+from fxcomp.plan.route import Decode, Encode, route_of
+from fxcomp.plan.sent_bytes import sent_bytes
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 
 Shapes = Mapping[str, Sequence[int]]
@@ -31,23 +32,8 @@ class Sent:
 
 def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> list[Sent]:
     """List the collectives of a bucket on one rank, in order."""
-    held = 4 * bucket.elements
-    found: list[Sent] = []
-    proposal: int | None = None
-    for leg in route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank).legs:
-        match leg:
-            case Encode() if leg.is_proposal:
-                proposal = sum(map(leg.compressor.proposal_bytes, leg.segments))
-            case Encode():
-                held = leg.payload_elements * leg.compressor.payload_dtype.itemsize
-            case Decode():
-                held = 4 * leg.elements
-            case Send():
-                step = Collective(leg.kind, leg.level)
-                found.append(Sent(step, leg.works_on(held) if proposal is None else proposal))
-                held = leg.leaves(held) if proposal is None else held
-                proposal = None
-    return found
+    route = route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank)
+    return [Sent(Collective(leg.kind, leg.level), size) for leg, size in sent_bytes(route)]
 
 
 def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[tuple[str, str]]:

@@ -3,6 +3,9 @@
     sending    d2h 0, compress 0, launch 0 | d2h 1, compress 1, launch 1 | ...
     arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
 
+A collective is waited for by the thread that needs its result: the second one where it is decompressed, the first one
+where ranks agree on something before they compress.
+
 Two threads, because a wait for a collective would hold up the buckets that are to be sent after it. All collectives are
 launched by one of them, so they leave in the same order on every rank. Work waits only for work that was handed over
 before it, so the two never wait for each other in a circle.
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import Enum
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +30,27 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+class Arriving:
+    """What a collective brings. The first thread that needs it waits for it; another one waits for that thread."""
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait = wait
+        self._lock = Lock()
+        self._value: Tensor | None = None
+
+    def result(self) -> Tensor:
+        """Wait, and return what arrived."""
+        with self._lock:
+            if self._value is None:
+                self._value = self._wait()
+            return self._value
+
+
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """A value that the pool is computing."""
+    """A value that the pool is computing, or that arrives there."""
 
-    future: Future[Tensor]
+    future: Future[Tensor] | Arriving
 
 
 class PoolThread(Enum):
@@ -39,7 +59,7 @@ class PoolThread(Enum):
     SENDING = "sending"
     """Compresses, and launches all collectives."""
     ARRIVING = "arriving"
-    """Waits for collectives, and decompresses."""
+    """Decompresses what arrives."""
 
 
 def value_of(value: Any) -> Any:
@@ -81,6 +101,10 @@ class HostPool:
         if any(isinstance(value, OnHost) for value in values):
             return OnHost(self.submit(run, *values, on=on))
         return run(*values)
+
+    def arriving(self, take: Callable[[], Tensor]) -> OnHost:
+        """Stand in for what a collective brings until a thread needs it."""
+        return OnHost(Arriving(take if self.watch is None else self.watch(take)))
 
     def wait(self) -> None:
         """Wait until everything that was handed over is done."""

@@ -207,7 +207,7 @@ class Runtime:
         """The collective's result; time spent here is exposed communication."""
         if isinstance(flight, HostFlight):
             launched = flight.future
-            return OnHost(self.pool.submit(lambda: launched.result().finish(), on=PoolThread.ARRIVING))
+            return self.pool.arriving(lambda: launched.result().finish())
         return self._exposed(flight.finish)
 
     def decompress(

@@ -14,12 +14,13 @@ from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
+from fxcomp.search.atoms import atoms_of, joined
 from fxcomp.search.plan_tasks import BucketTasks, assemble, broadcast_task, price_bucket
-from fxcomp.search.workload import Workload
+from fxcomp.search.workload import Gradient, Workload
 
 
 class Part(NamedTuple):
-    """A bucket in the search: gradients start to stop of those with this content, and a strategy's number."""
+    """A bucket in the search: atoms start to stop of those with this content, and a strategy's number."""
 
     content: Content
     start: int
@@ -52,13 +53,14 @@ class Candidates:
         mixed: bool = False,
     ) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
-        gradients = list(enumerate(workload.gradients))
+        self.atoms = atoms_of(workload, cluster.world_size)
+        numbered = list(enumerate(self.atoms))
         self.members = (
-            {Content.MIXED: [k for k, _ in gradients]}
+            {Content.MIXED: [k for k, _ in numbered]}
             if mixed
             else {
-                Content.MATRICES: [k for k, gradient in gradients if not gradient.is_vector],
-                Content.VECTORS: [k for k, gradient in gradients if gradient.is_vector],
+                Content.MATRICES: [k for k, atom in numbered if not atom.gradient.is_vector],
+                Content.VECTORS: [k for k, atom in numbered if atom.gradient.is_vector],
             }
         )
         self.main = next(iter(self.members))
@@ -68,7 +70,7 @@ class Candidates:
         }
         self.errors = {content: [strategy_error(s, cluster) for s in found] for content, found in self.choices.items()}
         self.bursts = {content: [is_bursty(s, cluster) for s in found] for content, found in self.choices.items()}
-        self.elements = [gradient.elements for gradient in workload.gradients]
+        self.elements = [atom.elements for atom in self.atoms]
         elements = sum(self.elements)
         self.lossable = math.inf if choices else elements * error_limit(mode) * (1 + SAME)
         self.bursty = math.inf if choices or bursts >= 1 else elements * bursts
@@ -104,7 +106,7 @@ class Candidates:
         known = self.busy
         busy = [known.get(part) or self._busy(part) for part in parts]
         compute = self.workload.backward_us + self.workload.finish_us + sum([us for us, _ in busy])
-        wire = self.workload.gradients[self.last(parts[0])].ready_us + sum([us for _, us in busy])
+        wire = self.atoms[self.last(parts[0])].gradient.ready_us + sum([us for _, us in busy])
         return max(compute, wire)
 
     def _busy(self, part: Part) -> tuple[float, float]:
@@ -132,8 +134,8 @@ class Candidates:
     def _priced(self, part: Part) -> BucketTasks:
         tasks = self.priced.get(part)
         if tasks is None:
-            members = [self.workload.gradients[k] for k in self._positions(part)]
-            # Named by the last gradient and not by the place in the plan, which other buckets' changes move.
+            members = [gradient for gradient, _ in self._joined(part)]
+            # Named by the last atom and not by the place in the plan, which other buckets' changes move.
             tasks = self.priced[part] = price_bucket(
                 self.last(part), members, self.strategy(part), self.workload, self.costs, self.cluster
             )
@@ -142,7 +144,7 @@ class Candidates:
     def _region(self, previous: int, last: int) -> Task:
         task = self.regions.get((previous, last))
         if task is None:
-            ready = [gradient.ready_us for gradient in self.workload.gradients]
+            ready = [atom.gradient.ready_us for atom in self.atoms]
             us = ready[last] - (ready[previous] if previous >= 0 else 0.0)
             task = self.regions[previous, last] = Task(f"region {last}", Stream.COMPUTE, us)
         return task
@@ -159,6 +161,9 @@ class Candidates:
     def _positions(self, part: Part) -> list[int]:
         return self.members[part.content][part.start : part.stop]
 
+    def _joined(self, part: Part) -> list[tuple[Gradient, range]]:
+        return joined([self.atoms[k] for k in self._positions(part)], self.costs)
+
     def _elements(self, part: Part) -> int:
         return sum(self.elements[k] for k in self._positions(part))
 
@@ -171,9 +176,10 @@ class Candidates:
     def plan(self, parts: Parts) -> Plan:
         buckets: list[Bucket] = []
         for part in parts:
-            members = [self.workload.gradients[k] for k in self._positions(part)]
-            names, sizes = tuple(g.name for g in members), tuple(g.elements for g in members)
-            buckets.append(Bucket(names, sizes, self.strategy(part)))
+            members = self._joined(part)
+            names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
+            starts = tuple(extent.start for _, extent in members)
+            buckets.append(Bucket(names, sizes, self.strategy(part), starts))
         return Plan(tuple(buckets))
 
     def other_strategies(self, part: Part) -> list[Part]:

@@ -116,18 +116,17 @@ def test_a_wait_on_the_pool_holds_up_no_bucket_that_is_sent_after_it():
     network = HeldNetwork()
     rt = Runtime(network, torch.device("cpu"))
     flights = [rt.launch(f"r_{k}", "all_reduce", rt.d2h(f"h_{k}", torch.ones(3)), 2, "world") for k in range(2)]
-    first = rt.wait(flights[0])
+    first = rt.pool.after(torch.neg, rt.wait(flights[0]), on=PoolThread.ARRIVING)
     rt.launch("r_2", "all_reduce", rt.d2h("h_2", torch.ones(3)), 2, "world")
     sent_later = rt.d2h("h_3", torch.ones(3))
     assert isinstance(sent_later, OnHost)
-    sent_later.future.result(60.0)
+    sent_later.future.result()
     assert [lane for lane, _ in network.launched] == ["pool"] * 3
     assert len({thread for _, thread in network.launched}) == 1
-    assert isinstance(first, OnHost)
-    assert not first.future.done()
+    assert not network.let_go.is_set()
     network.let_go.set()
-    rt.finish()
-    assert first.future.done()
+    assert isinstance(first, OnHost)
+    assert rt.h2d("back", first).tolist() == [-1.0] * 3
     rt.close()
 
 
@@ -143,6 +142,23 @@ def test_what_is_compressed_again_waits_for_what_arrives():
     assert isinstance(last, OnHost)
     assert rt.h2d("back", last).tolist() == [2.0] * 4
     rt.close()
+
+
+def test_what_two_threads_need_is_waited_for_once():
+    waited: list[str] = []
+
+    class Network(NullTransport):
+        def all_reduce(self, *_: Any) -> SimpleNamespace:
+            return SimpleNamespace(wait=lambda: waited.append(threading.current_thread().name))
+
+    rt = Runtime(Network(), torch.device("cpu"))
+    agreed = rt.wait(rt.launch("agree", "all_reduce", rt.d2h("h", torch.ones(2)), 1, "world"))
+    sent = rt.pool.after(torch.neg, agreed)
+    arrived = rt.pool.after(torch.add, agreed, sent, on=PoolThread.ARRIVING)
+    assert isinstance(arrived, OnHost)
+    assert rt.h2d("back", arrived).tolist() == [0.0] * 2
+    rt.close()
+    assert len(waited) == 1
 
 
 def test_time_on_the_pool_begins_when_work_has_what_it_takes(rt: Runtime):

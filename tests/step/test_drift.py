@@ -11,16 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from drifting import EVERY, JOB, JUDGED, POINTS, WINDOW, compiled, same, table
+from jobs import JOBS, cross_entropy
 from judged import plans_made
+from plans import plan_in_turns
 from ranks import run_ranks
 from replicas import flat_parameters
 from torch import Tensor, nn
 from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
 
 import fxcomp
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
 from fxcomp.codegen.program import Program
+from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.lines import CostKind
+from fxcomp.plan.strategy import Strategy
 from fxcomp.step.drift.predicted_costs import predict_costs
 from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 
@@ -227,3 +233,19 @@ def test_over_a_change_of_plan_nothing_is_lost(
         assert worst <= 2e-5
         assert owed is owes
         assert "another plan is followed" in note
+
+
+def watched_by_level() -> bool:
+    """Compile a plan whose shards are of uneven sizes; tell whether ranks have something to compare."""
+    cluster = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
+    job = JOBS["mlp"]
+    model = job.build()
+    plan = plan_in_turns(model, [Strategy.hierarchical(parse_compressor("topk(0.05)"))], per_bucket=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = job.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, costs=table(2.0), cluster=cluster)
+    return step.monitor.watch is not None
+
+
+def test_ranks_with_uneven_shards_compare_the_same_costs():
+    assert run_ranks(4, watched_by_level) == [True] * 4

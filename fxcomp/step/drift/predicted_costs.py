@@ -189,7 +189,9 @@ def _launched(
 
 
 def _collective(node: Node) -> Cost:
-    return Cost(CostKind.COLLECTIVE, f"{collective_kind(node).value}@{level_of(node).value}", sent_bytes(node))
+    size = info(node).sent_bytes
+    what = f"{collective_kind(node).value}@{level_of(node).value}"
+    return Cost(CostKind.COLLECTIVE, what, sent_bytes(node) if size is None else size)
 
 
 def _compressor(node: Node) -> str:

@@ -1,0 +1,89 @@
+"""Cut large gradients into the atoms that the search deals to buckets.
+
+    embedding.weight   38 MB of 60     4 atoms, whole rows each
+    fc.weight           2 MB           1 atom
+
+A bucket starts when its last gradient is ready. One gradient that is most of a model is one bucket then, and none of
+its stages overlap: while it is compressed the wire stands still. If its stages take S together, the longest M, and one
+more message o, then C chunks take S/C + (C-1)/C · M + C · o: four chunks save three quarters of what can be saved,
+and more of them cost the search time. The search joins atoms again where messages are dear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import attrgetter
+
+from fxcomp.cost.table import CostTable
+from fxcomp.search.plan_tasks import joined_us
+from fxcomp.search.workload import Gradient, Workload
+
+LARGE = 4 << 20
+"""Bytes: smaller gradients are never cut (assumed)."""
+
+LARGE_SHARE = 0.25
+"""Of all bytes: other buckets' stages overlap with those of smaller gradients."""
+
+CHUNK = 4 << 20
+"""Bytes of a chunk, if that makes no more than MOST of them."""
+
+MOST = 4
+
+GRAIN = 4096
+"""Elements: chunks begin at multiples, where rows allow it, so that no compressor's block is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A gradient of a workload, or a part of one."""
+
+    number: int
+    """The gradient's place in the workload."""
+    extent: range
+    gradient: Gradient
+    """The whole one."""
+
+    @property
+    def elements(self) -> int:
+        return len(self.extent)
+
+
+def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
+    """List the atoms in ready order. One rank alone has no buckets, and cuts nothing."""
+    limit = math.inf if world_size == 1 else max(LARGE, LARGE_SHARE * workload.dense_bytes)
+    return [
+        Atom(number, extent, gradient)
+        for number, gradient in enumerate(workload.gradients)
+        for extent in (_rows(gradient) if 4 * gradient.elements > limit else [range(gradient.elements)])
+    ]
+
+
+def joined(atoms: Sequence[Atom], costs: CostTable) -> list[tuple[Gradient, range]]:
+    """Join the atoms of a bucket: gradients and parts of gradients, each with its elements.
+
+    The part that holds the last element bears the update, and the copy that joins all parts before it.
+    """
+    found: list[tuple[Gradient, range]] = []
+    for _, group in groupby(atoms, attrgetter("number")):
+        together = list(group)
+        gradient, extent = together[0].gradient, range(together[0].extent.start, together[-1].extent.stop)
+        if len(extent) < gradient.elements:
+            is_last = extent.stop == gradient.elements
+            gradient = gradient.part(extent, joined_us(gradient, costs) if is_last else 0.0)
+        found.append((gradient, extent))
+    return found
+
+
+def _rows(gradient: Gradient) -> list[range]:
+    """Cut a gradient into chunks of whole rows; a vector is not cut."""
+    if gradient.is_vector:
+        return [range(gradient.elements)]
+    rows, row = gradient.shape[0], math.prod(gradient.shape[1:])
+    chunks = min(MOST, 4 * gradient.elements // CHUNK, rows)
+    grain = GRAIN // math.gcd(GRAIN, row)
+    grain = grain if rows >= 2 * chunks * grain else 1
+    places = [*(number * rows // (chunks * grain) * grain for number in range(chunks)), rows]
+    return [range(start * row, stop * row) for start, stop in pairwise(places)]

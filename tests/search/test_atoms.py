@@ -1,0 +1,59 @@
+"""Large gradients are cut by the search, where that shortens the step, and written joined where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from workloads import COSTS, cluster
+
+from fxcomp.plan.modes import Mode
+from fxcomp.search import candidates
+from fxcomp.search.atoms import LARGE, MOST, atoms_of, joined
+from fxcomp.search.choose import choose, predict_us
+from fxcomp.search.workload import Gradient, Workload
+
+WHERE = cluster(4, 1, "1gbit@50us")
+
+
+def skewed(rows: int = 8192, columns: int = 1024) -> Workload:
+    """One gradient is 80 % of the model, and the last to be ready."""
+    large = Gradient("embedding", (rows, columns), 60_000.0, 500.0)
+    small = [Gradient(f"w{k}", (rows // 16, columns), 10_000.0 * (k + 1), 50.0) for k in range(4)]
+    return Workload((*small, large), 60_000.0)
+
+
+def test_only_what_is_large_in_bytes_and_share_is_cut_at_whole_rows():
+    workload = skewed(8192, 1000)
+    atoms = atoms_of(workload, 4)
+    parts = [atom for atom in atoms if atom.number == 4]
+    assert len(parts) == MOST
+    assert len(atoms) == MOST + 4
+    assert all(atom.extent.start % 1000 == 0 for atom in parts)
+    assert sum(atom.elements for atom in parts) == workload.gradients[4].elements
+    assert len(atoms_of(workload, 1)) == 5
+    even = replace(workload, gradients=tuple(replace(g, shape=(LARGE, 1)) for g in workload.gradients))
+    assert len(atoms_of(even, 4)) == 5
+
+
+def test_joined_atoms_are_the_gradient_again():
+    workload = skewed()
+    atoms = atoms_of(workload, 4)
+    assert [g for g, _ in joined(atoms, COSTS)] == list(workload.gradients)
+    (first, _), (rest, extent) = joined(atoms[4:6], COSTS)[0], joined(atoms[6:], COSTS)[0]
+    assert first.update_us == 0.0
+    assert rest.update_us == 500.0 + COSTS.pack_us(4 * workload.gradients[4].elements)
+    assert first.elements + rest.elements == 8192 * 1024
+    assert extent.stop == 8192 * 1024
+
+
+def test_one_gradient_that_is_most_of_a_model_travels_faster_in_parts(monkeypatch: pytest.MonkeyPatch):
+    workload = skewed()
+    cut = choose(workload, COSTS, WHERE, Mode.BALANCED)
+    monkeypatch.setattr(candidates, "atoms_of", lambda workload, _: atoms_of(workload, 1))
+    whole = choose(workload, COSTS, WHERE, Mode.BALANCED)
+    assert len(cut.plan.parts["embedding"]) > 1
+    assert len(whole.plan.parts["embedding"]) == 1
+    assert cut.step_us < 0.97 * whole.step_us
+    assert predict_us(workload, cut.plan, COSTS, WHERE) == pytest.approx(cut.step_us, rel=1e-6)
+    cut.plan.check_covers(workload.sizes)
