@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,14 @@ def mask_velocity(velocity: Tensor, bucket: Tensor, residual: Tensor) -> Tensor:
         kernels.run("fxcomp_mask_velocity", bucket, velocity, residual, bucket.numel())
         return velocity
     return velocity.masked_fill_((residual == 0) & bucket.isfinite(), 0.0)
+
+
+def turn(payloads: Tensor, outer: int, sizes: Sequence[int], out: Tensor) -> Tensor:
+    """Put so many rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1."""
+    parts = torch.split(payloads.view(outer, -1), list(sizes), dim=1)
+    for place, part in zip(torch.split(out, [outer * size for size in sizes]), parts, strict=True):
+        place.view(part.shape).copy_(part)
+    return out
 
 
 def keep(state: Tensor, value: Tensor) -> Tensor:

@@ -120,22 +120,19 @@ class Runtime:
                 slot.copy_(gradient)
             else:
                 torch.mul(gradient, scale, out=slot)
-        if self.undelivered:
-            for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
-                if parameter in self.undelivered:
-                    late = self.undelivered[parameter][start : start + slot.numel()]
-                    slot.add_(late.view(slot.shape), alpha=scale)
+        for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
+            late = self.undelivered.get(parameter)
+            if late is not None:
+                slot.add_(late[start : start + slot.numel()].view(slot.shape), alpha=scale)
         return flat
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
         """Put rows of parts of these sizes in the parts' order."""
 
         def run(value: Tensor) -> Tensor:
-            turned = self._buffers.take(name, value.numel(), value.dtype, value.device)
-            parts = torch.split(value.view(outer, -1), list(sizes), dim=1)
-            for out, part in zip(torch.split(turned, [outer * size for size in sizes]), parts, strict=True):
-                out.view(part.shape).copy_(part)
-            return turned
+            return arithmetic.turn(
+                value, outer, sizes, self._buffers.take(name, value.numel(), value.dtype, value.device)
+            )
 
         return self.pool.after(run, payloads)
 
