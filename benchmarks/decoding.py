@@ -24,7 +24,7 @@ from fxcomp.planning.measure_machine import hardware, versions
 NAMES = ("int8", "int4", "topk(0.01)", "sign", "sidco(0.01)")
 SIZES = (262_144, 1_048_576)
 PAYLOADS = (1, 2, 4, 8, 16)
-TURNS = 9
+TURNS = 5
 
 
 @dataclass(frozen=True, slots=True)

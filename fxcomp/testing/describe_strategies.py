@@ -130,8 +130,8 @@ one for a direct collective, 2(p - 1) for a ring of p ranks.
 
 *Error* is the relative squared error of the mean, |applied - mean|² / |mean|², for Gaussian gradients that have nothing
 in common, without error feedback. With it there is a *slot* for each compression: it keeps what was left out, and adds
-it to what is compressed at the next step. To know what the mean still lacks, add up what all ranks keep, each times
-what it *counts*.
+it to what is compressed at the next step. To know what the mean still lacks, add up what all ranks keep, each times its
+*weight*.
 
 Numbers are for a bucket of {elements:,} values.
 """

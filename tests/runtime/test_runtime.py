@@ -209,3 +209,14 @@ def test_what_waits_for_a_gradient_is_added_but_not_shown(rt: Runtime):
     assert alone.tolist() == [[6.0] * 2] * 2
     assert other.tolist() == [[1.0] * 2] * 2
     assert seen == {"a": 2.0, "b": 1.0, "c": 4.0, "d": 4.0}
+
+
+def test_what_waits_for_a_gradient_is_added_to_each_part_of_it(rt: Runtime):
+    seen: list[tuple[str, int]] = []
+    rt.on_gradient = lambda name, _, start: seen.append((name, start))
+    rt.undelivered = {"a": torch.arange(6.0)}
+    first = rt.pack("p", ("a",), (torch.ones(2, 2),), 1.0)
+    second = rt.pack("q", ("b", "a"), (torch.ones(1), torch.ones(1, 2)), 0.5, (0, 4))
+    assert first.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert second.tolist() == [0.5, 2.5, 3.0]
+    assert seen == [("a", 0), ("b", 0), ("a", 4)]

@@ -19,6 +19,7 @@ import fxcomp
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.step.verify.means import weighted_sum
 
 JOB = JOBS["mlp"]
 MOMENTUM, RATE, STEPS = 0.9, 0.05, 8
@@ -108,3 +109,11 @@ def test_verified_steps_with_parts_keep_replicas_equal_and_train(trained: Any, n
 def test_a_cut_between_blocks_changes_no_bit(trained: Any):
     cut, whole = (trained[0][name][0] for name in ("int4, cut at blocks", "int4, not cut"))
     assert cut == whole
+
+
+def test_weighted_sums_of_parts_add_up_to_that_of_the_whole():
+    value = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    parts = sum(weighted_sum(value[a:b], a) for a, b in pairwise((0, 100, 128, 613, 1000)))
+    assert parts == pytest.approx(weighted_sum(value), abs=1e-9)
+    misplaced = weighted_sum(value[:100]) + weighted_sum(value[100:], 101)
+    assert abs(misplaced - weighted_sum(value)) > 1e-3
