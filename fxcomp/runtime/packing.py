@@ -29,3 +29,12 @@ def slots(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
     ends = itertools.accumulate(sizes)
     parts = zip(ends, sizes, values, strict=True)
     return [flat[end - size : end].view(value.dtype).view(value.shape) for end, size, value in parts]
+
+
+def copy_scaled(values: Sequence[Tensor], scale: float, out: Sequence[Tensor]) -> None:
+    """Write each value times `scale` into its place."""
+    for value, place in zip(values, out, strict=True):
+        if scale == 1.0:
+            place.copy_(value)
+        else:
+            torch.mul(value, scale, out=place)

@@ -25,7 +25,7 @@ from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.flight import Flight, Launch
 from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.moves import Cut
-from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
+from fxcomp.runtime.packing import copy_scaled, packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
 
@@ -115,11 +115,7 @@ class Runtime:
         parts = self._slots.get((name, types))
         if parts is None:
             parts = self._slots[name, types] = slots(flat, gradients)
-        for slot, gradient in zip(parts, gradients, strict=True):
-            if scale == 1.0:
-                slot.copy_(gradient)
-            else:
-                torch.mul(gradient, scale, out=slot)
+        copy_scaled(gradients, scale, parts)
         for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
             late = self.undelivered.get(parameter)
             if late is not None:
