@@ -159,7 +159,8 @@ def test_a_tree_on_a_shared_medium_sends_both_ways_through_it():
 def test_ranks_of_a_host_share_its_link_between_hosts_but_a_flat_ring_does_not():
     cluster = Cluster(2, 4, intra=Link(1, 100), inter=Link(10, 8))
     ring = formulas.pattern_of(K.ALL_REDUCE)
-    assert [cluster.topology_at(level).gb_per_s(ring) for level in Level] == [100.0, 2.0, 8.0]
+    levels = (Level.INTRA, Level.INTER, Level.WORLD)
+    assert [cluster.topology_at(level).gb_per_s(ring) for level in levels] == [100.0, 2.0, 8.0]
 
 
 def test_groups_are_priced_by_the_links_that_they_cross():
@@ -253,7 +254,7 @@ def test_a_price_prints_with_its_numbers():
     assert formulas.format_price(K.GATHER, 1, 8e6, 25.0, 1.25) == "gather: one rank, nothing to do"
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.INTRA, Level.INTER, Level.WORLD])
 def test_what_is_printed_is_what_is_computed(level: Level):
     cluster, costs = Cluster.parse("2x4", intra=Link(1, 100), inter=Link(10, 1, message_us=2)), CostTable()
     us = costs.collective_us(K.ALL_REDUCE, level, 8e6, cluster)
