@@ -99,7 +99,7 @@ def fitted_collective(ranks: int, samples: Sequence[tuple[int, float]]) -> Measu
 def _levels(cluster: Cluster) -> list[Level]:
     if cluster.world_size == 1:
         return []
-    return list(Level) if cluster.has_levels else [Level.WORLD]
+    return [level for level in Level if cluster.ranks_at(level) > 1] if cluster.has_levels else [Level.WORLD]
 
 
 def _rounds(largest: int, rounds: int) -> list[list[int]]:
