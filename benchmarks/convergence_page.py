@@ -45,7 +45,7 @@ say AdamW. *Dropped* and *miscounted* are negative controls: the owner forgets i
 gradient once, where only p times would make up for the mean over p workers. int4 and int8 lose too little for the loss
 to show either; `tests/testing/test_rounds.py` sees both, in what was delivered and is owed.
 
-A band is that of the coarser compressor in one shot. int4 and int8 keep to it, and so does top-k before int8. A second
+A band is that of the coarser compressor in one shot. int4 and int8 keep to it, top-k before int8 nearly. A second
 shot of sign or top-k makes gradients late once more: quadratic and logreg have the time to make up for it, charlm and
 images have not, and with sign they would be better off without the owner's residual.
 """
