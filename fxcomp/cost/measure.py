@@ -52,7 +52,6 @@ def measure_collectives(
     library: Library | None = None,
     largest: int = LARGEST_BYTES,
     rounds: int = 1,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
     """Fit live timings of collectives at each level of the cluster, filed under how its ranks sit.
 
@@ -73,7 +72,6 @@ def measure_collectives(
         group = cluster.topology_at(level)
         if group.ranks == 1 or (kind, group.text) in fits:
             continue
-        tell(f"measuring {kind.value} among {group.ranks} ranks ({group.text})")
         received = group.ranks if kind.gathers else 1
         sizes = _rounds(min(largest, MOST_RECEIVED // received), rounds)
         samples, spent = _sample(partial(time_collective, kind, level), sizes, budget_s / (len(pairs) - k))

@@ -21,6 +21,7 @@ from fxcomp.cost.collectives import Library
 from fxcomp.cost.compressor_keys import exact_key, nearest_key, parse_compressor_key
 from fxcomp.cost.contention import NO_TIME_US, TransportCost
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective
+from fxcomp.cost.memory import MemoryPrices
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.cost.roofline import ASSUMED, Measured, Roofline
 from fxcomp.errors import BadOption
@@ -35,7 +36,7 @@ ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable:
+class CostTable(MemoryPrices):
     """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
 
     `compute` is keyed by operation and shapes: `aten.mm f32[512,384] f32[384,384]`.
@@ -174,18 +175,6 @@ class CostTable:
         # Every payload in, a byte a value (assumed), the mean out.
         return self.roofline.us(0.0, (ranks + 4.0) * elements)
 
-    def keep_us(self, size: float) -> float:
-        """Time making a summed payload of `size` bytes a compressor's next state."""
-        return self.pack_us(size)
-
-    def accumulate_us(self, size: float) -> float:
-        """Time accumulating a bucket of `size` bytes into its velocity: it moves twice what a copy does."""
-        return 2 * self.pack_us(size)
-
-    def mask_us(self, size: float) -> float:
-        """Time clearing the velocity where a value was sent: it reads the residual, and writes little."""
-        return self.pack_us(size)
-
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
         """Tell that this very compressor was timed there."""
         return exact_key(self.compressors, compressor, device.value, self.threads) is not None
@@ -200,14 +189,6 @@ class CostTable:
     def error_of(self, free_us: float, step_us: float) -> float:
         """Return the relative error of a predicted step that takes `free_us` without communication."""
         return self.error + self.compute_error * min(1.0, free_us / step_us if step_us > 0 else 1.0)
-
-    def pack_us(self, size: float) -> float:
-        """Time gathering gradients of `size` bytes into a bucket, scaled."""
-        return size / (self.pack_gb_per_s * 1e3)
-
-    def copy_us(self, size: float) -> float:
-        """Time moving `size` bytes between host and device; nothing if they are the same."""
-        return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
     def link(self, *, between_hosts: bool) -> Link | None:
         """Return the link that all_reduce was measured on, one rank on each host or all on one; None if on none."""

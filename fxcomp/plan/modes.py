@@ -67,7 +67,7 @@ _AGGRESSIVE = (
     Entry("powersgd(4)", None, "summed by the network, so bytes do not grow with ranks; cheap where matrices are wide"),
     Entry("powersgd(2)", None, "the fewest bytes of all for large matrices"),
     Entry("sign", None, "a bit a value: the cheapest kernel below int4"),
-    Entry("sign", "sign", "a bit a value on any number of ranks"),
+    Entry("sign", "int4", "fewer bytes than int4 twice on any number of ranks; sign twice converges much worse"),
     Entry("topk(0.01)", None, "one in a hundred: the fewest bytes on few ranks"),
     Entry("topk(0.01)", "int4", "grows with no rank: less than top-k alone from 24 ranks on"),
     Entry("sidco(0.01)", None, "chooses what topk does: sooner on matrices, in twice the bytes"),

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.measured import CompressorCost
@@ -81,17 +81,25 @@ def _surveyed(
     missing: dict[CollectiveKind, str] = {}
     for kind in CollectiveKind:
         trouble = ranks.attempt(f"trying {kind.value}", partial(timed.trouble, kind))
-        told = [text for text in ranks.gather(f"whether there is {kind.value}", trouble) if text is not None]
-        if told:
-            missing[kind] = told[0]
+        refused = [text for text in ranks.gather(f"whether there is {kind.value}", trouble) if text is not None]
+        if refused:
+            missing[kind] = refused[0]
+    told: set[tuple[CollectiveKind, Level]] = set()
+
+    def timed_aloud(kind: CollectiveKind, level: Level, size: int) -> float:
+        if (kind, level) not in told:
+            told.add((kind, level))
+            group = cluster.topology_at(level)
+            tell(f"measuring {kind.value} among {group.ranks} ranks ({group.text})")
+        return timed(kind, level, size)
+
     found = measure_collectives(
-        timed,
+        timed_aloud,
         cluster,
         links_s,
         kinds=[kind for kind in CollectiveKind if kind not in missing],
         largest=LARGEST_BYTES,
         rounds=3,
-        tell=tell,
     )
     table = replace(table, collectives={**table.collectives, **found})
     notes = [f"{kind.value} was not measured, because the backend refused it: {text}" for kind, text in missing.items()]
