@@ -112,7 +112,7 @@ def _train(text: str, place: str) -> Numbers:
 def streams(step: fxcomp.CompiledStep) -> list[list[int]]:
     """The key and the step of each random stream."""
     saved: Any = step.state_dict()["compressors"]
-    return [part["state"].tolist() for part in saved.values() if part["dtype"] == "int64"]
+    return [part["state"].tolist() for parts in saved.values() for part in parts if part["dtype"] == "int64"]
 
 
 def declared_bytes(plan: Plan, step: fxcomp.CompiledStep, place: str) -> Bytes:

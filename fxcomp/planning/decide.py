@@ -76,7 +76,7 @@ class Planner:
 
         data = self.site.ranks.from_rank_0(topic, decide)
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
-        choice = Choice.from_json(data["choice"])
+        choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
         return Decision(choice.plan, agreed, work, choice.dense, choice, notes=self._foreign(agreed))
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:

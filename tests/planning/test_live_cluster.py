@@ -141,7 +141,10 @@ def by_level_on(names: Sequence[str]) -> None:
 def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
     outcomes = try_ranks(3, by_level_on, ["a", "a", "b"])
     assert [outcome.error for outcome in outcomes] == ["BadPlan"] * 3
-    assert all("needs as many ranks on every host; here the hosts have 2+1" in outcome.text for outcome in outcomes)
+    assert all(
+        "needs as many ranks on every host and in every rack; here the hosts have 2+1" in outcome.text
+        for outcome in outcomes
+    )
 
 
 def fitted_contention(_: object = None) -> tuple[int, float, float]:

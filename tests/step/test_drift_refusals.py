@@ -111,7 +111,7 @@ def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
     [
         ("fxcomp.step.monitor.corrected", "correcting the costs"),
         ("fxcomp.pipeline.Compiler.analyze", "reading the costs"),
-        ("fxcomp.planning.decide.choose", "comparing it"),
+        ("fxcomp.planning.decide.Choice.from_json", "reading the choice"),
         ("fxcomp.pipeline.Compiler.emit", "emitting the step"),
         ("fxcomp.state.gradient_state.residual_layout", "emitting the step"),
     ],

@@ -146,7 +146,8 @@ def follow(case: Case) -> dict[str, Any]:
             exact_after, residual_after = numbers(step, optimizer)
             kept_after = step.in_force.state.compressor_states.state_dict()["compressors"]
             unchanged = all(map(torch.equal, exact, exact_after))
-            unchanged &= all(torch.equal(kept[name]["state"], kept_after[name]["state"]) for name in kept)
+            pairs = (pair for name in kept for pair in zip(kept[name], kept_after[name], strict=True))
+            unchanged &= all(torch.equal(before["state"], after["state"]) for before, after in pairs)
             rolled_back = (residual_after - residual).abs().max().item()
         else:
             step(batch(i, None))

@@ -78,7 +78,8 @@ def remembered_by_compressors() -> list[dict[str, Any]]:
             step.in_force.switch(decision, "changing plans")
         if decision is dense or not found:
             step(batch)
-        found.append({name: part["state"].tolist() for name, part in step.state_dict()["compressors"].items()})
+        kept = step.state_dict()["compressors"].items()
+        found.append({name: [part["state"].tolist() for part in parts] for name, parts in kept})
     return found
 
 
