@@ -20,7 +20,7 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     gm = clone(step.graph())
     edit(gm)
     gm.graph.lint()
-    changed = pipeline.finish(program.captured, gm, program.replay)
+    changed = pipeline.finish(program.captured, gm, program.replay, step.costs)
     step.in_force.programs.exchange(program, changed)
     step.in_force.program = changed
     step.in_force.runtime = Runtime(
