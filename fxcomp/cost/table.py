@@ -29,8 +29,9 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 VERSION = 4
-READABLE = (3, VERSION)
-"""Version 3 has one time for decoding, by payload: each further payload takes as long as the first."""
+OLDER = 3
+"""It has no `feed_us`, and one time for decoding, by payload: each further payload takes as long as the first."""
+READABLE = (OLDER, VERSION)
 
 ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
@@ -245,6 +246,8 @@ class CostTable(MemoryPrices):
                     f"its version is {data.get('version')!r}; this fxcomp reads versions {readable};"
                     f" fxcomp calibrate writes {VERSION}"
                 )
+            if data["version"] == OLDER:
+                entries.setdefault("feed_us", 0.0)
             return _TABLE(entries, "")
         except BadOption as error:
             raise BadOption(f"this is not a cost table: {error}") from None
@@ -336,7 +339,6 @@ def _contention(value: Any, place: str) -> float:
 
 _TABLE = record(
     CostTable,
-    optional=("feed_us",),  # tables of version 3 have none
     hardware=TEXT,
     versions=TEXT,
     date=TEXT,
