@@ -15,6 +15,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in (*algorithms, None)]
 SEEDS = range(60)
 NEARLY = 1 - 1e-9
+ROOTED = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE, CollectiveKind.GATHER)
 
 
 def with_links(cluster: Cluster, change: Callable[[Link], Link]) -> Cluster:
@@ -61,7 +62,8 @@ def test_flat_prices_never_fall_with_bytes_ranks_neighbours_latency_or_less_band
         assert us(cluster, group, beside) >= here * NEARLY
         assert us(with_links(cluster, slower(chance)), group, []) >= here * NEARLY
         assert us(with_links(cluster, later(chance)), group, []) >= here * NEARLY
-        place = chance.randrange(len(group))
-        fewer = (*group[:place], *group[place + 1 :])
-        if fewer:
-            assert us(cluster, fewer, []) <= here / NEARLY
+        # Without its first rank, a rooted collective has another root, whose link may be slower.
+        for place in range(1 if kind in ROOTED else 0, len(group)):
+            fewer = (*group[:place], *group[place + 1 :])
+            if fewer:
+                assert us(cluster, fewer, []) <= here / NEARLY
