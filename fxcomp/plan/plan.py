@@ -15,6 +15,7 @@ from typing import Any
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.interpret import Standing
 from fxcomp.plan.strategy import Collective, Strategy
 
 
@@ -178,8 +179,8 @@ class Plan:
     def check_fits(self, cluster: Cluster) -> None:
         """Raise BadPlan if a bucket's ranks share work by units that have unequal numbers of ranks."""
         for number, bucket in enumerate(self.buckets):
-            for step in bucket.strategy.collectives:
-                if not _is_even(step, cluster):
+            for held, step in zip(bucket.strategy.held, bucket.strategy.steps, strict=False):
+                if isinstance(step, Collective) and not _is_even(held, step, cluster):
                     raise BadPlan(
                         f"bucket {number} of the plan goes by {step.kind.value}@{step.level.value}"
                         f" ({bucket.strategy}), which needs as many ranks on every host and in every rack; here the"
@@ -254,7 +255,7 @@ def _check_parts(name: str, parts: Sequence[range]) -> None:
         end = part.stop
 
 
-def _is_even(step: Collective, cluster: Cluster) -> bool:
+def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
     """Tell that every rank has a counterpart at a collective's level, or that one rank of each host does all."""
     match step.level:
         case Level.WORLD:
@@ -262,7 +263,7 @@ def _is_even(step: Collective, cluster: Cluster) -> bool:
         case Level.INTRA:
             is_dense = step.kind in (CollectiveKind.REDUCE, CollectiveKind.BROADCAST)
             return cluster.is_even or is_dense
-        case Level.INTER:
-            return True
+        case Level.INTER:  # the first ranks of all hosts meet; the others have no counterpart, and hold nothing
+            return cluster.is_even or any(split.level is Level.INTRA for split in held.splits)
         case Level.RACK | Level.RACKS:
             return cluster.is_even and cluster.has_racks

@@ -50,7 +50,8 @@ class _Kept:
     @property
     def label(self) -> str:
         """Equal on all ranks that compress the same thing."""
-        return f"{self.name}, {self.part.length} values, key {self.key}"
+        of_whom = "" if self.is_shared() else f", slot {self.slot} from {self.part.start} on, place {self.place}"
+        return f"{self.name}, {self.part.length} values, key {self.key}{of_whom}"
 
     @property
     def where(self) -> tuple[str, int, int]:
@@ -73,7 +74,8 @@ class _Kept:
         return {"compressor": str(self.compressor), "size": size, "elements": elements, "dtype": dtype}
 
     def saved(self) -> dict[str, Any]:
-        return {**self.description, "slot": self.slot, "start": self.part.start, "state": self.value.detach().clone()}
+        at = {"slot": self.slot, "start": self.part.start, "place": self.place}
+        return {**self.description, **at, "state": self.value.detach().clone()}
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Tell whether a saved part can go on here: of the same slot and place, made by the same.
@@ -81,6 +83,8 @@ class _Kept:
         An earlier fxcomp did not say where the shards of a host began: what all ranks share cannot go on from them.
         """
         if {key: saved.get(key) for key in self.description} != self.description or saved.get("slot", 0) != self.slot:
+            return False
+        if saved.get("place", self.place) != self.place and not self.is_shared():
             return False
         if "start" in saved:
             return saved["start"] == self.part.start
@@ -119,8 +123,8 @@ class CompressorStates:
         return [part.value for part in self._parts if part.name == name]
 
     def shared(self) -> dict[str, Tensor]:
-        """Find the parts that must be the same on all ranks, by a label that is, too."""
-        return {part.label: part.value for part in self._parts if part.is_shared()}
+        """Find all parts by their labels: what has the same label on several ranks must be the same on them."""
+        return {part.label: part.value for part in self._parts}
 
     def take_over(self, other: CompressorStates) -> None:
         """Go on from another plan's states, where the same compressor keeps the same; the rest starts anew."""

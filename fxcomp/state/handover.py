@@ -94,6 +94,10 @@ class Holding:
             sum(slot.lies_like(piece) for piece in held) <= 1 for slot in slots
         )
 
+    def lacks(self, name: str, into: Arena) -> bool:
+        """Tell a parameter of which this rank is to keep something, and brings nothing."""
+        return bool(into.slices.get(name)) and not self.slices.get(name) and not self.waiting.get(name)
+
     def add_to(self, name: str, mean: Tensor) -> None:
         for held in self.slices.get(name, ()):
             held.add_to(mean)
@@ -122,14 +126,18 @@ def hand_over(
 
     names, ranks = list(sizes), exchange.peers.world_size
 
-    def looked_at() -> tuple[list[int], list[int]]:
+    def looked_at() -> tuple[list[int], list[int], list[int]]:
         moving = [k for k, name in enumerate(names) if not holding.lies(name, into, ranks)]
-        return moving, [k for k, name in enumerate(names) if name in holding.waiting and name not in into.covered]
+        waiting = [k for k, name in enumerate(names) if name in holding.waiting and name not in into.covered]
+        return moving, waiting, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
     everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", looked_at))
-    # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same.
-    moving = {k for theirs, _ in everyone for k in theirs}
-    waits = Counter(k for _, theirs in everyone for k in theirs)
+    # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same. What one
+    # rank lacks and another has moves too: they may have to hold the same.
+    moving = {k for theirs, _, _ in everyone for k in theirs}
+    lacks = Counter(k for _, _, theirs in everyone for k in theirs)
+    moving |= {k for k, count in lacks.items() if count < ranks}
+    waits = Counter(k for _, theirs, _ in everyone for k in theirs)
     moved = [name for k, name in enumerate(names) if k in moving or waits[k] not in (0, ranks)]
 
     def adding() -> tuple[Tensor, dict[str, Tensor]]:
