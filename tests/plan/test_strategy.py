@@ -218,6 +218,17 @@ def test_a_compressor_is_bound_to_shapes_or_to_parts_of_them():
     assert low_rank.payload_bytes((200, 7)) == 4 * (5 + 7)
 
 
+def test_where_hosts_differ_only_their_first_ranks_meet():
+    uneven = Cluster.parse("2+1", intra=Link(1, 10), inter=Link(10, 1))
+
+    def plan(text: str) -> Plan:
+        return plan_of(Strategy.parse(text))
+
+    plan("reduce@intra > all_reduce@inter > broadcast@intra").check_fits(uneven)
+    with pytest.raises(BadPlan, match="goes by all_reduce@inter"):
+        plan("all_reduce@inter > reduce@intra > broadcast@intra").check_fits(uneven)
+
+
 def test_a_plan_by_level_needs_as_many_ranks_on_every_host():
     uneven = Cluster.parse("3+2", intra=Link(1, 10), inter=Link(10, 1))
     flat = Plan((Bucket(("a",), (4,), DENSE),))
