@@ -52,7 +52,7 @@ from fxcomp.testing.samples import gaussian
 PAIRS = ("int8 > int8", "int4 > int4", "int4 > int8", "sign > sign", "topk(0.01) > topk(0.01)", "topk(0.01) > int8")
 PAIRED_WORKERS = (4, 8)
 OWNERS = dict.fromkeys(TASKS, (OwnerResidual.KEPT, OwnerResidual.DROPPED)) | {"quadratic": tuple(OwnerResidual)}
-"""What becomes of the owner's residual, by task."""
+"""The fate of the owner's residual in two shots: kept, dropped or miscounted, by task."""
 
 
 def train(task: Task, optimizer: str, exchange: Exchange, momentum: float = MOMENTUM) -> float:
@@ -213,7 +213,7 @@ def record(trial: Trial, loss: float, dense_loss: float, seconds: float) -> Reco
 
 
 def _bits_of(trial: Trial) -> float | None:
-    """What a worker sends for a value; in two shots in both, times (workers - 1) / workers."""
+    """Count the bits of a value in a payload; of both payloads in two shots, of which (workers - 1) / workers leave."""
     if trial.method in CONTROLS:
         return None
     if trial.owner is None:

@@ -63,7 +63,7 @@ def fitted(compressor: Compressor, task: Task) -> Compressor:
 
 
 class OwnerResidual(Enum):
-    """What a shard's owner does with what its encoder left out."""
+    """The treatment of an owner's residual."""
 
     KEPT = "kept"
     DROPPED = "dropped"

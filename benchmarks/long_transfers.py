@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,12 +105,12 @@ def before_us(kind: CollectiveKind, size: float, short: Mapping[CollectiveKind, 
     return max(0.0, known.at(size / 2) - (whole - own) / whole * known.pieces[0].at_zero_us)
 
 
-def report(rows: list[Mapping[str, object]]) -> str:
+def report(rows: list[Mapping[str, Any]]) -> str:
     lines = [
         "| hosts | link | collective | MB | measured ms | priced | before |",
         "|--:|---|---|--:|--:|--:|--:|",
     ]
-    return "\n".join([*lines, *(str(Row(**row)) for row in rows)])  # type: ignore[arg-type]
+    return "\n".join([*lines, *(str(Row(**row)) for row in rows)])
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def configurations(records: Sequence[Record]) -> dict[tuple[int, str, str], list
 
 
 def again(r: Record) -> float:
-    """How far the same plan measured again is from itself."""
+    """Return the relative difference between two measurements of one plan."""
     return r["repeat_ms"] / r["measured_ms"] - 1
 
 

@@ -1,4 +1,4 @@
-"""What each rank of step_time.py does: build contestants, and let them take turns.
+"""Run one rank of step_time.py: build contestants, and let them take turns.
 
 Ranks of one checkout are a *group*: they train with each other. Where two checkouts are compared, a host holds ranks of
 both, and the groups take turns: one does something, the others wait on the store.
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the parent tells every rank."""
+    """The parent's message to every rank."""
 
     model: str
     inter: list[str]
@@ -209,7 +209,7 @@ def take_turns(rank: Rank, contestants: dict[str, Contestant]) -> dict[str, Turn
 
 
 def choose_lengths(round_s: float, settings: Settings) -> tuple[int, int]:
-    """How many steps a block and how many rounds fit into the time for one bandwidth."""
+    """Choose the steps of a block and the rounds that fit into the time for one bandwidth."""
     budget_s = settings.minutes * 60 / len(settings.inter)
     steps = settings.steps_per_block or min(max(int(budget_s / (ENOUGH_BLOCKS * round_s)), 1), 5)
     blocks = settings.blocks or min(max(int(budget_s / (steps * round_s)), 12), 40)

@@ -12,7 +12,7 @@ from baselines import BASELINES, FREE, FXCOMP
 TWICE = "ddp_fp32"  # measured against itself
 BEFORE = "_before"  # ends the names of another checkout's contestants
 BASELINES_OF = {name: ("ddp_bf16", "ddp_powersgd")[: 2 if mode == "aggressive" else 1] for name, mode in FXCOMP.items()}
-"""What each contestant of ours is compared with, besides the best of all and itself before."""
+"""The baselines of each fxcomp contestant, besides the best of all and itself before."""
 ENOUGH_BLOCKS = 20
 MARGIN = 1.02  # "never slower" allows this factor, plus the A/A spread
 LARGEST_SPREAD = 0.10  # no verdict above
@@ -21,7 +21,7 @@ RESAMPLES = 2000
 
 @dataclass
 class Turns:
-    """What one contestant did at one bandwidth. A block holds the times of its steps, in ms."""
+    """The measurements of one contestant at one bandwidth. A block holds the times of its steps, in ms."""
 
     name: str
     blocks: list[list[float]] = field(default_factory=list)
@@ -92,7 +92,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def aa_spread(turns: Sequence[Turns]) -> float | None:
-    """How far the same thing, measured twice, is from itself: |a / b − 1| of the medians."""
+    """Compare two measurements of the same thing: |a / b − 1| of their medians."""
     for turn in turns:
         if turn.again:
             return abs(statistics.median(flat(turn.blocks)) / statistics.median(flat(turn.again)) - 1)

@@ -1,4 +1,4 @@
-"""What convergence.py tries, expects and records."""
+"""Define the trials of convergence.py, their bands and their records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Record:
-    """What a trial came to. A diverged one has no loss."""
+    """The result of a trial. A diverged one has no loss."""
 
     task: str
     optimizer: str

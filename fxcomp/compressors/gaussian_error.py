@@ -50,7 +50,7 @@ def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
 
 
 def _agreed(bound: Compressor, value: Tensor, state: Tensor | None) -> Tensor | None:
-    """What one rank proposes, if it must."""
+    """Make the proposal of one rank; None for a compressor without an agreement."""
     if not bound.facts.agreement:
         return None
     return bound.propose_reference(EncoderInput(value, None, (value.numel(),), state))

@@ -44,7 +44,7 @@ class SeenStep:
     tasks: tuple[Task, ...]
     step_us: float
     slowed_us: float
-    """How much longer the main thread computed than without a network."""
+    """Measure by how much the network lengthens the main thread's compute."""
 
 
 FACTORS = tuple(2 ** (k / 8) for k in range(-8, 25))

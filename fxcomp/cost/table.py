@@ -92,7 +92,7 @@ class CostTable(MemoryPrices):
 
     @property
     def library(self) -> Library:
-        """What runs collectives: gloo where compute's device is the host."""
+        """The library that runs collectives: gloo where compute's device is the host."""
         return Library.GLOO if self.copy_gb_per_s is None else Library.NCCL
 
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:

@@ -52,7 +52,7 @@ class _Lowering:
         assert flat is not None, f"bucket {number} has no collective"
         self.flat, self.done = flat, wait_of(flat)
         self.value = pack
-        """What the next leg takes."""
+        """The input of the next leg."""
         self.agreed: Node | None = None
         self.proposal: Node | None = None
         self.encoder: Encode | None = None

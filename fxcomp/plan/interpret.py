@@ -27,7 +27,7 @@ EVERYWHERE = frozenset(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What every rank holds of a bucket between two steps."""
+    """The state of a bucket on every rank between two steps."""
 
     summed: frozenset[Axis] = frozenset()
     """The axes along which gradients are added, or lie side by side as payloads that are decoded to one sum."""

@@ -32,7 +32,7 @@ class Mode(Enum):
 
 
 class Content(Enum):
-    """What a bucket holds. Vectors (biases, norms) are small, and what is lost of them shows most."""
+    """The kinds of gradients in a bucket. Vectors (biases, norms) are small, and their errors show most."""
 
     MATRICES = "matrices"
     VECTORS = "vectors"

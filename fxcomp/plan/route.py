@@ -147,7 +147,7 @@ class Route:
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     first: Piece
-    """What is held behind the leading splits, where a rank's velocity lies."""
+    """The piece that a rank holds behind the leading splits; its velocity lies there."""
     first_unit: Unit
     first_stage: int
 
@@ -182,9 +182,9 @@ class _Walk:
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
         self.extents = [range(self.edges[-1])]
-        """What this rank holds: the whole bucket, then its part of each split that is open."""
+        """This rank's pieces: the whole bucket, then its part of each open split."""
         self.rows: list[_Row] = []
-        """How payloads lie, outermost first."""
+        """The layout of payloads, outermost row first."""
         self.encoder: Encode | None = None
         self.slot = -1
         self.counts = self._counts()

@@ -53,11 +53,11 @@ class Space:
 
     ways: tuple[Way, ...]
     compressors: tuple[Compressor, ...] = ()
-    """What values may be compressed with."""
+    """The compressors that a strategy may use."""
     devices: tuple[Device, ...] = (Device.GPU,)
-    """Where each compression and each decompression may run."""
+    """The devices of compressions and decompressions."""
     most_compressions: int | None = None
-    """How often a strategy may compress; None for any number of times."""
+    """The most compressions of a strategy; None for any number."""
     adds_payloads: bool = True
     """The network may add up the payloads of linear compressors. Otherwise they are gathered like others."""
     mixes_compressors: bool = False

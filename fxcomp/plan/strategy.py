@@ -57,7 +57,7 @@ class Strategy:
 
     @property
     def held(self) -> tuple[Standing, ...]:
-        """What ranks hold before each step, and at the end."""
+        """The states of the bucket before each step, and at the end."""
         return interpret(self.steps)
 
     @property
@@ -72,7 +72,7 @@ class Strategy:
 
     @property
     def devices(self) -> frozenset[Device]:
-        """Where it compresses and decompresses."""
+        """The devices on which it compresses and decompresses."""
         return frozenset(step.device for step in self.steps if not isinstance(step, Collective))
 
     @property

@@ -103,7 +103,7 @@ def measure_step(
 
 
 FEEDS = 5
-"""How often what feeds a step is timed; the first one, which fills caches, does not count."""
+"""The number of timings of feeding a step; the first one fills caches and does not count."""
 
 
 def feed_us(measured: StepMeasurement, feed: Callable[[], object]) -> float:

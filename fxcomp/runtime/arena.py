@@ -74,7 +74,7 @@ class Slice:
     total: Fraction = ONE
     """The sum of the weights of all ranks that keep something for one element."""
     takes_over: bool = True
-    """What is handed over goes here; other slots start at zero."""
+    """The slots that take the mean that is handed over; other slots start at zero."""
 
     @property
     def extent(self) -> range:

@@ -205,4 +205,4 @@ def _fingerprint(saved: Mapping[str, Any]) -> str:
 
 
 _KEYS = ("compressor", "size", "elements", "dtype", "slot", "start")
-"""What a saved part says of itself: the first four, where there were no slots yet."""
+"""The fields of a saved part; the first four, where there were no slots yet."""

@@ -94,7 +94,7 @@ class UnderWay:
 
     group: Group
     handles: list[tuple[int | None, Any]] | None
-    """What is under way, with the rank at its other end where there is one. None once the group has been given up."""
+    """Works under way, each with the rank at its other end if it has one. None once the group has been given up."""
     finish: Callable[[], object] | None = None
 
     def add(self, rank: int, work: Any) -> None:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Arriving:
-    """What a collective brings. The first thread that needs it waits for it; another one waits for that thread."""
+    """The result of a collective. The first thread that needs it waits for it; another one waits for that thread."""
 
     def __init__(self, wait: Callable[[], Tensor]) -> None:
         self._wait = wait

@@ -31,7 +31,7 @@ MOST_COLUMNS = 4
 """Of more ranks the first few are drawn."""
 
 Traffic = tuple[float, float]
-"""What the busiest rank and the busiest host's uplink send in a step, in shares of the dense bytes."""
+"""The traffic of the busiest rank and the busiest uplink in a step, in shares of the dense bytes."""
 
 
 def cluster_of(shape: str) -> Cluster:

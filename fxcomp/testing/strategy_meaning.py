@@ -35,14 +35,14 @@ from fxcomp.plan.shards import cut_points
 from fxcomp.plan.strategy import Collective, Compress, Decompress, Propose, Step, Strategy
 
 Inside = Mapping[int, Fraction]
-"""How much of which rank's gradient is in a value."""
+"""The share of each rank's gradient in a value."""
 
 Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What one rank's compressor made of one piece, or the sum of several ranks' payloads."""
+    """One payload of one piece, or the sum of several ranks' payloads."""
 
     piece: range
     data: Tensor
@@ -51,7 +51,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds between two steps: dense values of its range, or payloads."""
+    """The state of one rank between two steps: dense values of its range, or payloads."""
 
     extent: range
     values: Tensor | None
@@ -62,7 +62,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one compression leaves out, on every rank."""
+    """The residuals of one compression, on every rank."""
 
     extents: tuple[range, ...]
     """The values of the bucket that each rank compressed."""
@@ -128,7 +128,7 @@ class _Walk:
         self.strategy, self.shapes, self.cluster, self.residuals = strategy, shapes, cluster, residuals
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
-        """What shards respect, but for the dense ones that a strategy begins with."""
+        """The grain of shards, but for the dense ones that a strategy begins with."""
         self.open: list[tuple[Collective, list[range]]] = []
         """The collectives that have split the bucket, and what each rank had before."""
         self.bound: Compressor | None = None
