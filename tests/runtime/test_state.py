@@ -175,6 +175,22 @@ def test_each_slot_takes_back_its_own():
         assert kept.of(0, 1).tolist() == [2, 2]
 
 
+def test_a_stream_goes_on_only_on_a_rank_that_draws_the_same():
+    saved = filled(states(layout("a", place=1)), "a").state_dict()
+    same_place, other_place = states(layout("a", place=1)), states(layout("a"))
+    load(same_place, saved)
+    assert only(same_place, "a").tolist() == [0, 1]
+    with pytest.warns(UserWarning, match="starts anew"):
+        load(other_place, saved)
+    assert torch.equal(other_place.of(0), states(layout("a")).of(0))
+
+
+def test_ranks_with_the_same_place_compare_what_they_remember_and_others_do_not():
+    twin, other = states(layout("a")), states(layout("a", place=1))
+    assert twin.shared().keys() == states(layout("a")).shared().keys()
+    assert not twin.shared().keys() & other.shared().keys()
+
+
 def test_another_place_of_a_parameter_starts_its_own_stream():
     """Two places that drew alike would round alike."""
     loaded = states(pieces(0))
