@@ -67,16 +67,27 @@ class Group:
     def exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], finish: Callable[[], object] | None = None
     ) -> Work:
-        """Send a part to each other rank and receive one from each; an empty part is neither sent nor received."""
+        """Send a part to each other rank and receive one from each; an empty part is neither sent nor received.
+
+        Where a rank has gone, the others get their parts all the same: they must not wait for this rank instead.
+        """
         tag, others = next(self.tags), len(self.ranks) - 1
-        flying = UnderWay(self, [], finish)
+        flying, lost = UnderWay(self, [], finish), None
         self.under_way.add(flying)
         for transfer, parts in ((dist.irecv, received), (dist.isend, sent)):
             for k in range(self.place - others, self.place):  # each rank begins with another one
                 rank = self.ranks[k]
                 if parts[k].numel():
-                    with Translated(f"rank {rank}"):
-                        flying.add(rank, transfer(parts[k], rank, group=self.live, tag=tag))
+                    try:
+                        with Translated(f"rank {rank}"):
+                            flying.add(rank, transfer(parts[k], rank, group=self.live, tag=tag))
+                    except LostTouch as error:
+                        lost = lost or error
+        if lost is not None:
+            try:
+                raise lost
+            finally:
+                del lost  # its traceback knows this frame, and this frame the connections
         return flying
 
     def give_up(self) -> Any:

@@ -73,6 +73,33 @@ def test_all_others_name_a_rank_that_is_killed_between_two_shots(victim: int):
         assert re.match(expected, outcome.text)
 
 
+def one_is_killed_before_another_begins(victim: int, late: int) -> None:
+    network, store, me = groups(), compat.default_store(), dist.get_rank()
+    rt = Runtime(network, torch.device("cpu"))
+    first_shot(rt)
+    if me == victim:
+        store.wait(["begun"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me == late:
+        store.wait(["begun"])
+        time.sleep(0.5)  # by then its connection to the victim has failed
+    try:
+        flight = rt.launch("all_gather_3_int8", "all_gather", torch.ones(CUT[me]), CUT, "world")
+        store.set("begun", "")
+        rt.wait(flight)
+    finally:
+        all_caught("killed", victim)
+
+
+@pytest.mark.parametrize("victim", range(len(CUT)))
+def test_a_rank_that_cannot_begin_does_not_let_the_others_wait_for_it(victim: int):
+    late = (victim + 2) % len(CUT)
+    outcomes = try_ranks(len(CUT), one_is_killed_before_another_begins, victim, late, timeout_s=30)
+    assert [o.error for o in outcomes] == ["RankDied" if k == victim else "LostTouch" for k in range(len(CUT))]
+    for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
+        assert f"rank {victim} left" in outcome.text
+
+
 def each_stalls_in_turn() -> list[str]:
     """Every rank stalls in a group of its own; how the other two fare. In threads, because each waits that long."""
     me, found = dist.get_rank(), [""] * len(CUT)
