@@ -50,7 +50,7 @@ def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, timeout_s: 
 
 
 def run_alone(work: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0) -> Any:
-    """Return what `work(*arguments)` returned in a process of its own, which no group joins and may start ranks."""
+    """Return what `work(*arguments)` returned in a process of its own, which joins no group and may start ranks."""
     _start_server()
     mine, theirs = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_alone, args=(theirs, work, arguments))
@@ -58,7 +58,9 @@ def run_alone(work: Callable[..., Any], *arguments: Any, timeout_s: float = 300.
     theirs.close()
     try:
         assert mine.poll(timeout_s), f"no result in {timeout_s:g} s"
-        return mine.recv()
+        outcome: Outcome = mine.recv()
+        assert not outcome.error, f"{outcome.text}\n{outcome.trace}"
+        return outcome.value
     finally:
         process.join(0.5)
         process.kill()
@@ -144,6 +146,11 @@ def _written(path: Path) -> str:
 
 def _start_server() -> None:
     """Start the process that ranks are forked from, unless it runs. It finds modules where this process does."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None and server._forkserver_pid is None:
+        # This process was forked from the server. It knows the way there, but the standard library would start another.
+        server.ensure_running = lambda: None
+        return
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -173,7 +180,11 @@ def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | Non
 
 
 def _alone(result: Connection, work: Callable[..., Any], arguments: Any) -> None:
-    result.send(work(*arguments))
+    try:
+        outcome = Outcome(value=work(*arguments))
+    except BaseException as error:
+        outcome = Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+    result.send(outcome)
 
 
 def _rank(result: Connection, rank: int, here: _Here, work: Callable[..., Any], arguments: Any) -> None:

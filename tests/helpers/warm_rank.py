@@ -5,6 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 
+import plans
+import planted
+import ranks
+import replicas
+import small_step
 import torch
 import torch.distributed
 from jobs import JOBS, OPTIMIZERS, cross_entropy
@@ -12,6 +17,7 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 import fxcomp
 
 torch.set_num_threads(1)
+_USED_BY_TESTS = planted, plans, ranks, replicas, small_step
 _job = JOBS["mlp"]
 _model = _job.build()
 _step = fxcomp.compile_step(_model, cross_entropy, OPTIMIZERS["sgd"](_model.parameters()), _job.batch(0))
