@@ -54,9 +54,10 @@ def compare_with_reference(bound: Compressor, bucket: Tensor, segments: Sequence
 
 
 def second_step(bound: Compressor, bucket: Tensor, segments: Sequence[int], *, feedback: bool) -> list[Tensor]:
-    """All that comes of compressing `bucket`, after one step that moved the state: payload, mean, and what is kept."""
+    """Compress `bucket` after a step that moved the state, if there is one: payload, mean, and what is kept."""
     [replica] = replicas_of(bound, segments, feedback=feedback)
-    average(bound, [gaussian(sum(segments), 5)], [replica], segments)
+    if replica.state is not None:
+        average(bound, [gaussian(sum(segments), 5)], [replica], segments)
     if replica.residual is not None:
         replica.residual = 0.1 * gaussian(sum(segments), 7)
     agreed = agree(bound, [bucket], [replica], segments)
