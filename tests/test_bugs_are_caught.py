@@ -32,7 +32,9 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path):
     assert "1 failed" in printed
 
 
+@pytest.mark.slow
 def test_without_a_bug_all_these_tests_pass(tmp_path: Path):
+    """Slow, because each of them runs by itself too: this asks only whether running them here lets them pass."""
     tests = sorted({bug.caught_by for bug in BUGS.values()})
     code, printed = run_alone(run_tests, "", tests, tmp_path)
     assert code == pytest.ExitCode.OK, printed
