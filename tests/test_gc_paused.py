@@ -1,10 +1,10 @@
-"""What is made without collecting is not searched later either, and what others froze stays frozen."""
+"""Objects made without collecting are not searched later either, and those that others froze stay frozen."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
+
+from ranks import run_alone
 
 from fxcomp.gc_paused import gc_paused
 
@@ -32,17 +32,17 @@ def test_garbage_is_still_found():
     assert not [each for each in gc.get_objects() if type(each) is Node]
 
 
+def frozen_before_and_after() -> tuple[int, int]:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with gc_paused():
+        _ = [[] for _ in range(10)]
+    return frozen, gc.get_freeze_count()
+
+
 def test_what_the_caller_froze_stays_frozen():
-    code = """
-import gc
-from fxcomp.gc_paused import gc_paused
-gc.freeze()
-frozen = gc.get_freeze_count()
-with gc_paused():
-    made = [[] for _ in range(10)]
-assert gc.get_freeze_count() == frozen > 0
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    before, after = run_alone(frozen_before_and_after)
+    assert before == after > 0
 
 
 def test_a_caller_without_a_collector_keeps_it_off():

@@ -1,4 +1,4 @@
-"""What does not fit is refused before a kernel gets raw pointers, and under `python -O` too."""
+"""Tensors that do not fit are refused before a kernel gets raw pointers, and under `python -O` too."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from compressor_cases import WITH_KERNELS
+from ranks import run_alone
 from torch import Tensor
 
-from fxcomp.compressors import PowerSGD, RandomK, SharedInt8, TopK, parse_compressor
+from fxcomp.compressors import DGC, PowerSGD, RandomK, SharedInt8, TopK, parse_compressor
 from fxcomp.compressors.pack import scale_copy
 from fxcomp.errors import BadPayload, BadTensor, FxcompError
 
@@ -222,26 +223,23 @@ for call in (
 # Forks
 
 
+def compresses_in_a_child() -> bool:
+    torch.set_num_threads(3)
+    dgc, bucket, segments = DGC(0.01), torch.randn(1_000_000), (1_000_000,)
+    payload = torch.zeros(dgc.payload_elements(segments), dtype=torch.uint8)
+    again = payload.clone()
+    state = dgc.fresh_state(1_000_000, 1, 0)
+    copy = state.clone()
+    dgc.encode(bucket, None, payload, segments, state)
+    child = os.fork()
+    if child == 0:
+        dgc.encode(bucket, None, again, segments, copy)
+        os._exit(0 if bytes(again.numpy()) == bytes(payload.numpy()) else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
 @WITH_KERNELS
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_compresses_with_threads_of_its_own() -> None:
     """Only kernels run in the child: torch's own OpenMP threads do not survive a fork."""
-    code = """
-import os
-import torch
-from fxcomp.compressors import DGC
-
-torch.set_num_threads(3)
-dgc, bucket, segments = DGC(0.01), torch.randn(1_000_000), (1_000_000,)
-payload = torch.zeros(dgc.payload_elements(segments), dtype=torch.uint8)
-again = payload.clone()
-state = dgc.fresh_state(1_000_000, 1, 0)
-copy = state.clone()
-dgc.encode(bucket, None, payload, segments, state)
-child = os.fork()
-if child == 0:
-    dgc.encode(bucket, None, again, segments, copy)
-    os._exit(0 if bytes(again.numpy()) == bytes(payload.numpy()) else 1)
-print(os.waitpid(child, 0)[1])
-"""
-    assert _run(code).split() == ["0"]
+    assert run_alone(compresses_in_a_child)
