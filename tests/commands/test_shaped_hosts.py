@@ -144,7 +144,7 @@ def test_namespaces_of_a_killed_process_are_removed_by_the_next():
             "with ShapedHosts(1): os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
-    process.wait(timeout=30)
+    process.wait(timeout=300)
     leftover = f"fxcomp-{process.pid}-"
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert leftover in listed

@@ -14,8 +14,8 @@ from fxcomp.errors import BadPlan, ModelsDiffer, PeerFailed
 from fxcomp.runtime.agree import Agreement
 
 
-def on_threads(ranks: int, talk: Callable[[Agreement], Any], timeout_s: float = 5.0) -> list[Any]:
-    """What each rank got, or the exception."""
+def on_threads(ranks: int, talk: Callable[[Agreement], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Return what each rank got, or the exception."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
@@ -59,7 +59,7 @@ def test_rank_0_failing_is_told_at_once(error: Exception):
     def fail() -> None:
         raise error
 
-    first, second = on_threads(2, lambda a: a.from_rank_0("the plan", fail), timeout_s=20.0)
+    first, second = on_threads(2, lambda a: a.from_rank_0("the plan", fail))
     assert first is error
     assert isinstance(second, PeerFailed)
     assert str(error) in str(second)

@@ -21,7 +21,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Groups
 
 CUT = (5, 3, 4)
-STALL_S = 3.0
+STALL_S = 5.0
 
 
 def groups(level: str = "world", *, direct: bool = True) -> Groups:
@@ -65,7 +65,7 @@ def one_is_killed(victim: int) -> None:
 
 @pytest.mark.parametrize("victim", range(len(CUT)))
 def test_all_others_name_a_rank_that_is_killed_between_two_shots(victim: int):
-    outcomes = try_ranks(len(CUT), one_is_killed, victim, timeout_s=60)
+    outcomes = try_ranks(len(CUT), one_is_killed, victim)
     assert outcomes[victim].error == "RankDied"
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
         assert outcome.error == "LostTouch", outcome
@@ -94,7 +94,7 @@ def one_is_killed_before_another_begins(victim: int, late: int) -> None:
 @pytest.mark.parametrize("victim", range(len(CUT)))
 def test_a_rank_that_cannot_begin_does_not_let_the_others_wait_for_it(victim: int):
     late = (victim + 2) % len(CUT)
-    outcomes = try_ranks(len(CUT), one_is_killed_before_another_begins, victim, late, timeout_s=30)
+    outcomes = try_ranks(len(CUT), one_is_killed_before_another_begins, victim, late)
     assert [o.error for o in outcomes] == ["RankDied" if k == victim else "LostTouch" for k in range(len(CUT))]
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
         assert f"rank {victim} left" in outcome.text
@@ -129,7 +129,7 @@ def each_stalls_in_turn() -> list[str]:
 
 
 def test_all_others_name_a_rank_that_stalls_between_two_shots():
-    found = run_ranks(len(CUT), each_stalls_in_turn, timeout_s=60)
+    found = run_ranks(len(CUT), each_stalls_in_turn)
     for rank, texts in enumerate(found):
         for victim, text in enumerate(texts):
             if rank == victim:
@@ -141,7 +141,7 @@ def test_all_others_name_a_rank_that_stalls_between_two_shots():
 
 def nobody_joins_rank_0() -> str:
     dist.barrier()
-    with patch.object(compat, "group_timeout", lambda: timedelta(seconds=0.5)):
+    with patch.object(compat, "group_timeout", lambda: timedelta(seconds=2)):
         network = groups("inter", direct=False)
     rt, text = Runtime(network, torch.device("cpu")), ""
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What compressors remember: streams of their own, and states that only what made them takes back."""
+"""Compressors have random streams of their own, and states that only what made them takes back."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def groups(*, direct: bool = True) -> Groups:
 
 
 def brought(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """What a rank puts in: other numbers on each, small enough for every type."""
+    """Return a rank's contribution: other numbers on each, small enough for every type."""
     return ((torch.arange(elements) * 3 + rank) % 7).to(dtype)
 
 

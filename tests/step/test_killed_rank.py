@@ -51,7 +51,7 @@ def one_is_killed(rank: int, device: str) -> None:
 
 @pytest.mark.parametrize(("victim", "device"), [(0, "gpu"), (1, "cpu"), (2, "gpu")])
 def test_all_others_name_a_rank_that_is_killed_and_the_bucket(victim: int, device: str):
-    outcomes = try_ranks(RANKS, one_is_killed, victim, device, timeout_s=60)
+    outcomes = try_ranks(RANKS, one_is_killed, victim, device)
     assert outcomes[victim].error == "RankDied"
     for rank in {*range(RANKS)} - {victim}:
         assert outcomes[rank].error == "PeerFailed"
