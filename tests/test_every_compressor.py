@@ -51,7 +51,7 @@ WHOLE = [text for text in COMPRESSORS if not parse_compressor(text).facts.needs_
 
 
 def kind_of(text: str) -> tuple[object, ...]:
-    """What a plan by levels depends on."""
+    """Return what a plan by levels depends on."""
     compressor = parse_compressor(text)
     facts = compressor.facts
     return compressor.is_linear, facts.agreement, compressor.has_state, compressor.needs_error_feedback
@@ -65,7 +65,7 @@ Bytes = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one rank found."""
+    """Hold one rank's findings."""
 
     losses: tuple[float, ...] = ()
     fingerprint: str = ""
@@ -116,7 +116,7 @@ def streams(step: fxcomp.CompiledStep) -> list[list[int]]:
 
 
 def declared_bytes(plan: Plan, step: fxcomp.CompiledStep, place: str) -> Bytes:
-    """What a rank should put into flat collectives: dense buckets, payloads, and proposals."""
+    """Count a rank's bytes in flat collectives: dense buckets, payloads, and proposals."""
     if place == "hierarchical":
         return {}
     parameters = dict(step.training.model.named_parameters())

@@ -47,7 +47,7 @@ COSTS = CostTable(
 
 
 def listings() -> dict[str, str]:
-    """What the page shows, made by the compiler."""
+    """Make what the page shows by the compiler."""
     torch.manual_seed(0)
     layers = {"hidden": nn.Linear(256, 512, bias=False), "act": nn.ReLU(), "out": nn.Linear(512, 4, bias=False)}
     model = nn.Sequential(OrderedDict(layers))

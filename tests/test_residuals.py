@@ -1,4 +1,4 @@
-"""What compression leaves out is kept: payloads and residual together are the gradients, whatever the buckets."""
+"""Compression keeps what it leaves out: payloads and residual together are the gradients, whatever the buckets."""
 
 from __future__ import annotations
 

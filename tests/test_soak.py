@@ -28,7 +28,7 @@ ON_POOL = Strategy.parse("compress(int8)@cpu > all_gather@world > decompress@cpu
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """Hold counts of what a process has open."""
 
     descriptors: int
     tasks: int
@@ -84,7 +84,7 @@ def plan_anew(times: int) -> None:
 
 
 def soak(compiles: int, shapes: int, replans: int) -> list[tuple[Held, Held, float]]:
-    """What is held when everything has happened a few times, and after all of it; and by how much memory has grown."""
+    """Return what is held when everything has happened a few times, and at the end; and how much memory has grown."""
 
     def phase(work: Callable[[int], None], first: int, times: int) -> tuple[Held, Held, float]:
         for number in range(first):

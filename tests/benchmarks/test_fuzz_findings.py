@@ -1,4 +1,4 @@
-"""What random training programs have shown: each was wrong, or refused for no reason, when it was found."""
+"""Random training programs have shown these cases: each was wrong, or refused for no reason, when it was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks a GPU loses nothing when it is cut off; what it finds is for a machine that has one."""
+"""The checks of a GPU lose nothing when they are cut off; their findings are for a machine that has one."""
 
 import json
 from pathlib import Path

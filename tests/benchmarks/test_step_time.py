@@ -1,4 +1,4 @@
-"""What measured steps are said to mean, and how ranks of two checkouts share hosts."""
+"""Measured steps get their verdict, and ranks of two checkouts share hosts."""
 
 import json
 import subprocess

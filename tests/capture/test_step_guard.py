@@ -1,4 +1,4 @@
-"""What traced Python can read is watched: a change is followed as eager follows it, or refused by name."""
+"""Values that traced Python can read are watched: a change is followed as eager follows it, or refused by name."""
 
 from __future__ import annotations
 

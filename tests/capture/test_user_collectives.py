@@ -314,7 +314,7 @@ def gathered_if_there_are_ranks(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def alone(loss_fn: Any) -> tuple[float, fxcomp.CompiledStep]:
-    """How far training alone is from eager after two steps."""
+    """Return the distance of training alone from eager after two steps."""
     model = towers()
     reference = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))

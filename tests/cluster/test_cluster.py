@@ -326,7 +326,7 @@ def test_a_racks_uplink_carries_what_all_links_of_its_hosts_send():
 
 
 def test_a_shared_medium_is_counted_once_even_where_it_takes_turns():
-    """What is sent and what comes back is in the medium's load already."""
+    """The medium's load already counts both directions."""
     ways = [
         Cluster(4, 1, INTRA, Link(10.0, 1.0, is_shared=True, is_half_duplex=turns)).topology_at(Level.WORLD).speeds
         for turns in (False, True)

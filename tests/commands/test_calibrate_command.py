@@ -178,7 +178,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks_before_anything_is_measured(w
 
 
 def test_files_are_rank_0s_alone(tmp_path: Path):
-    """What another rank is told of files that are not on its machine does not matter."""
+    """Another rank's answer about files that are not on its machine does not matter."""
     machine = replace(CostTable(), hardware="unknown", compressors=TABLE.compressors, source="measured")
     quick = ["--compressors", "bf16"]
     mine = ["--merge", saved(tmp_path, machine), "-o", str(tmp_path / "new.json"), *quick]

@@ -30,7 +30,7 @@ def at_level(library: ctypes.CDLL, name: str) -> Generator[None]:
 
 
 def steps(compressor: Compressor) -> dict[str, list[Tensor]]:
-    """What one step makes of every sample, with a residual where there may be one and without."""
+    """Compress every sample in one step, without a residual and, where there may be one, with it."""
     bound = compressor.bound_to((), 1)
     return {
         f"{name}, {segments}, feedback {feedback}": second_step(

@@ -19,7 +19,7 @@ OTHER_COMPILERS = [name for name in ("g++-11", "clang++") if shutil.which(name) 
 
 
 def _build(compiler: str | Path, folder: Path) -> str:
-    """What building prints. An install goes on without kernels, so it succeeds either way."""
+    """Build, and return what that prints. An install goes on without kernels, so it succeeds either way."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", folder / "objects"]
     environment = os.environ | {"CC": str(compiler), "CXX": str(compiler)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

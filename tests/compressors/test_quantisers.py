@@ -1,4 +1,4 @@
-"""What the block quantisers and casts promise beyond what every compressor does."""
+"""Block quantisers and casts keep promises beyond those of every compressor."""
 
 import pytest
 import torch

@@ -218,7 +218,7 @@ def test_training_with_error_feedback_reaches_the_dense_loss(ranks: int, stochas
 
 
 def _on_two_ranks(gradients: list[Tensor]) -> list[float]:
-    """What a rank decodes: the mean, by gloo's own maximum and sum."""
+    """Decode the mean on a rank, by gloo's own maximum and sum."""
     rank, compressor, segments = dist.get_rank(), _shared(2), (5000,)
     bucket = gradients[rank] / 2
     agreed, payload, out = torch.empty(10), torch.empty(5000, dtype=torch.int8), torch.empty(5000)

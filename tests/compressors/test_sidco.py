@@ -21,7 +21,7 @@ N = 1 << 18
 
 
 def _threshold(samples: Tensor, ratio: float, stages: int, fit: Fit) -> float:
-    """What a fit to all values selects, relative to the target."""
+    """Return how many values a fit to all of them selects, relative to the target."""
     level = fit_threshold(samples.abs(), ratio * len(samples), stages, fit)
     return (samples.abs() >= level).sum().item() / (ratio * len(samples))
 

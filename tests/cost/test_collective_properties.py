@@ -1,4 +1,4 @@
-"""What must hold for every collective and algorithm, wherever its ranks sit: on random trees of random links."""
+"""These laws hold for every collective and algorithm, wherever its ranks sit: on random trees of random links."""
 
 import random
 from collections.abc import Callable

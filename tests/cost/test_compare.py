@@ -167,7 +167,7 @@ def test_of_two_tables_of_one_day_the_second_wins():
 
 
 def test_collectives_are_compared_at_sizes_that_both_know():
-    """What one of them only guesses contradicts nothing."""
+    """A guess of one of them contradicts nothing."""
 
     def known_to(largest: float, us_per_byte: float) -> CostTable:
         pieces = Piece(0.0, 30.0, 0.001), Piece(1e5, 130.0 - 1e5 * us_per_byte, us_per_byte)

@@ -1,4 +1,4 @@
-"""What a timeline tells: the critical path, what compute waits for, and where streams stand still."""
+"""A timeline tells the critical path, what compute waits for, and where streams stand still."""
 
 import itertools
 import random

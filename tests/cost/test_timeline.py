@@ -145,7 +145,7 @@ def test_streams_keep_their_order_and_nothing_starts_too_early(tasks: list[Task]
 @settings(max_examples=200)
 @given(steps(), room)
 def test_processors_are_never_handed_out_twice(tasks: list[Task], processors: Processors):
-    """What ran between two moments at which nothing changed used no more than there is."""
+    """Between two moments at which nothing changed, no more is used than there is."""
     timeline = simulate(tasks, processors)
     if processors is UNSHARED:
         return

@@ -351,7 +351,7 @@ def shared_gradient() -> float:
 
 
 def reduces_itself(operation: str, divide: bool) -> float:
-    """How far its own reduction is from the mean over the ranks; of a mean that it divides, the half."""
+    """Return the distance of its own reduction from the mean over the ranks; of a mean that it divides, the half."""
     model = ReducesItself(operation, divide)
     compiled(model)(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
     assert model.weight.grad is not None
@@ -375,7 +375,7 @@ class Contrasts(nn.Module):
 
 
 def exchanges_inside() -> float:
-    """How far gradients are from eager DDP's where the forward and backward pass communicate by themselves."""
+    """Return the gradients' distance from eager DDP's where the forward and backward pass communicate by themselves."""
     models = [seeded(Contrasts), seeded(Contrasts)]
     calls = [compiled(models[0], model=models[0]), DistributedDataParallel(models[1])]
     for model, call in zip(models, calls, strict=True):

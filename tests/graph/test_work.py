@@ -1,4 +1,4 @@
-"""How much work an operator is: formulas, bytes, and what happens where there are none."""
+"""An operator's work follows from formulas and bytes, or is unknown where there are none."""
 
 from collections.abc import Callable
 from typing import Any

@@ -171,7 +171,7 @@ class Job:
         return total
 
     def saved(self) -> list[dict[str, Any]]:
-        """What each rank writes to a file and reads back."""
+        """Write each rank's state to a file, and read it back."""
         ranks = self.cluster.world_size
         return [
             through_a_file(state_dict(kept, self.plan, self.steps, rank, ranks))
@@ -241,7 +241,7 @@ def dealt(draw: random.Random, states: list[dict[str, Any]], ranks: int) -> list
 
 @dataclass
 class Books:
-    """What was applied, and all mean gradients."""
+    """Sum what was applied, and all mean gradients."""
 
     due: dict[str, Tensor]
     applied: dict[str, Tensor]

@@ -49,7 +49,7 @@ def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp
 
 
 def same(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks found alike, to the bit."""
+    """Return what all ranks found alike, to the bit."""
     for rank in ranks[1:]:
         for what in ("notes", "plan", "parameters", "rows"):
             assert rank[what] == ranks[0][what]

@@ -43,11 +43,11 @@ REPEATS = 2
 
 
 class Injected(BaseException):
-    """What running out of memory or an interrupt may look like: no Exception."""
+    """Stand for running out of memory or an interrupt: no Exception."""
 
 
 def calls_of(work: Callable[[], Any], raises_at: int | None = None) -> tuple[Any, list[str]]:
-    """What `work` returned, and the calls that it made; raises Injected at the one of that number."""
+    """Return what `work` returned and the calls that it made; raise Injected at the call of that number."""
     seen: Counter[tuple[str, int, Any]] = Counter()
     calls: list[str] = []
 

@@ -14,5 +14,5 @@ def judge_by_dense(step: CompiledStep, dense: Plan | None, dense_ms: float) -> N
 
 
 def plans_made(step: CompiledStep) -> int:
-    """How often a step has been planned anew."""
+    """Count how often a step has been planned again."""
     return sum(note.startswith("planned anew") for note in step.notes)

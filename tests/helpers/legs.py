@@ -23,7 +23,7 @@ class Walker:
     replicas: dict[int, Replica]
     agreed: Tensor | None = None
     dense: Tensor | None = field(default=None)
-    """What is compressed once the ranks have agreed."""
+    """The value that is compressed once the ranks have agreed."""
 
 
 def walk(walkers: Sequence[Walker], cluster: Cluster) -> list[Tensor]:

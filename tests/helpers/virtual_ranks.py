@@ -29,7 +29,7 @@ class Board:
         self._changed = threading.Condition()
 
     def meet(self, rank: int, value: Any) -> list[Any]:
-        """What every rank brings to its next meeting."""
+        """Collect what every rank brings to its next meeting."""
         with self._changed:
             mine = self.posted[rank]
             mine.append(value)
@@ -91,7 +91,7 @@ class VirtualRank:
 
 
 def try_virtual(ranks: int, work: Callable[[VirtualRank], Any]) -> list[Any]:
-    """What `work(rank)` returned or raised on each rank."""
+    """Return what `work(rank)` returned or raised on each rank."""
     board = Board(ranks)
     results: list[Any] = [None] * ranks
 
@@ -111,7 +111,7 @@ def try_virtual(ranks: int, work: Callable[[VirtualRank], Any]) -> list[Any]:
 
 
 def run_virtual(ranks: int, work: Callable[[VirtualRank], Any]) -> list[Any]:
-    """What `work(rank)` returned on each rank; raises what it raised."""
+    """Return what `work(rank)` returned on each rank; raise what it raised."""
     results = try_virtual(ranks, work)
     failed = [result for result in results if isinstance(result, Exception)]
     for error in sorted(failed, key=lambda error: isinstance(error, Left | PeerFailed)):

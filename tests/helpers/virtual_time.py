@@ -37,7 +37,7 @@ class VirtualTime:
     sees_threads: bool
     factor: Factor = lambda _: 1.0
     surprise: Callable[[Program], float] = no_surprise
-    """How many times longer a whole step takes than its lines explain."""
+    """The factor by which a whole step takes longer than its lines explain."""
     now: float = 0.0
     wall_s: float = 0.0
     jitter: float = 0.0
@@ -70,7 +70,7 @@ class VirtualTime:
                 self.now = max(self.now, self._ends[collective.launch])
 
     def step_us(self, program: Program, processors: Processors) -> float:
-        """What a whole step takes, timed line by line or not."""
+        """Return the time of a whole step, timed line by line or not."""
         costs = predict_costs(program).tasks
         tasks = [span.task for span in program.timeline.spans]
         tasks = [

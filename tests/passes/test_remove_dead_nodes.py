@@ -1,4 +1,4 @@
-"""What nobody needs goes; what writes or draws stays."""
+"""Nodes that nobody needs go; those that write or draw stay."""
 
 import torch
 from before_after import before_after

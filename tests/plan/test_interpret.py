@@ -1,4 +1,4 @@
-"""What fits what is held: every rule with its message, and random steps, which are refused or give the mean."""
+"""Steps must fit what is held: every rule has its message, and random steps are refused or give the mean."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def step_sequences(draw: st.DrawFn) -> tuple[Step, ...]:
 
 
 def held_after(steps: list[Step]) -> Standing | None:
-    """What is held after steps that need not lead to the mean; None if one does not fit."""
+    """Return what is held after steps that need not lead to the mean; None if one does not fit."""
     held = Standing()
     for step in steps:
         if misfit(held, step) is not None:
@@ -212,7 +212,7 @@ def test_random_steps_are_refused_or_every_rank_has_the_mean_but_for_what_residu
 
 
 def fresh(route: Route) -> dict[int, Replica]:
-    """What a rank brings to its first step, for every compression."""
+    """Return what a rank brings to its first step, for every compression."""
     sizes = [[size for piece in slot.segments for size in piece] for slot in route.slots]
     states = [fresh_state(slot.compressor, each) for slot, each in zip(route.slots, sizes, strict=True)]
     return {
@@ -222,7 +222,7 @@ def fresh(route: Route) -> dict[int, Replica]:
 
 
 def left_out(walker: Walker) -> Tensor:
-    """What a rank's residuals lack in the mean: each in its own unit, where its values lie."""
+    """Return a rank's residuals as the mean lacks them: each in its own unit, where its values lie."""
     total = torch.zeros(len(walker.route.whole), dtype=torch.float64)
     for number, slot in enumerate(walker.route.slots):
         residual = walker.replicas[number].residual
@@ -246,7 +246,7 @@ def sums_bf16(strategy: Strategy) -> bool:
 @settings(max_examples=100)
 @given(step_sequences())
 def test_a_refusal_never_depends_on_what_comes_after(steps: tuple[Step, ...]):
-    """What `fitting` offers is what `interpret` takes."""
+    """`fitting` offers exactly the steps that `interpret` takes."""
     held = Standing()
     for number, step in enumerate(steps):
         if misfit(held, step) is not None:

@@ -1,4 +1,4 @@
-"""What a mode allows, and how much it may lose."""
+"""A mode allows certain compressors, and a limited loss."""
 
 import math
 

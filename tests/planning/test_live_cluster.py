@@ -148,7 +148,7 @@ def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
 
 
 def fitted_contention(_: object = None) -> tuple[int, float, float]:
-    """How often this rank fitted contention, each rank with another answer, and what its step was planned with."""
+    """Count this rank's fits of contention, with another answer on each rank; return what its step was planned with."""
     asked: list[int] = []
 
     def fitted(*_: object) -> FittedContention:
@@ -168,7 +168,7 @@ def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
 
 
 def priced_starts(_: object = None) -> float:
-    """What a start costs in the plan's table where one on this rank took 700 us, or 900."""
+    """Return a start's cost in the plan's table where one on this rank took 700 us, or 900."""
     measure = measure_job.measure_step
 
     def measured(*arguments: Any) -> list[Any]:
@@ -186,7 +186,7 @@ def test_a_start_costs_what_it_took_in_the_step():
 
 
 def priced_feeding(_: object = None) -> float:
-    """What a step costs around its nodes where it took 600 us on this rank, or 900."""
+    """Return a step's cost around its nodes where it took 600 us on this rank, or 900."""
     measure_job.feed_us = lambda *_: 600.0 + 300 * dist.get_rank()
     job = JOBS["mlp"]
     model = job.build()

@@ -1,4 +1,4 @@
-"""How many processors a process may count on: its affinity, and the quotas of its control groups."""
+"""A process may count on the processors of its affinity and of its control groups' quotas."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a plan puts on the wire: formulas that print what the timeline runs, and break-evens that a scan agrees with."""
+"""Formulas of bytes on the wire give what the timeline runs, and break-evens agree with a scan."""
 
 import math
 import re

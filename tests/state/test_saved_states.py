@@ -37,7 +37,7 @@ def trained(job: Job, steps: int = 2, seed: int = 0) -> tuple[Job, Books]:
 
 
 def refusals(given: list[Any], ranks: int = 2) -> list[str]:
-    """What each rank is told, all of them errors."""
+    """Return what each rank is told, all of them errors."""
 
     def work(peer: Any) -> None:
         read_together(given[peer.rank], Here(SIZES, sorted(SIZES), {"a plan"}), peer.exchange())
@@ -170,7 +170,7 @@ def test_a_dense_state_is_loaded_into_a_compressed_plan_and_starts_it_without_a_
 
 
 def of_version_1(state: State, job: Job, rank: int) -> State:
-    """What the first version would have saved: whole parameters, zero outside of the shard, and no number of ranks."""
+    """Save as the first version did: whole parameters, zero outside of the shard, and no number of ranks."""
     whole: dict[str, Any] = {name: torch.zeros(size) for name, size in SIZES.items()}
     shards: dict[str, int] = {}
     divisors: dict[str, int] = {}
@@ -187,7 +187,7 @@ def aged(job: Job) -> list[State]:
 
 
 def of_version_2(rank: int, shards: int, generator: torch.Generator) -> State:
-    """What rank 0 to 3 of 2x2 would have saved: with two shards, the halves of 98 values; divided by 3, say."""
+    """Save as ranks 0 to 3 of 2x2 did: with two shards, the halves of 98 values; divided by 3, say."""
     residuals: State = {}
     first, offset = 49 * (rank % shards), 0
     for name, size in SIZES.items():

@@ -165,7 +165,7 @@ def test_with_nothing_wrong_nothing_is_said(jitter: float):
 
 
 def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, bool, str]:
-    """How far Σ mean + mean residual is from Σ gradients behind a change of plan, and what the notes say.
+    """Return the distance of Σ mean + mean residual from Σ gradients after a change of plan, and what the notes say.
 
     The loss is linear in the parameters, so that gradients do not depend on them.
     """

@@ -1,4 +1,4 @@
-"""What cannot be planned anew says why; a link's latency and its bandwidth are told apart; every line is timed."""
+"""A plan that cannot be made again says why; a link's latency and bandwidth are told apart; every line is timed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_alone_there_is_nothing_to_plan():
 
 
 def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
-    """What is raised where planning anew fails on rank 1, whether the plan stays, and what is raised the next time."""
+    """Return what is raised where planning again fails on rank 1, whether the plan stays, and the next time's error."""
     clock = VirtualTime(sees_threads=True, factor=slower({(CostKind.COLLECTIVE, ""): 10.0}))
     with virtual_time(clock):
         step = compiled(table(2.0))

@@ -118,7 +118,7 @@ def test_a_loaded_state_knows_its_place_in_the_warm_up():
 
 
 def books(names: list[str], scale_with_lr: bool, everywhere: bool) -> float:
-    """How far Σ mean + mean residual is from Σ gradients, relative to the largest sum, over all ranks.
+    """Return the distance of Σ mean + mean residual from Σ gradients, relative to the largest sum, over all ranks.
 
     The loss is linear in the parameters, so that gradients do not depend on them: a reference is the plain sum. With
     scaled residuals, everything is in the unit of updates: lr · gradient.

@@ -1,4 +1,4 @@
-"""What changes around a compiled step is followed as eager PyTorch follows it, or refused by name."""
+"""Changes around a compiled step are followed as eager PyTorch follows them, or refused by name."""
 
 from __future__ import annotations
 

@@ -502,7 +502,7 @@ def test_a_momentum_that_the_optimizer_gets_later_is_refused():
 
 
 def priced(names: list[str | None]) -> dict[str, float]:
-    """What the graph's and the search's velocity tasks cost."""
+    """Return the costs of the graph's and the search's velocity tasks."""
     step = compiled([flat(name) for name in names], 1)
     report = step.explain()
     assert "accumulate" in step.source

@@ -60,7 +60,7 @@ def how_it_went(work: Callable[[], CompiledStep], k: int) -> str:
 
 
 def walk(what: str, first: int, stride: int) -> list[tuple[int, list[str]]]:
-    """What every rank raised, for every so many-th call; until there are no more."""
+    """Return what every rank raised, for every so many-th call, until there are no more."""
     outcomes: list[tuple[int, list[str]]] = []
     for k in range(first, 10_000, stride):
         outcomes.append((k, everyone(f"{what} {k}", how_it_went(PREPARED[what](), k))))

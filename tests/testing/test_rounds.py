@@ -34,7 +34,7 @@ def fresh(first: Compressor, second: Compressor, ranks: int, *, owner_feedback: 
 
 
 def owed(shards: list[Shard]) -> Tensor:
-    """What residuals of both sides keep from the mean."""
+    """Return what residuals of both sides keep from the mean."""
     parts: list[Tensor] = []
     for shard in shards:
         workers = torch.stack([worker.residual for worker in shard.workers if worker.residual is not None])
