@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fxcomp.commands.demo.launch_ranks import run_ranks
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
+from fxcomp.commands.demo.network_namespace import Rights
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, rights_here, why_not
 from fxcomp.errors import HostsUnavailable, RankFailed
 
 MEET = """
@@ -52,9 +53,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listed.splitlines() if f"fxcomp-{os.getpid()}-" in line}
+def held_namespaces() -> set[int]:
+    """The processes that hold namespaces for this one."""
+    found: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (process / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid() and b"echo ready" in words:
+            found.add(int(process.name))
+    return found
 
 
 def is_running(pid: int) -> bool:
@@ -68,10 +78,10 @@ def test_ranks_on_shaped_hosts_meet_and_everything_is_removed_afterwards(script)
     with ShapedHosts(2, "1gbit") as hosts:
         outputs = run_ranks([script(MEET)], hosts=hosts, ranks_per_host=1, timeout_s=300)
         sent = hosts.wire_bytes()
-        assert namespaces() == {*hosts.namespaces, hosts.namespaces[0].replace("host0", "switch")}
+        assert len(held_namespaces()) == 3  # two hosts and the switch
     assert outputs == ["0 3\n", "0 3\n"]
     assert all(count > 0 for count in sent)
-    assert namespaces() == set()
+    assert held_namespaces() == set()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,7 @@ def test_ranks_without_hosts_meet_on_loopback(script):
 def test_a_rank_that_raises_ends_the_others_and_the_hosts(script):
     with pytest.raises(RankFailed, match=r"rank 1 failed(.|\n)*rank one gives up"), ShapedHosts(2) as hosts:
         run_ranks([script(RAISE_ON_RANK_1)], hosts=hosts, timeout_s=300)
-    assert namespaces() == set()
+    assert held_namespaces() == set()
 
 
 def test_a_rank_that_does_not_finish_is_ended(script):
@@ -135,22 +145,20 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(script):
 
 
 @pytest.mark.usefixtures("shaping")
-def test_namespaces_of_a_killed_process_are_removed_by_the_next():
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import os, signal; from fxcomp.commands.demo.shaped_hosts import ShapedHosts\n"
-            "with ShapedHosts(1): os.kill(os.getpid(), signal.SIGKILL)",
-        ]
-    )
-    process.wait(timeout=300)
-    leftover = f"fxcomp-{process.pid}-"
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert leftover in listed
-    with ShapedHosts(1):
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        assert leftover not in listed
+def test_namespaces_end_with_a_process_that_is_killed():
+    kills_itself = """
+        import os, signal, sys
+        from fxcomp.commands.demo.network_namespace import NetworkNamespace, Rights
+        held = NetworkNamespace(Rights[sys.argv[1]])
+        print(held.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(kills_itself), rights_here().name]
+    pid = int(subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout)
+    deadline = time.monotonic() + 60
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
 
 
 @pytest.mark.usefixtures("shaping")
@@ -194,11 +202,30 @@ def test_a_network_without_hosts_is_refused():
 
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shutil.which", lambda _name: None)
-    assert why_not() == "shaped hosts need ip and tc and taskset (packages iproute2 and util-linux)"
+    monkeypatch.setattr("shutil.which", lambda name, **_: None if name in ("ip", "tc") else f"/bin/{name}")
+    assert why_not() == "shaped hosts need ip and tc (packages iproute2 and util-linux)"
 
 
-def test_a_user_without_root_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert why_not() == "shaped hosts need root, to create network namespaces"
+@pytest.mark.parametrize(
+    ("user", "works", "found"),
+    [
+        (0, {Rights.ROOT, Rights.USER_NAMESPACE}, Rights.ROOT),
+        (0, {Rights.USER_NAMESPACE}, Rights.USER_NAMESPACE),  # root in a container may not be allowed much
+        (1000, {Rights.USER_NAMESPACE}, Rights.USER_NAMESPACE),
+    ],
+)
+def test_root_comes_first_then_a_user_namespace(monkeypatch: pytest.MonkeyPatch, user: int, works, found):
+    monkeypatch.setattr("shutil.which", lambda name, **_: f"/bin/{name}")
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert rights_here(lambda rights: None if rights in works else "forbidden") is found
+
+
+def test_all_reasons_are_told_where_no_right_is_enough(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shutil.which", lambda name, **_: f"/bin/{name}")
+    for user, reasons in (
+        (0, "as root: forbidden; in a user namespace: forbidden"),
+        (7, "here: in a user namespace: fo"),
+    ):
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        with pytest.raises(HostsUnavailable, match=reasons):
+            rights_here(lambda _: "forbidden")

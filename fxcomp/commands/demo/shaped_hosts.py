@@ -8,23 +8,21 @@
                                       switch (a bridge in a namespace of its own)
     host 1 [eth0 10.77.0.2] ── tbf ──┘
 
-Only sending is shaped. Each host has processors of its own if there are enough. This needs root, `ip`, `tc` and
-`taskset`; `why_not` says what is missing. All namespaces are named after this process, and nothing else of the machine
-is touched.
+Only sending is shaped. Each host has processors of its own if there are enough. This needs Linux, `ip`, `tc`,
+`taskset`, `unshare` and `nsenter`, and either root or the kernel's leave to make user namespaces; `why_not` says what
+is missing. All namespaces end with this process, and nothing else of the machine is touched.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from fxcomp.cluster.link import parse_gb_per_s
+from fxcomp.commands.demo.network_namespace import NetworkNamespace, Rights, missing_tools, run_tool, tool_path
 from fxcomp.errors import HostsUnavailable
 
 INTERFACE = "eth0"  # a host's only way out
@@ -32,28 +30,28 @@ _BURST_S = 0.25e-3  # what may pass at full speed: short, so that short messages
 _LEAST_BURST = 32_000  # bytes; below one segmented packet train tbf no longer reaches its rate
 _LONGEST_TRAIN = 65_536  # bytes; the kernel's own
 _QUEUE = 64_000_000  # bytes; long enough that nothing is dropped, TCP holds itself back
-_PREFIX = "fxcomp-"
-_counter = itertools.count()
+_TOOLS = ("ip", "tc", "taskset", "unshare", "nsenter")
 
 
 class ShapedHosts:
-    """Hosts joined by links of one bandwidth, while the `with` block lasts. With `rate=None` links are unshaped."""
+    """Hosts joined by links of one bandwidth, while the `with` block lasts. With `rate=None` links are unshaped.
 
-    def __init__(self, count: int, rate: str | None = None) -> None:
+    `rights` are those found here by `rights_here` if none are given.
+    """
+
+    def __init__(self, count: int, rate: str | None = None, rights: Rights | None = None) -> None:
         if count < 1:
             raise HostsUnavailable(f"a network needs at least one host, not {count}")
         if rate is not None:
             parse_gb_per_s(rate)
         self.count = count
         self.rate = rate
-        stem = f"{_PREFIX}{os.getpid()}-{next(_counter)}"
-        self._switch = f"{stem}-switch"
-        self.namespaces = tuple(f"{stem}-host{host}" for host in range(count))
+        self._rights = rights
+        self._namespaces: list[NetworkNamespace] = []  # one a host, and last the switch's
 
     def __enter__(self) -> ShapedHosts:
-        _remove_leftovers()
         try:
-            self._create()
+            self._create(self._rights or rights_here())
         except BaseException:
             self._remove()
             raise
@@ -67,8 +65,8 @@ class ShapedHosts:
     def wire_bytes(self) -> list[int]:
         """Count the bytes that each host has sent, headers included."""
         return [
-            _sent_bytes(_run("ip", "netns", "exec", namespace, "cat", "/proc/net/dev"), INTERFACE)
-            for namespace in self.namespaces
+            _sent_bytes(run_tool(self._namespaces[host].command("cat", "/proc/net/dev")), INTERFACE)
+            for host in range(self.count)
         ]
 
     def address(self, host: int) -> str:
@@ -85,44 +83,68 @@ class ShapedHosts:
     def command_on(self, host: int) -> list[str]:
         """Give the words with which a command begins to run on a host."""
         numbers = ",".join(map(str, self.processors(host)))
-        return ["taskset", "--cpu-list", numbers, "ip", "netns", "exec", self.namespaces[host]]
+        return [tool_path("taskset"), "--cpu-list", numbers, *self._namespaces[host].command()]
 
-    def _create(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
-        for host, namespace in enumerate(self.namespaces):
-            port = f"port{host}"
-            _run("ip", "netns", "add", namespace)
-            _run(
-                *("ip", "link", "add", INTERFACE, "netns", namespace, "type", "veth"),
-                *("peer", "name", port, "netns", self._switch),
-            )
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
-            _run("ip", "-n", namespace, "link", "set", INTERFACE, "addrgenmode", "none")  # no IPv6 to choose by mistake
-            _run("ip", "-n", namespace, "addr", "add", f"{self.address(host)}/16", "dev", INTERFACE)
-            _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
-            _run("ip", "-n", namespace, "link", "set", "lo", "up")
-            for command in _shaping_commands(self.rate):
-                _run("ip", "netns", "exec", namespace, *command)
+    def _create(self, rights: Rights) -> None:
+        switch = NetworkNamespace(rights)
+        self._namespaces.append(switch)
+        ip = tool_path("ip")
+        run_tool(switch.command(ip, "link", "add", "switch", "type", "bridge"))
+        run_tool(switch.command(ip, "link", "set", "switch", "up"))
+        for host in range(self.count):
+            namespace = NetworkNamespace(rights, beside=switch)
+            self._namespaces.insert(host, namespace)
+            port, theirs = f"port{host}", ("peer", "name", INTERFACE, "netns", f"{namespace.pid}")
+            run_tool(switch.command(ip, "link", "add", port, "type", "veth", *theirs))
+            run_tool(switch.command(ip, "link", "set", port, "master", "switch", "up"))
+            for words in (
+                ("link", "set", INTERFACE, "addrgenmode", "none"),  # no IPv6 to choose by mistake
+                ("addr", "add", f"{self.address(host)}/16", "dev", INTERFACE),
+                ("link", "set", INTERFACE, "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                run_tool(namespace.command(ip, *words))
+            for tool, *words in _shaping_commands(self.rate):
+                run_tool(namespace.command(tool_path(tool), *words))
 
     def _remove(self) -> None:
-        # Both ends of a link go with their namespaces. One that was never made is no fault here.
-        for namespace in (*self.namespaces, self._switch):
-            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+        # Both ends of a link go with their namespaces.
+        while self._namespaces:
+            self._namespaces.pop().close()
+
+
+def rights_here(attempt: Callable[[Rights], str | None] | None = None) -> Rights:
+    """Find by what right links can be shaped here, or raise `HostsUnavailable` with the reasons why by none.
+
+    `attempt` says what is in the way of one right; it makes a network if it is not given.
+    """
+    if not sys.platform.startswith("linux"):
+        raise HostsUnavailable("shaped hosts need Linux network namespaces")
+    missing = missing_tools(*_TOOLS)
+    if missing:
+        raise HostsUnavailable(f"shaped hosts need {' and '.join(missing)} (packages iproute2 and util-linux)")
+    attempt = attempt or _attempt
+    reasons: list[str] = []
+    for rights in (Rights.ROOT, Rights.USER_NAMESPACE) if os.geteuid() == 0 else (Rights.USER_NAMESPACE,):
+        reason = attempt(rights)
+        if reason is None:
+            return rights
+        reasons.append(f"{rights.value}: {reason}")
+    raise HostsUnavailable(f"shaped hosts cannot be made here: {'; '.join(reasons)}")
 
 
 def why_not() -> str | None:
     """Say what is missing for shaped hosts; None if they work."""
-    if not sys.platform.startswith("linux"):
-        return "shaped hosts need Linux network namespaces"
-    missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
-    if missing:
-        return f"shaped hosts need {' and '.join(missing)} (packages iproute2 and util-linux)"
-    if os.geteuid() != 0:
-        return "shaped hosts need root, to create network namespaces"
     try:
-        with ShapedHosts(1, "1gbit"):
+        rights_here()
+    except HostsUnavailable as error:
+        return str(error)
+    return None
+
+
+def _attempt(rights: Rights) -> str | None:
+    try:
+        with ShapedHosts(1, "1gbit", rights):
             return None
     except HostsUnavailable as error:
         return str(error)
@@ -131,7 +153,7 @@ def why_not() -> str | None:
 def shape_this_host(rate: str | None) -> None:
     """Change the bandwidth of the calling rank's host; connections stay open. One rank a host is enough."""
     for command in _shaping_commands(rate):
-        _run(*command)
+        run_tool([*command])
 
 
 def sent_by_this_host(interface: str = INTERFACE) -> int:
@@ -165,21 +187,3 @@ def _sent_bytes(table: str, interface: str) -> int:
         if colon and name.strip() == interface:
             return int(counters.split()[8])
     raise HostsUnavailable(f"no network interface is called {interface!r} here")
-
-
-def _remove_leftovers() -> None:
-    """Delete the namespaces of earlier processes that were killed."""
-    for name in _run("ip", "netns", "list").split():
-        match = re.fullmatch(rf"{_PREFIX}(\d+)-\d+-\w+", name)
-        if match and not Path("/proc", match[1]).exists():
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def _run(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise HostsUnavailable(f"shaped hosts need {command[0]} (package iproute2)") from None
-    if done.returncode != 0:
-        raise HostsUnavailable(f"shaped hosts: `{' '.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout
