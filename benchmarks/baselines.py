@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
+from fxcomp.commands.demo.hooks import with_bf16, with_powersgd
 from fxcomp.frontends.job import Job
 from fxcomp.runtime.transport import NullTransport
 
@@ -58,27 +57,14 @@ def make_contestant(name: str, job: Job, *, plan: object = None) -> Contestant:
 
 
 def _data_parallel(name: str, model: nn.Module) -> DistributedDataParallel:
-    # With two PowerSGD buckets in flight gloo's threads wait for each other for ever, so it gets one.
-    parallel = DistributedDataParallel(model, bucket_cap_mb=1000 if name == "ddp_powersgd" else 25)
+    if name == "ddp_bf16":
+        return with_bf16(model)
+    if name == "ddp_powersgd":
+        return with_powersgd(model)
+    parallel = DistributedDataParallel(model)
     if name == "ddp_fp16":
         parallel.register_comm_hook(None, fp16_compress_hook)
-    elif name == "ddp_bf16":
-        parallel.register_comm_hook(None, _bf16_hook)
-    elif name == "ddp_powersgd":
-        state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        parallel.register_comm_hook(state, powerSGD_hook)
     return parallel
-
-
-# DDP reads a hook's annotations, so this file must not postpone them.
-def _bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's bf16_compress_hook, which refuses gloo although gloo can add bf16."""
-    payload = bucket.buffer().div(dist.get_world_size()).to(torch.bfloat16)
-
-    def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        return bucket.buffer().copy_(future.value()[0])
-
-    return dist.all_reduce(payload, async_op=True).get_future().then(decompress)
 
 
 def _eager_step(job: Job, model: nn.Module) -> Callable[[Any], torch.Tensor]:
