@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-all lint format
 
-demo: .venv/installed          ## install, then train a small GPT with DDP and with fxcomp
+demo: .venv/installed          ## install, then train a small GPT over a slow link with DDP, its hooks and fxcomp
 	$(BIN)/fxcomp demo
 
 test: .venv/installed          ## install, then run the fast tests: within ten minutes on two cores
@@ -22,6 +22,7 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 
 .venv/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	@echo 'Installing into .venv, which takes minutes the first time.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c 'from fxcomp.compressors import kernels; print(kernels.describe())'

@@ -135,7 +135,9 @@ def test_demo_gets_its_options(monkeypatch: pytest.MonkeyPatch):
     heard: dict[str, object] = {}
     monkeypatch.setattr("fxcomp.commands.demo.run.run_demo", lambda **options: heard.update(options) or 0)
     assert main(["demo", "--steps", "4", "--json"]) == 0
-    assert heard == {"inter": None, "steps": 4, "as_json": True}
+    assert heard == {"inter": "300mbit", "steps": 4, "as_json": True}
+    assert main(["demo", "--inter", "loopback"]) == 0
+    assert heard == {"inter": "loopback", "steps": None, "as_json": False}
 
 
 def test_a_pipe_that_closes_early_and_a_terminal_without_unicode_are_no_error():

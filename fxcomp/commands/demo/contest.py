@@ -1,7 +1,7 @@
-"""One rank of the demo: train with DDP, with fxcomp, and without communication, in turns.
+"""One rank of the demo: train with DDP, with two of its hooks, with fxcomp, and without communication, in turns.
 
-All three take turns in the same processes, so that a machine that drifts drifts for all. The third shows what a step
-would cost without a network. `run.py` starts it as a module of its own; rank 0 prints lines for it.
+All take turns in the same processes, so that a machine that drifts drifts for all. The last shows what a step would
+take without a network. `run.py` starts it as a module of its own; rank 0 prints lines for it.
 """
 
 # Much of torch has no types of its own:
@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, cast
@@ -23,73 +24,117 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxcomp.commands.demo.gpt import gpt_job, training_text, validation_loss
+from fxcomp.commands.demo.gpt import GPTConfig, gpt_job, training_text, validation_loss
+from fxcomp.commands.demo.hooks import with_bf16, with_powersgd
 from fxcomp.commands.demo.launch_ranks import join
-from fxcomp.commands.demo.result import Contestant
+from fxcomp.commands.demo.result import BLOCK_STEPS, FREE, FXCOMP, LABELS, Contestant
 from fxcomp.commands.demo.run import MARK
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job
-from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.plan.plan import Plan
+from fxcomp.report.quantities import count
+from fxcomp.report.sections import short
 
+CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
 MODE = "balanced"
-WARM_UP_STEPS = 2  # counted as training, not as time
-BLOCK_STEPS = 2  # of one contestant, before the next has its turn
+WARM_UP_STEPS = 4  # counted as training, not as time: hooks start late, DDP lays its buckets out anew
 LOSS_STEPS = 10  # the train loss is the mean of the last ones
+LEAST_BLOCKS = 4
 
 Step = Callable[[Any], torch.Tensor]
 
 
-def main(steps: int) -> None:
-    """Train all contestants in turns; rank 0 tells the parent."""
+def main(steps: int, budget_s: float) -> None:
+    """Train all contestants in turns; rank 0 tells the parent. No round begins after `budget_s` seconds."""
+    until = time.monotonic() + budget_s
     join()
-    rank, interface = dist.get_rank(), os.environ["GLOO_SOCKET_IFNAME"]
-    jobs = {name: gpt_job() for name in ("ddp", "fxcomp", "free")}
-    _tell(rank, note="fxcomp measures the link and plans")
-    compiled = _compile(jobs["fxcomp"])
+    rank = dist.get_rank()
+    jobs = {name: gpt_job(CONFIG) for name in LABELS}
+    size = sum(parameter.numel() for parameter in jobs[FXCOMP].model.parameters())
+    _tell(rank, parameters=size, note="fxcomp captures the step, measures the machine and the link, and plans")
+    compiled = compile_step(**_arguments(jobs[FXCOMP]), mode=MODE)
     take: dict[str, Step] = {
         "ddp": _eager_step(jobs["ddp"], DistributedDataParallel(jobs["ddp"].model)),
-        "fxcomp": compiled,
-        "free": _eager_step(jobs["free"], jobs["free"].model),
+        "bf16_hook": _eager_step(jobs["bf16_hook"], with_bf16(jobs["bf16_hook"].model)),
+        "powersgd_hook": _eager_step(jobs["powersgd_hook"], with_powersgd(jobs["powersgd_hook"].model)),
+        FXCOMP: compiled,
+        FREE: _eager_step(jobs[FREE], jobs[FREE].model),
     }
-    contestants = {name: Contestant(name) for name in take}
-    losses: dict[str, list[torch.Tensor]] = {name: [] for name in take}
-    sent = dict.fromkeys(take, 0)
+    turns = {name: _Turns(name, jobs[name], take[name]) for name in LABELS}
     total = WARM_UP_STEPS + steps
     for first in range(0, total, BLOCK_STEPS):
-        order = list(take)
+        order = list(turns.values())
         random.Random(first).shuffle(order)
-        for name in order:
-            dist.barrier()
-            before = sent_by_this_host(interface)
-            for step in range(first, min(first + BLOCK_STEPS, total)):
-                _tell(rank, note=f"step {step + 1} of {total}: {name}")
-                batch = jobs[name].batch_at(step, rank)
-                if name == "free":
-                    dist.barrier()  # nothing in its step makes the ranks wait for each other
-                start = time.perf_counter()
-                losses[name].append(take[name](batch))
-                contestants[name].step_s.append(time.perf_counter() - start)
-            sent[name] += sent_by_this_host(interface) - before
+        for each in order:
+            _tell(rank, note=f"step {first + 1} of {total}: {LABELS[each.name]}")
+            each.take(range(first, min(first + BLOCK_STEPS, total)))
+        if first >= WARM_UP_STEPS + BLOCK_STEPS * (LEAST_BLOCKS - 1) and _time_is_up(until):
+            break
     _tell(rank, note="validating")
-    for name, each in contestants.items():
-        slowest = torch.tensor(each.step_s[WARM_UP_STEPS:])
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        each.step_s = cast("list[float]", slowest.tolist())
-        senders = dist.get_world_size() if interface == "lo" else 1  # on loopback all ranks are one host
-        each.wire_bytes = sent[name] // total // senders
-        if name != "free":  # its ranks have drifted apart, so it has no loss to speak of
-            recent = torch.stack([loss.detach() for loss in losses[name][-LOSS_STEPS:]]).mean()
-            dist.all_reduce(recent)
-            each.train_loss = recent.item() / dist.get_world_size()
-            each.validation_loss = validation_loss(jobs[name].model, training_text())
-    contestants["fxcomp"].exposed_ms = compiled.exposed_ms
-    _tell(rank, contestants=[asdict(each) for each in contestants.values()])
+    contestants = [each.result() for each in turns.values()]
+    _tell(rank, contestants=[asdict(each) for each in contestants], plan=_summary(compiled.plan))
     dist.destroy_process_group()
 
 
-def _compile(job: Job) -> CompiledStep:
-    return compile_step(job.model, job.loss_fn, job.optimizer, job.batch, mode=MODE, max_grad_norm=job.max_grad_norm)
+class _Turns:
+    """The turns of one contestant: its steps' times, losses and bytes."""
+
+    def __init__(self, name: str, job: Job, step: Step) -> None:
+        self.name = name
+        self._job = job
+        self._step = step
+        self._interface = os.environ["GLOO_SOCKET_IFNAME"]
+        self._step_s: list[float] = []
+        self._losses: list[torch.Tensor] = []
+        self._sent = 0
+
+    def take(self, steps: range) -> None:
+        """Take some steps on every rank."""
+        dist.barrier()
+        before = sent_by_this_host(self._interface)
+        for step in steps:
+            batch = self._job.batch_at(step, dist.get_rank())
+            if self.name == FREE:
+                dist.barrier()  # nothing in its step makes the ranks wait for each other
+            start = time.perf_counter()
+            self._losses.append(self._step(batch).detach())
+            self._step_s.append(time.perf_counter() - start)
+        self._sent += sent_by_this_host(self._interface) - before
+
+    def result(self) -> Contestant:
+        """Put together what all ranks have measured."""
+        slowest = torch.tensor(self._step_s[WARM_UP_STEPS:])
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        senders = dist.get_world_size() if self._interface == "lo" else 1  # on loopback all ranks are one host
+        sent = self._sent // len(self._step_s) // senders
+        found = Contestant(self.name, cast("list[float]", slowest.tolist()), wire_bytes=sent)
+        if self.name == FREE:  # its ranks have drifted apart, so it has no loss to speak of
+            return found
+        recent = torch.stack(self._losses[-LOSS_STEPS:]).mean()
+        dist.all_reduce(recent)
+        found.train_loss = recent.item() / dist.get_world_size()
+        found.validation_loss = validation_loss(self._job.model, training_text())
+        return found
+
+
+def _summary(plan: Plan) -> str:
+    """Say with what most of the values travel: `96.0 % int4, 4.0 % dense, in 5 buckets`."""
+    elements = Counter[str]()
+    for bucket in plan.buckets:
+        elements[short(bucket.strategy)] += bucket.elements
+    shares = [f"{100 * size / elements.total():.1f} % {name}" for name, size in elements.most_common()]
+    return f"{', '.join(shares)}, in {count(len(plan.buckets), 'bucket')}"
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    return {
+        "model": job.model,
+        "loss_fn": job.loss_fn,
+        "optimizer": job.optimizer,
+        "example_batch": job.batch,
+        "max_grad_norm": job.max_grad_norm,
+    }
 
 
 def _eager_step(job: Job, model: nn.Module) -> Step:
@@ -105,10 +150,17 @@ def _eager_step(job: Job, model: nn.Module) -> Step:
     return step
 
 
+def _time_is_up(until: float) -> bool:
+    """Ask rank 0's clock, so that all ranks stop after the same step."""
+    is_up = torch.tensor([float(time.monotonic() > until)])
+    dist.broadcast(is_up, src=0)
+    return bool(is_up.item())
+
+
 def _tell(rank: int, **content: object) -> None:
     if rank == 0:
         print(MARK + json.dumps(content), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,90 +1,149 @@
-"""`fxcomp demo`: train a small GPT with plain DDP and with fxcomp, and show what the network cost each.
+"""`fxcomp demo`: train a small GPT with DDP, with its hooks and with fxcomp, and show what the network cost each.
 
-Two ranks on this machine, over loopback or over a shaped link (`--inter 300mbit`), learn the source of Python's
-standard library. This process starts the ranks, which run `contest.py`, and prints what they found.
+Two ranks on this machine, over a link of 300 Mbit/s between two network namespaces, learn the source of Python's
+standard library. Where no link can be shaped they talk over loopback. This process starts the ranks, which run
+`contest.py`, and prints what they found.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import FrameType
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands import status_line
+from fxcomp.commands.demo.chart import describe
 from fxcomp.commands.demo.launch_ranks import run_ranks
-from fxcomp.commands.demo.result import Contestant, describe
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
-from fxcomp.errors import BadOption
+from fxcomp.commands.demo.network_namespace import Rights
+from fxcomp.commands.demo.progress import Progress
+from fxcomp.commands.demo.result import Contestant
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, rights_here
+from fxcomp.errors import BadOption, HostsUnavailable
 
 NAME = "demo"
-HELP = "train a small GPT with DDP and with fxcomp, in turns"
+HELP = "train a small GPT with DDP, with its hooks and with fxcomp, in turns"
 EXAMPLES = """\
-  fxcomp demo --inter 300mbit                                   train a GPT with DDP and with fxcomp
+  fxcomp demo --inter 1gbit                                     train a GPT with DDP and with fxcomp
 """
 
 RANKS = 2
+LOOPBACK = "loopback"
+STEPS = 40
+BUDGET_S = 100  # after which no round begins, unless the steps are given: the whole demo then ends within 3 minutes
 MOST_STEPS = 1_000_000  # some days (assumed)
 MARK = "@demo "  # begins the lines that ranks print for this process
+_TIMEOUT_S = 3600.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--inter", metavar="RATE", help="the bandwidth between two hosts, like 300mbit; needs root")
-    parser.add_argument("--steps", type=int, default=40, help="how many steps each takes (default: 40)")
-    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    parser.add_argument(
+        "--inter",
+        metavar="RATE",
+        default="300mbit",
+        help="the bandwidth between two hosts, or loopback for none (default: 300mbit)",
+    )
+    parser.add_argument(
+        "--steps", type=int, help=f"how many steps each takes (default: {STEPS}, or fewer within {BUDGET_S} s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print data instead of a chart")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the contestants and print the comparison."""
-    if not 1 <= arguments.steps <= MOST_STEPS:
+    if arguments.steps is not None and not 1 <= arguments.steps <= MOST_STEPS:
         raise BadOption(f"--steps is how many steps each takes, 1 to {MOST_STEPS:,}; it is {arguments.steps}")
-    if arguments.inter is not None:
+    if arguments.inter != LOOPBACK:
         parse_gb_per_s(arguments.inter)  # refuse a wrong rate even where links cannot be shaped
     return run_demo(inter=arguments.inter, steps=arguments.steps, as_json=arguments.json)
 
 
-def run_demo(*, inter: str | None, steps: int, as_json: bool) -> int:
-    """Run both ranks, over a link of `inter` if hosts can be shaped here, and print what they found."""
-    missing = why_not() if inter is not None else None
-    if missing is not None:
-        print(f"{missing}\n  Running over loopback instead, where the network costs little.", file=sys.stderr)
-        inter = None
-    where = f"a link of {inter}" if inter else "loopback"
-    status_line.show(f"Two ranks train a 14 M parameter GPT on Python's standard library, over {where}.")
-    result: list[Contestant] = []
+@dataclass(frozen=True)
+class Place:
+    """Where ranks meet: over a shaped link by some right, or over loopback, and why if that was not asked for."""
 
-    def hear(_rank: int, line: str) -> None:
+    inter: str | None
+    rights: Rights | None = None
+    sentence: str = ""
+
+    def __str__(self) -> str:
+        return f"a link of {self.inter} between two network namespaces" if self.inter else LOOPBACK
+
+
+def place_for(inter: str, find_rights: Callable[[], Rights] = rights_here) -> Place:
+    """Choose the shaped link if this machine allows one, as root or in a user namespace, and loopback if not."""
+    if inter == LOOPBACK:
+        return Place(None)
+    try:
+        return Place(inter, find_rights())
+    except HostsUnavailable as error:
+        sentence = f"No link of {inter} can be shaped, so this runs over loopback, where the network costs little"
+        return Place(None, sentence=f"{sentence} ({error}).")
+
+
+@dataclass
+class Findings:
+    """What ranks have told so far."""
+
+    contestants: list[Contestant] = field(default_factory=list[Contestant])
+    parameters: int = 0
+    plan: str = ""
+
+    def hear(self, line: str, say: Callable[[str], None]) -> None:
+        """Take in a line of a rank, and say what it does."""
         if not line.startswith(MARK):
             return
         content = json.loads(line.removeprefix(MARK))
         if "note" in content:
-            status_line.show(content["note"])
-        else:
-            result.extend(Contestant(**entry) for entry in content["contestants"])
+            say(content["note"])
+        self.parameters = content.get("parameters", self.parameters)
+        self.plan = content.get("plan", self.plan)
+        self.contestants.extend(Contestant(**entry) for entry in content.get("contestants", ()))
 
-    command = ["-m", "fxcomp.commands.demo.contest", str(steps)]
-    previous = signal.signal(signal.SIGTERM, _leave)  # so that ranks and hosts are removed on the way out
+
+def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
+    """Run both ranks, over a link of `inter` if hosts can be shaped here, and print what they found."""
+    budget_s = BUDGET_S if steps is None else math.inf
+    place = place_for(inter)
+    if place.sentence:
+        print(place.sentence, file=sys.stderr, flush=True)
+    found = Findings()
+    command = ["-m", "fxcomp.commands.demo.contest", str(steps or STEPS), str(budget_s)]
+    before = {sign: signal.signal(sign, _leave) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        if inter is None:
-            run_ranks(command, ranks_per_host=RANKS, timeout_s=3600, on_line=hear)
-        else:
-            with ShapedHosts(RANKS, inter) as hosts:
-                run_ranks(command, hosts=hosts, timeout_s=3600, on_line=hear)
-    except KeyboardInterrupt:
-        status_line.clear()
-        print("Stopped; the ranks have ended.", file=sys.stderr)
-        return 130
+        with ExitStack() as stack:
+            is_watched = sys.stderr.isatty() and sys.stdout.isatty()
+            progress = stack.enter_context(Progress(sys.stderr, in_place=is_watched))
+            progress.say(f"two ranks start, over {place}")
+            hosts = stack.enter_context(ShapedHosts(RANKS, inter, place.rights)) if place.inter else None
+            run_ranks(
+                command,
+                hosts=hosts,
+                ranks_per_host=1 if hosts else RANKS,
+                timeout_s=_TIMEOUT_S,
+                on_line=lambda _rank, line: found.hear(line, progress.say),
+            )
     finally:
-        signal.signal(signal.SIGTERM, previous)
-    status_line.clear()
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
     if as_json:
-        contestants = [each.summary() for each in result]
-        print(json.dumps({"inter": inter, "steps": steps, "contestants": contestants}, indent=2))
+        contestants = [each.summary() for each in found.contestants]
+        facts = {"inter": place.inter, "parameters": found.parameters, "plan": found.plan}
+        print(json.dumps({**facts, "contestants": contestants}, indent=2))
     else:
-        print(describe(result, where))
+        title = f"Two ranks trained a GPT of {found.parameters / 1e6:.1f} M parameters over {place}."
+        print(describe(found.contestants, title, found.plan))
     return 0
 
 
-def _leave(*_: object) -> None:
-    sys.exit(128 + signal.SIGTERM)
+def _leave(sign: int, _frame: FrameType | None) -> None:
+    """Unwind, so that ranks end on the way out. From now on nothing interrupts that."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    print("\nfxcomp: stopping; the ranks are ended", file=sys.stderr, flush=True)
+    sys.exit(128 + sign)

@@ -1,0 +1,74 @@
+"""What the demo says of contestants written by hand, and the chart below it."""
+
+import random
+
+from fxcomp.commands.demo.chart import describe
+from fxcomp.commands.demo.result import Contestant, best_hook, speedup
+
+
+def contestants(ddp_s: float, bf16_s: float, powersgd_s: float, fxcomp_s: float, free_s: float) -> list[Contestant]:
+    def steps(middle: float) -> list[float]:
+        return [middle * (1 + 0.01 * ((k * 7) % 5 - 2)) for k in range(20)]
+
+    return [
+        Contestant("ddp", steps(ddp_s), 20_200_000, train_loss=2.0, validation_loss=2.5),
+        Contestant("bf16_hook", steps(bf16_s), 10_100_000, train_loss=2.0, validation_loss=2.5),
+        Contestant("powersgd_hook", steps(powersgd_s), 400_000, train_loss=2.4, validation_loss=2.9),
+        Contestant("fxcomp", steps(fxcomp_s), 2_700_000, train_loss=2.01, validation_loss=2.51),
+        Contestant("free", steps(free_s)),
+    ]
+
+
+def test_the_chart_is_last_and_shows_the_faster_hook():
+    found = contestants(0.8, 0.5, 0.42, 0.4, 0.36)
+    assert best_hook(found).name == "powersgd_hook"
+    assert describe(found, "A title.", "100.0 % int4, in 1 bucket") == "\n".join(
+        [
+            "A title.",
+            "",
+            "fxcomp makes a step 2.00 times as fast as DDP (95 % interval 2.00 to 2.00).",
+            "It recovers 91 % of the 440 ms that the network costs DDP.",
+            "fxcomp makes a step 1.05 times as fast as DDP with the PowerSGD hook, the faster hook here "
+            "(95 % interval 1.05 to 1.05).",
+            "DDP with the bf16 hook took 500 ms a step.",
+            "fxcomp's plan: 100.0 % int4, in 1 bucket.",
+            "Medians of 20 steps, taken in turns; losses after the same number of steps on the same batches.",
+            "",
+            "                    ms a step                                        MB sent a step  train loss  "
+            "validation loss",
+            "DDP                       800  ████████████████████████████████████           20.20       2.000  "
+            "          2.500",
+            "DDP, PowerSGD hook        420  ███████████████████                             0.40       2.400  "
+            "          2.900",
+            "fxcomp                    400  ██████████████████                              2.70       2.010  "
+            "          2.510",
+            "no network                360  ████████████████                                   –           –  "
+            "              –",
+        ]
+    )
+
+
+def test_a_slower_fxcomp_is_called_slower():
+    text = describe(contestants(0.8, 0.3, 0.42, 0.4, 0.2), "A title.")
+    assert "fxcomp makes a step 2.00 times as fast as DDP (" in text
+    assert "fxcomp is SLOWER here than DDP with the bf16 hook, the faster hook here: 0.75 times as fast" in text
+    assert "fxcomp's plan" not in text
+
+
+def test_a_difference_within_the_noise_wins_nothing():
+    text = describe(contestants(0.2, 0.21, 0.3, 0.2, 0.199), "A title.")
+    assert "fxcomp is not faster here than DDP, as far as can be told: 1.00 times as fast" in text
+    assert "The network costs DDP next to nothing here, so there is nothing to win." in text
+
+
+def test_nothing_is_recovered_where_fxcomp_is_no_faster():
+    assert "recovers" not in describe(contestants(0.4, 0.3, 0.42, 0.4, 0.2), "A title.")
+
+
+def test_the_interval_of_a_speedup_holds_the_true_one_and_not_one():
+    generator = random.Random(0)
+    fast, slow = (Contestant("", [middle * generator.uniform(0.9, 1.1) for _ in range(40)]) for middle in (0.20, 0.24))
+    found = speedup(fast, slow)
+    assert 1.0 < found.low < 1.2 < found.high < 1.4
+    assert found.is_faster
+    assert speedup(slow, fast).is_slower
