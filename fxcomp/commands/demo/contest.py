@@ -104,14 +104,16 @@ class _Turns:
 
     def result(self) -> Contestant:
         """Put together what all ranks have measured."""
-        slowest = torch.tensor(self._step_s[WARM_UP_STEPS:])
+        timed = self._step_s[WARM_UP_STEPS:]
+        slowest = torch.tensor(timed)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         senders = dist.get_world_size() if self._interface == "lo" else 1  # on loopback all ranks are one host
         sent = self._sent // len(self._step_s) // senders
         found = Contestant(self.name, cast("list[float]", slowest.tolist()), wire_bytes=sent)
         if self.name == FREE:  # its ranks have drifted apart, so it has no loss to speak of
             return found
-        recent = torch.stack(self._losses[-LOSS_STEPS:]).mean()
+        last_losses = self._losses[-LOSS_STEPS:]
+        recent = torch.stack(last_losses).mean()
         dist.all_reduce(recent)
         found.train_loss = recent.item() / dist.get_world_size()
         found.validation_loss = validation_loss(self._job.model, training_text())
