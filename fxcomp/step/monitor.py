@@ -20,8 +20,8 @@ from fxcomp.search.choose import predict_us
 from fxcomp.search.decision import Experience
 from fxcomp.site import Site
 from fxcomp.step.drift.correct import corrected, describe
-from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge, step_with
-from fxcomp.step.drift.predicted_costs import PredictedCosts, predict_costs
+from fxcomp.step.drift.judge import Finding, Row, agreed_rows, all_costs, judge, step_with
+from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
 from fxcomp.step.drift.watch import Schedule, Watch
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
@@ -67,6 +67,8 @@ class Monitor:
         self.experience = Experience()
         self.times_given_up = 0
         """The number of plans that turned out slower than dense."""
+        self._compared: tuple[Cost, ...] = ()
+        """The costs that some rank compares, the same on all ranks."""
         self._noted: set[str] = set()
         self._patience, self._least_patience, self._patient_until = 1, 1, 0
         self._judged_at = 0
@@ -124,12 +126,10 @@ class Monitor:
         self._judged_at = max(step, self._force.stages[-1].first_step) + SWITCH_STEPS + WARM_STEPS
 
     def _agree_on_costs(self, topic: str) -> None:
-        """Compare nothing if ranks would compare different things."""
-        if self.watch is None:
-            return
-        mine = [str(cost) for cost in self._predicted.costs]
-        if any(theirs != mine for theirs in self._site.ranks.gather(topic, mine)):
-            self.watch = None
+        """Join what ranks compare: each cost is judged by the ranks that have it."""
+        if self.watch is not None:
+            everyone = self._site.ranks.gather(topic, [cost.to_json() for cost in self._predicted.costs])
+            self._compared = all_costs(map(Cost.from_json, theirs) for theirs in everyone)
 
     # Against dense
 
@@ -181,16 +181,18 @@ class Monitor:
         self._noted.update(finding.cause for finding in fresh)
         is_automatic = self._options.replan is Replan.AUTO and step >= self._patient_until
         offers = not self._options.why_not_replan and not is_automatic
-        note = self._described(step, fresh, offers=offers) if fresh else ""
+        note = ""
+        if fresh:  # the predicted steps are a rank's own
+            note = self._site.ranks.from_rank_0("what drifts", lambda: self._described(step, fresh, offers=offers))
         return Drift(findings, note, bool(findings) and is_automatic)
 
     def compare(self, step: int) -> tuple[Finding, ...]:
         """Find the costs that are wrong, by numbers that all ranks share."""
         assert self.watch is not None, "asked only where something is timed"
         predicted, costs = self._predicted, self._force.decision.costs
-        numbers = [predicted.step_us, costs.error, *self.watch.rows(step, predicted)]
+        numbers = [predicted.step_us, costs.error, *self.watch.rows(step, predicted, self._compared)]
         everyone = self._site.gather_numbers(numbers)
-        self.timed = agreed_rows(predicted.costs, [theirs[2:] for theirs in everyone])
+        self.timed = agreed_rows(self._compared, [theirs[2:] for theirs in everyone])
         step_us, error = everyone[0][:2]
         return judge(self.timed, step_us, error)
 

@@ -249,3 +249,28 @@ def watched_by_level() -> bool:
 
 def test_ranks_with_uneven_shards_compare_the_same_costs():
     assert run_ranks(4, watched_by_level) == [True] * 4
+
+
+def slower_between_hosts_that_differ(factors: dict[Any, float]) -> dict[str, Any]:
+    """Go by the hosts' first ranks: rank 1 of three sends nothing between hosts, and compresses nothing."""
+    steps = "reduce@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > broadcast@intra"
+    cluster = Cluster.parse("2+1", intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
+    plan = plan_in_turns(JOB.build(), [Strategy.parse(steps)], per_bucket=3)
+    return train(table(2.0), factors, 3 * JUDGED, {"plan": plan, "cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "said"),
+    [
+        (CostKind.COLLECTIVE, "all_gather@inter", "all_gather@inter of up to .* takes 40 x"),
+        (CostKind.COMPUTE, "", None),
+    ],
+    ids=["link", "nothing"],
+)
+def test_where_hosts_differ_each_cost_is_judged_by_the_ranks_that_have_it(kind: CostKind, what: str, said: str | None):
+    found = same(run_ranks(3, slower_between_hosts_that_differ, {(kind, what): 40.0 if said else 1.0}))
+    if said is None:
+        assert not found["notes"]
+    else:
+        assert len(found["notes"]) == 1
+        assert re.search(said, found["notes"][0])

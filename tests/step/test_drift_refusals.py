@@ -16,7 +16,7 @@ from ranks import run_ranks
 from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, CannotReplan
@@ -165,10 +165,37 @@ def test_a_cost_is_wrong_only_twice_in_a_row_and_beyond_the_steps_error(rows: li
 
 def test_of_a_collective_the_shortest_counts_of_all_else_the_middle():
     costs = [Cost(CostKind.COLLECTIVE, "all_reduce@world", 8), Cost(CostKind.COMPUTE)]
-    mine = [[10.0, 30.0, 30.0, 5.0, 4.0, -1.0], [11.0, 20.0, 50.0, 6.0, 8.0, 9.0], [12.0, 25.0, 40.0, 7.0, 5.0, 7.0]]
+    mine = [[10.0, 30.0, 30.0, 5.0, 4.0, -1.0], [10.0, 20.0, 50.0, 5.0, 8.0, 9.0], [10.0, 25.0, 40.0, 5.0, 5.0, 7.0]]
     collective, compute = agreed_rows(costs, mine)
     assert (collective.predicted_us, collective.first_us, collective.second_us) == (10.0, 20.0, 30.0)
     assert (compute.predicted_us, compute.first_us, compute.second_us) == (5.0, 5.0, None)
+
+
+def test_a_cost_is_compared_by_the_ranks_that_have_it_each_with_its_own_prediction():
+    costs = [Cost(CostKind.COLLECTIVE, "all_gather@inter", 8), Cost(CostKind.COMPRESS, "int8@gpu"), Cost(CostKind.PACK)]
+    nothing = [-1.0, -1.0, -1.0]
+    everyone = [
+        [*nothing, 10.0, 20.0, 20.0, *nothing],
+        [4.0, 8.0, 9.0, 5.0, 10.0, 15.0, *nothing],
+        [4.0, 6.0, 7.0, *nothing, *nothing],
+    ]
+    gather, compress = agreed_rows(costs, everyone)
+    assert (gather.predicted_us, gather.first_us, gather.second_us) == (4.0, 6.0, 7.0)
+    assert (compress.predicted_us, compress.first_us, compress.second_us) == (10.0, 20.0, 25.0)
+
+
+BY_FIRST_RANKS = "reduce@intra > compress(int8(block=2))@gpu > all_gather@inter > decompress@gpu > broadcast@intra"
+
+
+@pytest.mark.parametrize("shape", ["2+1", "1+2", "3+2", "2x2"])
+def test_only_ranks_that_hold_something_between_hosts_compare_what_is_done_there(shape: str):
+    cluster = Cluster.parse(shape, intra=Link(5.0, 5.0), inter=Link(25.0, 0.125))
+    captured = Captured(linear_step(), None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
+    first_ranks = {group[0] for group in cluster.groups(Level.INTRA)}
+    for rank in range(cluster.world_size):
+        predicted = predict_costs(Compiler(cluster, rank).emit(captured, one_bucket(BY_FIRST_RANKS), COSTS))
+        between = [str(cost) for cost in predicted.costs if "@inter" in cost.what or "int8" in cost.what]
+        assert bool(between) is (rank in first_ranks), f"rank {rank} compares {between}"
 
 
 @pytest.mark.parametrize(("step_us", "every"), [(1e3, 10), (50e3, 6), (1e6, 1)])

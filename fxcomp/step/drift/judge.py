@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.timeline import simulate
@@ -43,20 +44,33 @@ class Row:
     second_us: float | None
 
 
+def all_costs(everyone: Iterable[Iterable[Cost]]) -> tuple[Cost, ...]:
+    """Join what ranks compare, in the same order on all of them: where hosts differ, so does what ranks do."""
+    return tuple(sorted(frozenset(chain.from_iterable(everyone)), key=lambda cost: cost.order))
+
+
 def agreed_rows(costs: Sequence[Cost], everyone: Sequence[Sequence[float]]) -> tuple[Row, ...]:
-    """Merge all ranks' numbers into rank 0's prediction and the ranks' median measurement.
+    """Merge the numbers of the ranks that predict a cost into the first one's prediction and the median measurement.
 
     A collective takes the shortest instead: it begins when its last rank has come, and the others count their waiting.
+    Measurements are scaled to the first rank's prediction: another rank may have fewer such lines, or smaller shards.
     """
     rows: list[Row] = []
     for k, cost in enumerate(costs):
-        windows: list[float | None] = []
-        for window in (1, 2):
-            values = [mine[3 * k + window] for mine in everyone]
-            combine = min if cost.kind is CostKind.COLLECTIVE else statistics.median
-            windows.append(None if min(values) < 0 else float(combine(values)))
-        rows.append(Row(cost, everyone[0][3 * k], windows[0], windows[1]))
+        known = [mine[3 * k : 3 * k + 3] for mine in everyone if mine[3 * k] >= 0]
+        if known:
+            first, second = (_merged(cost, [(each[0], each[window]) for each in known]) for window in (1, 2))
+            rows.append(Row(cost, known[0][0], first, second))
     return tuple(rows)
+
+
+def _merged(cost: Cost, ranks: Sequence[tuple[float, float]]) -> float | None:
+    """Merge what ranks predicted and measured for one cost in a window."""
+    if any(measured < 0 for _, measured in ranks):
+        return None
+    reference = ranks[0][0]
+    values = [measured * (reference / own if own > 0 else 1.0) for own, measured in ranks]
+    return float(min(values) if cost.kind is CostKind.COLLECTIVE else statistics.median(values))
 
 
 @dataclass(frozen=True, slots=True)

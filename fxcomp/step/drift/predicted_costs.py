@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
-from fxcomp.graph.edit import collective_kind, level_of, sent_bytes
+from fxcomp.graph.edit import collective_kind, level_of, sent_bytes, value_bytes
 from fxcomp.graph.info import info
 from fxcomp.graph.lines import CostKind, Line, compressed_elements, compressor_at, line_of
 from fxcomp.graph.regions import Region, cut
@@ -42,6 +43,14 @@ class Cost:
         """The same on all ranks."""
         return self.kind.value, self.what, self.size
 
+    def to_json(self) -> list[str | int]:
+        return list(self.order)
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Cost:
+        kind, what, size = data
+        return cls(CostKind(kind), what, size)
+
 
 def _size(size: int) -> str:
     return f"{size / 1e6:.3g} MB" if size >= 100_000 else f"{size / 1e3:.3g} kB"
@@ -57,6 +66,8 @@ class LaunchedCollective:
     predicted_us: float
     stream: Stream
     on_pool: bool
+    is_idle: bool
+    """Nothing goes out of this rank, and nothing comes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,7 @@ class PredictedCosts:
 
     @property
     def costs(self) -> tuple[Cost, ...]:
-        """All that is compared, in an order that is the same on all ranks that follow a plan."""
+        """All that is compared on this rank. A rank that holds nothing between two steps has less than others."""
         return tuple(sorted(self.predicted_us, key=lambda cost: cost.order))
 
     def measured_us(self, reading: Reading) -> dict[Cost, float]:
@@ -113,6 +124,8 @@ class PredictedCosts:
             launched, before = times[collective.launch][1], free.get(queue, (0.0, 0.0))
             first, last = max(launched, before[0]), max(launched, before[1])
             earliest, latest = free[queue] = _end_us(collective, reading, first)
+            if collective.is_idle:
+                continue
             least, most = earliest - last, latest - first
             if least < collective.predicted_us < most:
                 unknown.add(collective.cost)
@@ -146,9 +159,10 @@ def predict_costs(program: Program) -> PredictedCosts:
     tasks: dict[str, Cost] = {}
     elements: dict[Cost, int] = {}
 
-    def predict(cost: Cost, task: str) -> None:
-        predicted[cost] = predicted.get(cost, 0.0) + spans.get(task, 0.0)
+    def predict(cost: Cost, task: str, *, is_idle: bool = False) -> None:
         tasks[task] = cost
+        if not is_idle:
+            predicted[cost] = predicted.get(cost, 0.0) + spans.get(task, 0.0)
 
     for piece in pieces:
         if isinstance(piece, Region):
@@ -158,12 +172,17 @@ def predict_costs(program: Program) -> PredictedCosts:
         call, line = calls.get(piece, (None, None))
         if call is None or line is None or line.cost is None:
             continue
-        cost = lines[call] = Cost(line.cost, _compressor(piece) if line.cost in COMPRESSING else "")
+        if line.cost in COMPRESSING:
+            cost, compressed = Cost(line.cost, _compressor(piece)), compressed_elements(piece)
+            elements[cost] = max(elements.get(cost, 0), compressed)
+            predict(cost, piece.name, is_idle=not compressed)
+            if compressed:
+                lines[call] = cost
+            continue
+        cost = lines[call] = Cost(line.cost)
         predict(cost, f"start {piece.name}" if line.cost is CostKind.START else piece.name)
         if line.cost is CostKind.START:
-            predict(_collective(piece), piece.name)
-        if line.cost in COMPRESSING:
-            elements[cost] = max(elements.get(cost, 0), compressed_elements(piece))
+            predict(_collective(piece), piece.name, is_idle=_moves_nothing(piece))
     launches = [(node, call) for node, (call, line) in calls.items() if line.cost is CostKind.START]
     collectives = [_launched(node, call, calls, spans.get(node.name, 0.0)) for node, call in launches]
     return PredictedCosts(program, lines, tuple(collectives), predicted, tasks, elements)
@@ -185,7 +204,12 @@ def _launched(
     wait = next((calls[user][0] for user in node.users if user in calls and calls[user][0][0] == "wait"), None)
     on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)
     stream = info(node).stream or Stream.INTER
-    return LaunchedCollective(_collective(node), call, wait, predicted_us, stream, on_pool)
+    return LaunchedCollective(_collective(node), call, wait, predicted_us, stream, on_pool, _moves_nothing(node))
+
+
+def _moves_nothing(launch: Node) -> bool:
+    """Tell a collective among ranks that are no root: another level's first ranks hold the bucket."""
+    return value_bytes(launch.args[0]) == 0 and value_bytes(launch) == 0
 
 
 def _collective(node: Node) -> Cost:

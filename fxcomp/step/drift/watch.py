@@ -121,18 +121,19 @@ class Watch:
         self._pending = None if runtime.counters.skipped else step
         return result
 
-    def rows(self, steps: int, predicted: PredictedCosts) -> list[float]:
+    def rows(self, steps: int, predicted: PredictedCosts, costs: Sequence[Cost]) -> list[float]:
         """List the numbers that ranks compare: for each cost the prediction and two windows' medians, -1 if unknown.
 
-        A window in which half of the steps or more could not be timed knows nothing.
+        A window in which half of the steps or more could not be timed knows nothing. A rank predicts nothing for what
+        it does not do.
         """
         self._collect()
         length = self.schedule.every * self.schedule.window
         windows = [[costs for step, costs in self._samples if begin <= step < begin + length]
                    for begin in (steps - 2 * length, steps - length)]  # fmt: skip
         rows: list[float] = []
-        for cost in predicted.costs:
-            rows.append(predicted.predicted_us[cost])
+        for cost in costs:
+            rows.append(predicted.predicted_us.get(cost, -1.0))
             for window in windows:
                 known = [sample[cost] for sample in window if cost in sample]
                 rows.append(statistics.median(known) if 2 * len(known) > self.schedule.window else -1.0)
