@@ -63,6 +63,11 @@ class _Kept:
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
+    def goes_on_from(self, other: _Kept) -> bool:
+        """Tell whether another plan keeps the same here: made by the same, of the same stream and place."""
+        is_same = other.description == self.description and other.key == self.key
+        return is_same and (other.place == self.place or self.is_shared())
+
     def start_anew(self) -> None:
         self.value.copy_(self.compressor.fresh_state(self.part.length, self.key, self.place))
 
@@ -126,13 +131,17 @@ class CompressorStates:
         """Find all parts by their labels: what has the same label on several ranks must be the same on them."""
         return {part.label: part.value for part in self._parts}
 
-    def take_over(self, other: CompressorStates) -> None:
-        """Go on from another plan's states, where the same compressor keeps the same; the rest starts anew."""
+    def take_over(self, other: CompressorStates) -> list[str]:
+        """Go on from another plan's states where the same compressor keeps the same; return the labels of the rest."""
         known = {part.where: part for part in other._parts}
+        anew: list[str] = []
         for part in self._parts:
             before = known.get(part.where)
-            if before is not None and before.description == part.description and before.key == part.key:
+            if before is not None and part.goes_on_from(before):
                 part.value.copy_(before.value)
+            else:
+                anew.append(part.label)
+        return anew
 
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, each part with what made it, so that another bucketing can load it."""

@@ -14,6 +14,7 @@ from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.site import Site
 from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.layouts import residual_layout, state_layout, velocity_layout
+from fxcomp.state.memories import share_memories
 
 Shapes = Mapping[str, Sequence[int]]
 """The shape of each parameter, by name."""
@@ -61,7 +62,9 @@ class GradientState:
         if fresh.compressor_states.is_empty:  # a plan that is followed after a dense one goes on from them
             fresh.compressor_states = self.compressor_states
         else:
-            fresh.compressor_states.take_over(self.compressor_states)
+            before, now = self.compressor_states, fresh.compressor_states
+            anew = exchange.attempt("going on with what compressors remember", lambda: now.take_over(before))
+            share_memories(now, anew, exchange)
         fresh.rates = dict(self.rates)
 
     def settle(self) -> None:

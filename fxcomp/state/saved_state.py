@@ -25,6 +25,7 @@ from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
+from fxcomp.state.memories import share_memories
 
 VERSION = 3
 
@@ -361,25 +362,9 @@ def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorSt
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in anew}
     everyone = exchange.gather("comparing what compressors remember", fingerprints)
     check_shared_facts(dict(enumerate(everyone)))
-    wanted = set(itertools.chain(*exchange.gather("who lacks what", [label for label in shared if label in anew])))
-
-    def giving() -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for label in (label for label in fingerprints if label in wanted):
-            found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
-        return found
-
-    givers = exchange.gather("joining", exchange.attempt("handing on what compressors remember", giving))
-
-    def taking() -> None:
-        for label in [label for label in shared if label in anew]:
-            given = next((giver[label] for giver in givers if label in giver), None)
-            if given is not None:
-                shared[label].copy_(torch.tensor(given, dtype=shared[label].dtype))
-                del anew[label]
-        kept.tell(anew)
-
-    exchange.attempt("taking over what compressors remember", taking)
+    missing = share_memories(kept, anew, exchange)
+    told = {label: found for label, found in anew.items() if label in missing}
+    exchange.attempt("telling what compressors forget", lambda: kept.tell(told))
 
 
 def _fingerprint(value: Tensor) -> str:

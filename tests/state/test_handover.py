@@ -230,6 +230,39 @@ def test_ranks_that_compress_the_same_sum_hold_the_same_where_one_brings_nothing
     books.train(job, generator)  # fails if ranks end with other means
 
 
+AT_RANDOM = ("int4(stochastic=true)", "dgc(0.2)")
+SUMMED_INSIDE = "all_reduce@intra > compress({0}) > all_gather@inter > decompress"
+FROM_OTHER_PLACES = [
+    "compress({0}) > all_gather@world > decompress",
+    "all_reduce@inter > compress({0}) > all_gather@intra > decompress",
+    "reduce_scatter@intra > compress({0}) > all_gather@inter > decompress > all_gather@intra",
+    "compress(sign) > all_gather@world > decompress",
+]
+
+
+@pytest.mark.parametrize("compressor", AT_RANDOM)
+@pytest.mark.parametrize("before", FROM_OTHER_PLACES)
+def test_ranks_that_compress_the_same_sum_draw_alike_after_another_plan(before: str, compressor: str):
+    """A rank that drew for itself goes on with the stream of the first rank of its host, which it now doubles."""
+    job, books = job_of(before.format(compressor), (2, 2)), Books.empty()
+    generator = torch.Generator().manual_seed(0)
+    books.train(job, generator)
+    follow(job, SUMMED_INSIDE.format(compressor))
+    first, second, third, fourth = (kept.compressor_states.of(0) for kept in job.carried)
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert not torch.equal(first, third), "the hosts' errors average out"
+    books.train(job, generator)  # fails if ranks end with other means
+
+
+def test_a_stream_that_one_rank_goes_on_with_goes_on_on_all_that_share_it():
+    job, generator = job_of(FROM_OTHER_PLACES[0].format("int4(stochastic=true)"), (2, 2)), torch.Generator()
+    Books.empty().train(job, generator.manual_seed(0))
+    follow(job, SUMMED_INSIDE.format("int4(stochastic=true)"))
+    steps = [kept.compressor_states.of(0)[1::2].tolist() for kept in job.carried]
+    assert steps[0] == steps[1] == [1] * len(SIZES)
+
+
 def test_of_a_parameter_in_two_buckets_waits_the_part_that_is_not_fed_back():
     def work(peer: VirtualRank) -> tuple[list[float], list[float]]:
         held = Slice(torch.tensor([1.0, 2.0, 3.0, 4.0]), 0, 4, place=peer.rank, weight=Fraction(1, 2))
