@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxcomp.cluster.cluster import Level
+from fxcomp.cluster.seating import Axis
 from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import EVERYWHERE, Standing, interpret
@@ -128,10 +129,9 @@ class Strategy:
         """The same bucket over the same levels, dense."""
         begun = self.steps[: self.leading_splits]
         held = self.held[len(begun)]
-        missing = EVERYWHERE - held.summed
-        middle = [Collective(CollectiveKind.ALL_REDUCE, level) for level in Level if level.axes == missing]
+        middle = [Collective(CollectiveKind.ALL_REDUCE, level) for level in _levels_along(EVERYWHERE - held.summed)]
         joins = [Collective(split.kind.joined_by, split.level) for split in reversed(held.splits)]
-        return Strategy((*begun, *middle[:1], *joins))
+        return Strategy((*begun, *middle, *joins))
 
     def __str__(self) -> str:
         return text_of(self.steps)
@@ -168,6 +168,12 @@ class Strategy:
         steps = [deal] if first is None else [Compress(first, device), deal, Decompress(device)]
         steps += share if second is None else [Compress(second, device), *share, Decompress(device)]
         return cls((*by.splits, *steps))
+
+
+def _levels_along(axes: frozenset[Axis]) -> list[Level]:
+    """Choose the levels that span these axes: one if there is one, as for hosts and racks; else one for each axis."""
+    whole = [level for level in Level if level.axes == axes]
+    return whole or [level for level in Level if len(level.axes) == 1 and level.axes <= axes]
 
 
 def _one_shot(compressor: Compressor | None, device: Device, level: Level) -> tuple[Step, ...]:

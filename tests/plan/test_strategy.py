@@ -13,6 +13,7 @@ from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
+from fxcomp.plan.space import Phase, Space, strategies_in
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, Device, Strategy
 
 UNEVEN = replace(HOSTS, rooted=True)
@@ -103,6 +104,28 @@ def test_uncompressed_goes_over_the_same_levels(strategy: Strategy):
     if strategy.is_dense and len(strategy.compressors) == 0 and strategy.leading_splits == 0:
         assert dense == strategy
     assert dense.collectives[: strategy.leading_splits] == strategy.collectives[: strategy.leading_splits]
+
+
+THREE_LEVELS = (Level.INTRA, Level.RACK, Level.RACKS)
+ORDERS = [*itertools.permutations(THREE_LEVELS), *itertools.permutations((Level.INTRA, Level.INTER)), (Level.WORLD,)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: " ".join(level.value for level in order))
+def test_every_strategy_over_three_levels_has_a_dense_one_that_begins_alike(order: tuple[Level, ...]):
+    """Whatever the order of levels: one collective may not reach over what is left."""
+    space = Space(ways=(tuple(map(Phase, order)),), compressors=(parse_compressor("int8"),), most_compressions=1)
+    for strategy in strategies_in(space):
+        dense, begun = strategy.uncompressed, strategy.leading_splits
+        assert dense.is_dense, strategy
+        assert dense.steps[:begun] == strategy.steps[:begun], strategy
+        assert dense.leading_splits == begun, strategy
+
+
+def test_where_no_level_spans_what_is_left_each_axis_is_summed_by_itself():
+    odd = "reduce_scatter@rack > compress(int8) > all_gather@intra > decompress > all_reduce@racks > all_gather@rack"
+    assert str(Strategy.parse(odd).uncompressed) == (
+        "reduce_scatter@rack > all_reduce@intra > all_reduce@racks > all_gather@rack"
+    )
 
 
 @pytest.mark.parametrize(
