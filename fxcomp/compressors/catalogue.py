@@ -251,6 +251,10 @@ def _check_fields(kind: type[Compressor]) -> None:
             raise _refusal(
                 kind, f"its facts say that bound_to fills in {field.name!r}", "Give it a default, and write bound_to."
             )
+    counts = [parameter.name for parameter in facts.parameters if parameter.low >= 1]
+    if facts.grain and (facts.grain not in counts or declared[facts.grain].type != "int"):
+        what = f"its facts name {facts.grain!r} as its grain, which is no parameter that counts values"
+        raise _refusal(kind, what, "Name an int parameter of 1 or more, or override the property grain.")
 
 
 def _check_methods(kind: type[Compressor]) -> None:

@@ -42,7 +42,7 @@ class Declared(ABC):
         """The compressor for one segment of the bucket that it was bound to: ask it for that segment's state."""
         return self
 
-    # A subclass overrides these four where they depend on its parameters.
+    # A subclass overrides these where they depend on its parameters in another way.
 
     @property
     def feedback(self) -> Feedback:
@@ -63,7 +63,7 @@ class Declared(ABC):
     @property
     def grain(self) -> int:
         """The number of values that share something, such as a scale: no shard cuts between them."""
-        return max(1, int(getattr(self, "block", 1)))
+        return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
 
     # What follows
 

@@ -109,6 +109,9 @@ class Facts:
     proposal_dtype: torch.dtype = torch.float32
     sends_values: bool = False
     """True if values are sent exactly: the residual is 0 where a value was sent, and the whole value elsewhere."""
+    grain: str = ""
+    """The parameter that counts the values which share something, such as a scale: shards are cut at its multiples.
+    Empty if a shard may be cut anywhere; where it depends on more, override `grain`."""
     needs_whole_parameters: bool = False
     """Cannot compress a shard of a bucket: it uses the parameters' shapes."""
     use: str

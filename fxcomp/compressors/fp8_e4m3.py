@@ -32,6 +32,7 @@ class FP8E4M3(FP8):
         bias=Bias.ROUNDING,
         feedback=Feedback.OPTIONAL,
         parameters=(Parameter("block", "values that share a scale", 1, 65536),),
+        grain="block",
         use="Gradients whose sizes differ much within a block; hardware that reads fp8.",
         avoid="Gaussian gradients: int8 is ten times as exact for the same bytes.",
         source="OCP 8-bit floating point, E4M3; a scale a block",

@@ -32,6 +32,7 @@ class FP8E5M2(FP8):
         bias=Bias.ROUNDING,
         feedback=Feedback.OPTIONAL,
         parameters=(Parameter("block", "values that share a scale", 1, 65536),),
+        grain="block",
         use="Without error feedback, values of which some are 400,000 times the others: e4m3 rounds those to 0.",
         avoid="Elsewhere: fp8_e4m3 has half its error for the same bytes.",
         source="OCP 8-bit floating point, E5M2; a scale a block",

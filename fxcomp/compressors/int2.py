@@ -60,6 +60,7 @@ class Int2(BlockCompressor):
         ),
         state="16 a segment if stochastic",
         state_dtype=torch.int64,
+        grain="block",
         use="Slow links, with error feedback: half of int4's bytes.",
         avoid="Stochastic: its error is as large as the gradient; take int4.",
         source="mid-rise uniform quantiser, scaled by the mean magnitude as in EF-SignSGD",

@@ -50,6 +50,7 @@ class Int4(SymmetricCompressor):
         ),
         state="16 a segment if stochastic",
         state_dtype=torch.int64,
+        grain="block",
         use="Slow links: an eighth of the bytes at the dense loss.",
         avoid="Where int8 already hides behind compute.",
         source="block-wise symmetric quantisation",

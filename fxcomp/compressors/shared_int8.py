@@ -84,6 +84,7 @@ class SharedInt8(Compressor):
         state_dtype=torch.int64,
         agreement=Agreement.MAX,
         proposal="4⌈n/B⌉",
+        grain="block",
         use="Where gathering int8 from all ranks costs more than two all_reduces: from about 4 to 18 ranks.",
         avoid="On two or three ranks, where int8 has more levels and asks no second time; on more than 127.",
         source="integer all_reduce on a global maximum, as in Global-QSGD and THC",

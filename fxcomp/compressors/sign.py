@@ -44,6 +44,7 @@ class Sign(BlockCompressor):
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         parameters=(Parameter("block", "values that share a scale", 8, 65536),),
+        grain="block",
         use="Very slow links, with error feedback and stochastic gradient descent.",
         avoid="Adam, and learning rates near the edge of stability.",
         source="Karimireddy et al. 2019, error feedback fixes SignSGD; a scale a block",

@@ -166,3 +166,10 @@ def test_chunks_lie_in_one_shard():
     assert parse_compressor("chunkmax(0.0001)").grain == 10_000
     assert parse_compressor("int8(block=96)").grain == 96
     assert parse_compressor("topk(0.1)").grain == 1
+
+
+def test_whatever_has_blocks_says_so():
+    """A field of that name alone says nothing: another package may call it as it likes."""
+    with_blocks = [c for c in COMPRESSORS if any(parameter.name == "block" for parameter in c.facts.parameters)]
+    assert with_blocks
+    assert all(compressor.facts.grain == "block" and compressor.grain > 1 for compressor in with_blocks)

@@ -51,6 +51,7 @@ def test_an_installed_compressor_is_found_by_name_and_travels_in_a_plan(tmp_path
         "from fxcomp.plan.strategy import Strategy\n"
         "text = 'compress(pool(width=16))@gpu > all_reduce@world > decompress@gpu'\n"
         "assert str(Strategy.parse(text)) == text\n"
+        "assert Strategy.parse(text).compressor.grain == 16\n"
         "print(type(Strategy.parse(text).compressor).__module__)",
         _installed(tmp_path),
         EXAMPLE,
@@ -228,6 +229,11 @@ def _forgotten() -> Iterator[None]:
         (
             [('Parameter("width"', 'Parameter("widht"')],
             "its facts name 'widht', which is no field; there is width.\n  Spell them alike.",
+        ),
+        (
+            [('grain="width"', 'grain="block"')],
+            "its facts name 'block' as its grain, which is no parameter that counts values.\n"
+            "  Name an int parameter of 1 or more, or override the property grain.",
         ),
         (
             [(FIELD, "width: str = '8'")],

@@ -48,6 +48,7 @@ class Pool(Compressor):
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         parameters=(Parameter("width", "values that share a mean", 1, 65536),),
+        grain="width",
         use="Smooth gradients: wide embeddings, convolutions over large images.",
         avoid="Anything whose neighbouring values have nothing to do with each other.",
         source="average pooling",
