@@ -1,10 +1,13 @@
-"""A rank that is killed between the two shots of a step: every other one says what did not end, and who is missing."""
+"""A rank is killed, or stalls, between the two shots of a step: all others say what did not end, and who is missing."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +17,13 @@ from ranks import try_ranks
 from small_step import batch, compiled
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.flight import Launch
 
 RANKS = 3
+STALL_S = 3.0
 
 TWO_SHOTS = (
     "compress(int4(block=32))@gpu > all_to_all@world > decompress@gpu > "
@@ -33,13 +38,17 @@ def two_buckets(device: str) -> fxcomp.CompiledStep:
     return compiled(plan=Plan(tuple(Bucket((name,), (size,), strategy) for name, size in sizes.items())))
 
 
+def is_second_shot(launch: Launch) -> bool:
+    return launch.name.startswith("all_gather_1")
+
+
 def one_is_killed(rank: int, device: str) -> None:
     step = two_buckets(device)
     step(batch(0))
     start = Launch.start
 
     def killed(self: Launch, *arguments: Any) -> Any:
-        if self.name.startswith("all_gather_1"):
+        if is_second_shot(self):
             os.kill(os.getpid(), signal.SIGKILL)
         return start(self, *arguments)
 
@@ -57,4 +66,34 @@ def test_all_others_name_a_rank_that_is_killed_and_the_bucket(victim: int, devic
         assert outcomes[rank].error == "PeerFailed"
         # Some of what it sent before may be lost with it.
         cause = rf"(all_gather|all_to_all)@world of bucket (0|1) did not end \(line \1_\2_int\d\): rank {victim} left"
+        assert re.match(f"step 1 did not end: {cause}", outcomes[rank].text)
+
+
+def one_stalls(rank: int, device: str) -> None:
+    """Stop one rank before its second shot, until the others have given it up."""
+    store, start = compat.default_store(), Launch.start
+    others = [f"raised/{k}" for k in range(RANKS) if k != rank]
+    with patch.object(compat, "group_timeout", lambda: timedelta(seconds=STALL_S)):
+        step = two_buckets(device)
+    step(batch(0))
+
+    def stalled(self: Launch, *arguments: Any) -> Any:
+        while is_second_shot(self) and not store.check(others):  # not wait: it would keep other threads from the store
+            time.sleep(0.01)
+        return start(self, *arguments)
+
+    try:
+        with patch.object(Launch, "start", stalled) if dist.get_rank() == rank else nullcontext():
+            step(batch(1))
+    finally:
+        store.set(f"raised/{dist.get_rank()}", "")
+
+
+@pytest.mark.parametrize(("victim", "device"), [(0, "gpu"), (2, "cpu")])
+def test_all_others_name_a_rank_that_stalls_and_the_bucket(victim: int, device: str):
+    outcomes = try_ranks(RANKS, one_stalls, victim, device, timeout_s=60)
+    assert outcomes[victim].error == "PeerFailed"
+    for rank in {*range(RANKS)} - {victim}:
+        assert outcomes[rank].error == "PeerFailed"
+        cause = rf"all_gather@world of bucket 1 did not end \(line all_gather_1_int8\): rank {victim} left"
         assert re.match(f"step 1 did not end: {cause}", outcomes[rank].text)
