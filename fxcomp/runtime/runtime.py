@@ -65,6 +65,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     def take(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
@@ -76,9 +77,19 @@ class Buffers:
             buffer = self._known[key] = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
         return buffer
 
+    def take_packed(self, name: str, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The buffer that gradients are packed into, and the slot of each in it."""
+        flat = self.take(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
+        types = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
+        parts = self._slots.get((name, types))
+        if parts is None:
+            parts = self._slots[name, types] = slots(flat, gradients)
+        return flat, parts
+
     def clear(self) -> None:
         """Give the memory back."""
         self._known.clear()
+        self._slots.clear()
 
 
 class Runtime:
@@ -96,7 +107,6 @@ class Runtime:
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.pool = HostPool()
         self._buffers = Buffers()
-        self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     # Lines of an emitted step
 
@@ -110,11 +120,7 @@ class Runtime:
     ) -> Tensor:
         """Copy gradients into one flat bucket, scaled; `starts` says where parts of gradients begin, all 0 if empty."""
         self.see(parameters, gradients, starts)
-        types = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
-        flat = self._buffers.take(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
-        parts = self._slots.get((name, types))
-        if parts is None:
-            parts = self._slots[name, types] = slots(flat, gradients)
+        flat, parts = self._buffers.take_packed(name, gradients)
         copy_scaled(gradients, scale, parts)
         for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
             late = self.undelivered.get(parameter)
@@ -318,7 +324,6 @@ class Runtime:
     def forget_buffers(self) -> None:
         """Give back the memory of lines that will not run again. No line may be running."""
         self._buffers.clear()
-        self._slots.clear()
 
     def close(self) -> None:
         """End the pool's threads."""
