@@ -1,5 +1,5 @@
 // Two bits a value and one fp32 scale a block: fxcomp/compressors/int2.py has the formulas, blocks.h the loops.
-#include "blocks.h"
+#include "integers.h"
 
 constexpr float kOuter = 1.5f;  // the outer level, in units of the scale
 

@@ -1,5 +1,5 @@
 // 4 bits a value and one fp32 scale a block: fxcomp/compressors/int4.py has the formulas, blocks.h the loops.
-#include "blocks.h"
+#include "integers.h"
 
 constexpr Integers<4, false> kNearest{7.0f};
 constexpr Integers<4, true> kAtRandom{7.0f};

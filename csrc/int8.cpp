@@ -1,5 +1,5 @@
 // 8 bits a value and one fp32 scale a block: fxcomp/compressors/int8.py has the formulas, blocks.h the loops.
-#include "blocks.h"
+#include "integers.h"
 
 constexpr Integers<8, false> kNearest{127.0f};
 constexpr Integers<8, true> kAtRandom{127.0f};

@@ -3,22 +3,17 @@
 // Three products of a matrix with a thin factor, each limited by reading the matrix. Written here rather than taken from
 // a BLAS, whose bits depend on the machine, and so that v = bucket + residual never goes to main memory: proposing reads
 // 8 bytes an element, the payload 8, the residual 8 and 4 to write. All keep 16 sums of 16 lanes in registers.
-#include <cmath>
-#include <vector>
-
 #include "common.h"
-#include "random.h"
+#include "orthonormal.h"
 #include "threads.h"
 
 namespace {
 
 constexpr int64_t kLane = 16;        // floats that one operation takes
-constexpr int64_t kSpan = 64;        // columns of a product that add up apart
 constexpr int64_t kChunk = 32;       // rows that add up before they join the total
 constexpr int64_t kMaxRank = 64;     // as in powersgd.py
 constexpr int64_t kRowTile = 1024;   // columns of four rows: 16 KB of the first-level cache
 constexpr int64_t kColumnTile = 256; // columns of a chunk: 32 KB
-constexpr double kNothingLeft = 0x1p-20;
 
 #if defined(__GNUC__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // no function that takes or gives Lanes is ever called: all are inlined
@@ -58,21 +53,6 @@ struct Matrix {
     const float* bucket;
     const float* residual;
     int64_t rows, columns;
-};
-
-// `rank` vectors, one behind the other, each `stride` long.
-struct Factors {
-    const float* values;
-    int64_t stride;
-};
-
-// Orthonormal vectors, kept from call to call; what follows a vector, up to a multiple of kSpan, is zero.
-struct Basis {
-    std::vector<float> values;
-    std::vector<double> exact, terms;
-    int64_t stride = 0;
-
-    Factors factors() const { return {values.data(), stride}; }
 };
 
 // Writes v of a row from column `first`, and zeros up to a multiple of kSpan.
@@ -278,102 +258,6 @@ FXCOMP_BODY void reconstruct(const Factors& p, const Factors& q, int64_t next, i
     }
     const float factor = mean_factor(ranks);
     for (int64_t i = begin * columns; i < end * columns; ++i) out[i] *= factor;
-}
-
-// Orthonormal vectors
-
-FXCOMP_INLINE double dot(const double* FXCOMP_RESTRICT a, const double* FXCOMP_RESTRICT b, int64_t size, int64_t padded,
-                         double* FXCOMP_RESTRICT terms) {
-    for (int64_t i = 0; i < size; ++i) terms[i] = a[i] * b[i];
-    for (int64_t i = size; i < padded; ++i) terms[i] = 0.0;
-    for (int64_t half = padded / 2; half > 0; half /= 2) {
-        for (int64_t i = 0; i < half; ++i) terms[i] += terms[i + half];
-    }
-    return terms[0];
-}
-
-FXCOMP_INLINE double norm(const double* vector, int64_t size, int64_t padded, double* terms) {
-    return std::sqrt(dot(vector, vector, size, padded, terms));
-}
-
-// Twice, for the first time leaves rounding errors of the size of what it takes away.
-FXCOMP_INLINE void take_away(const double* basis, int64_t count, int64_t size, int64_t padded, double* vector,
-                             double* terms) {
-    for (int64_t j = 0; j < 2 * count; ++j) {
-        const double* FXCOMP_RESTRICT other = basis + (j % count) * size;
-        const double part = dot(other, vector, size, padded, terms);
-        double* FXCOMP_RESTRICT to = vector;
-        for (int64_t i = 0; i < size; ++i) to[i] = to[i] - part * other[i];
-    }
-}
-
-FXCOMP_INLINE bool is_finite(const float* values, int64_t size) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, magnitude_bits(values[i]));
-    return largest < kInfinityBits;
-}
-
-// `values` are `rank` vectors; those that are not finite count as zeros.
-FXCOMP_BODY void orthonormalise(const float* values, int64_t rank, int64_t size, int64_t padded, bool as_zero,
-                                double* exact, double* terms, float* out, int64_t stride) {
-    for (int64_t j = 0; j < rank; ++j) {
-        double* FXCOMP_RESTRICT vector = exact + j * size;
-        for (int64_t i = 0; i < size; ++i) vector[i] = as_zero ? 0.0 : static_cast<double>(values[j * size + i]);
-        const double before = norm(vector, size, padded, terms);
-        take_away(exact, j, size, padded, vector, terms);
-        double length = norm(vector, size, padded, terms);
-        if (!(length > kNothingLeft * before)) {
-            const int64_t state[2] = {0, j};
-            const Stream stream = stream_of(state);
-            for (int64_t i = 0; i < size; ++i) {
-                const uint32_t bits = random_bits(stream, static_cast<uint32_t>(i));
-                const uint32_t sum = (bits & 255u) + ((bits >> 8) & 255u) + ((bits >> 16) & 255u) + (bits >> 24);
-                vector[i] = static_cast<double>(static_cast<int32_t>(sum) - 510);
-            }
-            take_away(exact, j, size, padded, vector, terms);
-            length = norm(vector, size, padded, terms);
-        }
-        float* FXCOMP_RESTRICT to = out + j * stride;
-        for (int64_t i = 0; i < size; ++i) {
-            vector[i] = vector[i] / length;
-            to[i] = static_cast<float>(vector[i]);
-        }
-        for (int64_t i = size; i < stride; ++i) to[i] = 0.0f;
-    }
-}
-
-void resize(Basis& basis, int64_t rank, int64_t size, int64_t padded) {
-    basis.stride = round_up(size, kSpan);
-    const auto grow = [](auto& vector, int64_t elements) {
-        if (vector.size() < static_cast<size_t>(elements)) vector.resize(static_cast<size_t>(elements));
-    };
-    grow(basis.values, rank * basis.stride);
-    grow(basis.exact, rank * size);
-    grow(basis.terms, padded);
-}
-
-int64_t power_of_two_from(int64_t size) {
-    int64_t power = 1;
-    while (power < size) power *= 2;
-    return power;
-}
-
-// An orthonormal basis of what `rank` vectors span. NaN if one is not finite, or another basis if `mend`.
-void span(const float* values, int64_t rank, int64_t size, bool mend, Basis& basis) {
-    const int64_t padded = power_of_two_from(size);
-    resize(basis, rank, size, padded);
-    const bool finite = is_finite(values, rank * size);
-    if (!finite && !mend) {
-        std::fill(basis.values.begin(), basis.values.begin() + rank * basis.stride, float_of(kNanBits));
-        return;
-    }
-    widest<orthonormalise>(values, rank, size, padded, !finite, basis.exact.data(), basis.terms.data(),
-                           basis.values.data(), basis.stride);
-}
-
-Basis& kept_basis() {
-    thread_local Basis basis;
-    return basis;
 }
 
 // Dense segments
