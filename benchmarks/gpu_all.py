@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,10 +35,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
+from gpu_records import TIMED, Results
 from torch import nn
 
 import fxcomp
-from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.codegen import program
 from fxcomp.commands.demo.gpt import GPT
@@ -54,7 +53,6 @@ from fxcomp.testing.devices import round_on
 from fxcomp.testing.samples import NOT_FINITE
 
 STEPS = 20
-TIMED = 30
 SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 NEEDED = ("0.01", "2", "2.0, 0.01")  # what the first parameters may be where a compressor has no defaults
 VARIANTS = (
@@ -104,48 +102,6 @@ def compiled_step(job: Job, **options: object) -> fxcomp.CompiledStep:
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
-
-
-class Results:
-    """Records of checks and times, written to a file as they come; a check that raises is a record too."""
-
-    def __init__(self, path: Path | None = None, only: str = "") -> None:
-        self.records: list[dict[str, object]] = []
-        self.only = only
-        self._path = path
-
-    def add(self, *records: dict[str, object]) -> None:
-        self.records += records
-        if self._path is not None:
-            compat.write_atomically(self._path, json.dumps(self.records, indent=1) + "\n")
-
-    def check(self, name: str, run: Callable[[], tuple[bool, str]]) -> None:
-        if self.only not in name:
-            return
-        try:
-            ok, detail = run()
-        except Exception as error:
-            traceback.print_exc()
-            ok, detail = False, f"{type(error).__name__}: {error}"
-        self.add({"check": name, "ok": ok, "detail": detail})
-        print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
-
-    def time(self, contestants: dict[str, Callable[[], object]]) -> None:
-        """Steps in turns, each until the GPU is done."""
-        times: dict[str, list[float]] = {name: [] for name in contestants}
-        for _ in range(TIMED):
-            for name, run in contestants.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                run()
-                torch.cuda.synchronize()
-                times[name].append(1e3 * (time.perf_counter() - start))
-        for name, found in times.items():
-            ordered = sorted(found)
-            low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-            ms = {"median": statistics.median(ordered), "p10": low, "p90": high, "n": len(ordered)}
-            self.add({"name": name, "ms": ms})
-            print(f"     {name}: {ms['median']:.2f} ms ({low:.2f} to {high:.2f})", flush=True)
 
 
 def one_gpu(results: Results) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from gpu_all import Results
+from gpu_records import Results
 
 
 def test_every_record_is_in_the_file_as_soon_as_there_is_one(tmp_path: Path):

@@ -15,6 +15,7 @@ from fxcomp.compressors.sidco import Controller, is_contradicted, most_stages, s
 from fxcomp.compressors.tail_fits import Fit, fit_threshold, inverse_gamma, mean_log
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import distributions
 import sidco as benchmark
 
 N = 1 << 18
@@ -40,15 +41,15 @@ def _threshold(samples: Tensor, ratio: float, stages: int, fit: Fit) -> float:
     ],
 )
 def test_fits_select_what_is_known_of_them(distribution: str, fit: Fit, stages: int, at_10: float, at_1: float) -> None:
-    samples = benchmark.draw(distribution, 1 << 20, seed=3)
+    samples = distributions.draw(distribution, 1 << 20, seed=3)
     assert _threshold(samples, 0.1, stages, fit) == pytest.approx(at_10, abs=0.03)
     assert _threshold(samples, 0.01, stages, fit) == pytest.approx(at_1, abs=0.05)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.001])
-@pytest.mark.parametrize("distribution", benchmark.DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", distributions.DISTRIBUTIONS)
 def test_about_k_values_are_sent_from_the_first_call_on(distribution: str, ratio: float) -> None:
-    samples = [benchmark.draw(distribution, N, seed) for seed in range(12)]
+    samples = [distributions.draw(distribution, N, seed) for seed in range(12)]
     for name in benchmark.KINDS:
         cell = benchmark.measure_selection(name, distribution, ratio, samples)
         assert 0.8 < cell.first_call < 1.2, f"{name}: the first call sends {cell.first_call:.2f} of the target"
@@ -79,7 +80,7 @@ def test_the_mean_logarithm_is_that_of_what_is_not_zero() -> None:
 
 
 def test_a_quarter_or_more_takes_one_stage() -> None:
-    samples = benchmark.draw("Laplace", 10_000, 0).abs()
+    samples = distributions.draw("Laplace", 10_000, 0).abs()
     level = fit_threshold(samples, 3000, 5, Fit.EXPONENTIAL)
     assert level == pytest.approx(samples.mean().item() * math.log(1 / 0.3), rel=1e-6)
 
@@ -154,7 +155,7 @@ def test_the_kernel_follows_the_reference_through_windows_and_resampling(compres
     state = torch.tensor([*_as_dict(Controller()).values(), *_as_dict(resampling).values()])
     residual = torch.zeros(203_000)
     for seed in range(12):
-        gradient = benchmark.draw("Pareto .45", 203_000, seed)
+        gradient = distributions.draw("Pareto .45", 203_000, seed)
         expected = compressor.compress_reference(EncoderInput(gradient, residual, segments, state))
         payload = torch.empty(compressor.payload_elements(segments), dtype=torch.uint8)
         compressor.encode(gradient, residual, payload, segments, state)
