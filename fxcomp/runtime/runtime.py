@@ -70,11 +70,11 @@ class Buffers:
     def take(
         self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
     ) -> Tensor:
-        """The buffer of a line, made at the first call. Another capture may use the name for another size."""
+        """The buffer of a line, zeros at the first call. Another capture may use the name for another size."""
         key = (name, elements, dtype)
         buffer = self._known.get(key)
         if buffer is None:
-            buffer = self._known[key] = torch.empty(elements, dtype=dtype, device=device, pin_memory=pinned)
+            buffer = self._known[key] = torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned)
         return buffer
 
     def take_packed(self, name: str, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

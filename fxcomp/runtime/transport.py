@@ -235,14 +235,16 @@ class NullTransport:
         return _Done()
 
     def all_gather(self, move: Move) -> Work:
-        """Repeat this rank's part. Parts of other sizes are zero, which a decoder may refuse."""
+        """Repeat this rank's part. Parts of other sizes stay what they are.
+
+        So there are the payloads that a step over the network left there, or the zeros of a new buffer. Some decoders
+        refuse zeros (top-k, which names every place once): run such a step over the network first.
+        """
         parts = move.parts(Pattern.ALL_GATHER, self.place(move.level))
         value = move.value.view(-1)
         for part in torch.split_with_sizes(move.out.view(-1), parts):
             if part.numel() == value.numel():
                 part.copy_(value)
-            else:
-                part.zero_()
         return _Done()
 
     def all_to_all(self, move: Move) -> Work:

@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from compressor_cases import COMPRESSORS
 
 from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, kernels
+from fxcomp.errors import BadPayload
+from fxcomp.plan.interpret import travels_whole
 from fxcomp.testing import CHECKS
 
 FIRST_OF_CLASS = {type(compressor): compressor for compressor in COMPRESSORS[::-1]}
@@ -51,3 +54,21 @@ def test_the_size_of_a_payload_is_the_formula(
     compressor: Compressor, segments: tuple[int, ...], payload_bytes: int
 ) -> None:
     assert compressor.payload_bytes(segments) == payload_bytes
+
+
+def test_a_payload_of_zeros_decodes_to_finite_values_or_is_refused_by_top_k() -> None:
+    """A step without a network decodes zeros where nobody has sent anything yet."""
+    refusing: set[str] = set()
+    for compressor in COMPRESSORS:
+        if travels_whole(compressor):
+            continue
+        for segments in ((1000, 7), (5,)):
+            payload = torch.zeros(2 * compressor.payload_elements(segments), dtype=compressor.payload_dtype)
+            out = torch.full((sum(segments),), torch.nan)
+            try:
+                compressor.decode(payload, 2, segments, out)
+            except BadPayload:
+                refusing.add(compressor.name)
+            else:
+                assert out.isfinite().all(), compressor
+    assert refusing == {"topk"}

@@ -14,6 +14,7 @@ from fxcomp.cluster.cluster import Level
 from fxcomp.errors import BadTensor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_links import TimedCollectives
+from fxcomp.runtime.group import Work
 from fxcomp.runtime.moves import Cut, Move, Pattern, from_first
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Groups, NullTransport, add_in_order
@@ -167,6 +168,24 @@ def test_no_network_gives_own_values_in_the_shapes_of_a_real_one():
         assert launched("reduce", three, from_first(6, 3), place) == three.tolist() * root
         brought_here = three if root else three[:0]
         assert launched("broadcast", brought_here, from_first(6, 3), place) == (three.tolist() if root else [0.0] * 6)
+
+
+class Answering(At):
+    """A network on which every rank brings sevens."""
+
+    def all_gather(self, move: Move) -> Work:
+        move.out.fill_(7.0)
+        return super().all_gather(move)
+
+
+def test_parts_of_other_sizes_stay_what_the_network_brought():
+    """A decoder may refuse what no encoder made."""
+    rt = Runtime(Answering(2), CPU)
+    for network in (Answering(2), At(2)):
+        rt.transport = network
+        result = rt.wait(rt.launch("a", "all_gather", torch.tensor([1.0, 2.0]), (3, 1, 2), "world"))
+        assert isinstance(result, Tensor)
+        assert result.tolist() == [7.0] * 4 + [1.0, 2.0]
 
 
 def test_a_broadcast_of_one_part_overwrites_it():
