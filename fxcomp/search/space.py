@@ -1,0 +1,142 @@
+"""List the buckets that a search may make: rows of atoms to be cut, and what each piece may travel by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.error_budget import is_bursty, strategy_error
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.atoms import Atom, atoms_of, joined
+from fxcomp.search.blocks import Blocks
+from fxcomp.search.labels import Option
+from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.workload import Workload
+
+_SAME = 1e-9  # relative: a plan's error may exceed the limit by rounding
+
+
+class Row:
+    """Atoms of one content, in ready order; a bucket holds neighbours."""
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        atoms: Sequence[Atom],
+        choices: Sequence[Strategy],
+        job: tuple[Workload, CostTable, Cluster],
+        *,
+        prunes: bool,
+        limits: bool,
+    ) -> None:
+        self.members, self.choices = members, choices
+        self._atoms, self._job, self._prunes, self._limits = atoms, job, prunes, limits
+        self._known: dict[tuple[int, int], tuple[Option, ...]] = {}
+
+    def options(self, start: int, stop: int) -> tuple[Option, ...]:
+        """List what a bucket of these members may be, without those that another one makes needless."""
+        known = self._known.get((start, stop))
+        if known is None:
+            known = self._known[start, stop] = self._listed(start, stop)
+        return known
+
+    def _listed(self, start: int, stop: int) -> tuple[Option, ...]:
+        workload, costs, cluster = self._job
+        members = joined([self._atoms[k] for k in self.members[start:stop]], costs)
+        gradients = [gradient for gradient, _ in members]
+        elements = sum(len(extent) for _, extent in members)
+        found: list[Option] = []
+        for strategy in self.choices:
+            blocks = Blocks.of(price_bucket(0, gradients, strategy, workload, costs, cluster))
+            assert blocks is not None, f"{strategy} has tasks that run beside each other"
+            lost = elements * strategy_error(strategy, cluster)
+            bursting = elements if is_bursty(strategy, cluster) else 0
+            option = Option(blocks, strategy, tuple(members), lost, bursting, workload.updates_wait)
+            if not self._prunes:
+                found.append(option)
+            elif not any(self._is_no_worse(other, option) for other in found):
+                found = [other for other in found if not self._is_no_worse(option, other)]
+                found.append(option)
+        return tuple(found)
+
+    def _is_no_worse(self, one: Option, other: Option) -> bool:
+        if self._limits and (one.lost > other.lost or one.bursting > other.bursting):
+            return False
+        return one.blocks.is_within(other.blocks)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One way to group gradients: each row is cut by itself, and buckets leave by their last atoms."""
+
+    rows: tuple[Row, ...]
+    atoms: tuple[Atom, ...]
+    lossable: float
+    """The squared error that a plan may have, in elements."""
+    bursty: float
+    """The elements that may come in bursts."""
+    limits: bool
+    """Some plan is not allowed."""
+    can_dominate: bool
+    """Streams share no processors."""
+
+    @cached_property
+    def end(self) -> tuple[int, ...]:
+        return tuple(len(row.members) for row in self.rows)
+
+    def last_of(self, place: tuple[int, ...]) -> int:
+        """Return the last atom that is dealt."""
+        return max(row.members[stop - 1] if stop else -1 for row, stop in zip(self.rows, place, strict=True))
+
+    def ready_us(self, atom: int) -> float:
+        return self.atoms[atom].gradient.ready_us if atom >= 0 else 0.0
+
+    def can_end(self, place: tuple[int, ...]) -> bool:
+        """Tell that what is left can leave after what is dealt."""
+        last = self.last_of(place)
+        return all(
+            stop == len(row.members) or row.members[-1] > last for row, stop in zip(self.rows, place, strict=True)
+        )
+
+    def allows(self, lost: float, bursting: int) -> bool:
+        return lost <= self.lossable and bursting <= self.bursty
+
+
+def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> list[Rows]:
+    """List the groupings: vectors apart from matrices, and together with them if there are both."""
+    atoms = tuple(atoms_of(workload, cluster.world_size))
+    elements = sum(atom.elements for atom in atoms)
+    lossable = elements * error_limit(mode) * (1 + _SAME)
+    bursty = elements * bursts if bursts < 1 else math.inf
+    can_dominate = not shares_processors(costs)
+    by_content = {
+        Content.MATRICES: [k for k, atom in enumerate(atoms) if not atom.gradient.is_vector],
+        Content.VECTORS: [k for k, atom in enumerate(atoms) if atom.gradient.is_vector],
+    }
+    apart = {content: members for content, members in by_content.items() if members}
+    groupings = [apart, {Content.MIXED: list(range(len(atoms)))}] if len(apart) == 2 else [apart]
+    made: list[Rows] = []
+    for grouping in groupings:
+        rows: list[Row] = []
+        limits = False
+        for content, members in grouping.items():
+            choices = strategies(mode, cluster, content, offload=costs.offloads)
+            worst = max(strategy_error(strategy, cluster) for strategy in choices)
+            limits |= worst * elements > lossable or bursty < elements
+            job = workload, costs, cluster
+            rows.append(Row(members, atoms, choices, job, prunes=can_dominate, limits=limits))
+        made.append(Rows(tuple(rows), atoms, lossable, bursty, limits, can_dominate))
+    return made
+
+
+def shares_processors(costs: CostTable) -> bool:
+    """Tell that work on one stream may slow work on another: the pool's threads, or the network's software."""
+    processors = costs.processors
+    if math.isinf(processors.count):
+        return False
+    return bool(costs.transport) or (costs.offloads and processors.count < processors.compute + 2 * costs.pool_load)
