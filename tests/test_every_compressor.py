@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -42,11 +44,6 @@ COMPRESSORS = [
     "int2(stochastic=true)",
     "shared_int8(stochastic=false)",
 ]
-PLACES = [
-    *((text, place) for text in COMPRESSORS for place in ("gpu", "cpu")),
-    ("int8", "uniform"),
-    ("powersgd(2)", "uniform"),
-]
 WHOLE = [text for text in COMPRESSORS if not parse_compressor(text).facts.needs_whole_parameters]
 
 
@@ -59,6 +56,19 @@ def kind_of(text: str) -> tuple[object, ...]:
 
 FIRST_OF_KIND = list({kind_of(text): text for text in WHOLE[::-1]}.values())
 REST = [text for text in WHOLE if text not in FIRST_OF_KIND]
+
+Case = tuple[str, str]
+"""A compressor, and where it runs."""
+
+FAST: list[Case] = [
+    *((text, "gpu") for text in COMPRESSORS),
+    *((text, "cpu") for text in COMPRESSORS if text not in REST),
+    ("int8", "uniform"),
+    ("powersgd(2)", "uniform"),
+]
+SLOW: list[Case] = [(text, "cpu") for text in REST]
+"""The pool treats compressors of one kind alike."""
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 Bytes = dict[tuple[str, str], int]
 
@@ -76,7 +86,7 @@ class Numbers:
     error: str = ""
 
 
-def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Numbers]:
+def train_all(cases: list[Case]) -> dict[Case, Numbers]:
     return {case: _attempt(*case) for case in cases}
 
 
@@ -137,11 +147,15 @@ def declared_bytes(plan: Plan, step: fxcomp.CompiledStep, place: str) -> Bytes:
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[dict[tuple[str, str], Numbers]]:
-    return run_ranks(2, train_all, PLACES)
+def on_two() -> Callable[[Case], list[Numbers]]:
+    @cache
+    def numbers_of(group: tuple[Case, ...]) -> list[dict[Case, Numbers]]:
+        return run_ranks(2, train_all, list(group))
+
+    return lambda case: check(numbers_of(tuple(FAST if case in FAST else SLOW)), case)
 
 
-def check(everyone: list[dict[tuple[str, str], Numbers]], case: tuple[str, str]) -> list[Numbers]:
+def check(everyone: list[dict[Case, Numbers]], case: Case) -> list[Numbers]:
     numbers = [rank[case] for rank in everyone]
     assert not any(n.error for n in numbers), "\n".join(n.error for n in numbers)
     assert len({n.fingerprint for n in numbers}) == 1
@@ -150,16 +164,18 @@ def check(everyone: list[dict[tuple[str, str], Numbers]], case: tuple[str, str])
     return numbers
 
 
-@pytest.mark.parametrize(("text", "place"), PLACES)
+@pytest.mark.parametrize(("text", "place"), CASES)
 def test_all_ranks_hold_the_same_bits_and_send_what_is_declared(on_two: Any, text: str, place: str):
-    for numbers in check(on_two, (text, place)):
+    for numbers in on_two((text, place)):
         assert numbers.sent == numbers.declared
 
 
-@pytest.mark.parametrize("text", COMPRESSORS)
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[pytest.mark.slow] if text in REST else []) for text in COMPRESSORS]
+)
 def test_the_pool_computes_what_the_main_thread_computes(on_two: Any, text: str):
-    for rank in on_two:
-        assert rank[text, "cpu"].fingerprint == rank[text, "gpu"].fingerprint
+    for on_pool, on_main in zip(on_two((text, "cpu")), on_two((text, "gpu")), strict=True):
+        assert on_pool.fingerprint == on_main.fingerprint
 
 
 @pytest.mark.parametrize("texts", [FIRST_OF_KIND, pytest.param(REST, marks=pytest.mark.slow)], ids=["kinds", "rest"])
