@@ -94,7 +94,7 @@ def trained(strategy: Strategy, cluster: Cluster, number: int, count: int) -> Te
 
 def check(shape: str, strategies: list[Strategy]) -> None:
     ranks = cluster_of(shape).world_size
-    results = run_ranks(ranks, train, shape, list(map(str, strategies)))
+    results = run_ranks(ranks, train, shape, list(map(str, strategies)), timeout_s=900.0)
     assert len({fingerprint for fingerprint, _ in results}) == 1
     assert [strays for _, strays in results] == [[]] * ranks
 
