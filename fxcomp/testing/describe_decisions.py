@@ -18,6 +18,7 @@ from fxcomp.plan.streams import WIRES, Stream
 from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
+from fxcomp.search.oracle import EXACT, bound_us, optimum
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.testing.decision_example import CLUSTER, COMPRESSOR_START_US, COSTS, LINK, MODE, WORKLOAD
 
@@ -102,9 +103,11 @@ strategy and all others stayed as they are:
 """
 
 ALTERNATIVES_END = """
-Fewer bytes are no gain where compute hides the wire and the compressor's time does not hide. Of two plans that are
-predicted to take equally long, the one that loses less wins.
+Fewer bytes are no gain where compute hides the wire and nothing hides the compressor. Of two plans that are predicted
+to take equally long, the one that loses less wins.
+"""
 
+BUDGET_WORDS = """
 ## The error budget
 
 Compressing loses precision, and a mode bounds how much in total. The error of a strategy is |applied − mean|² / |mean|²
@@ -117,11 +120,24 @@ BUDGET_END = """
 [measured](benchmarks/convergence.md). A plan beyond the limit is no candidate, whatever it would save.
 """
 
+BOUND = """
+## How good is that
+
+No plan can be faster than what its streams must do at least. Backward cannot be shortened; whatever is on the wire last
+has to be decompressed and updated after it; and what is sent is as cheap, for each stream, as its cheapest strategy.
+From this follows a lower bound for all plans of the mode: {bound:,.0f} µs. The chosen step is {gap:.1f} % longer.
+
+The bound is proved, but seldom reached: it lets one bucket be sent in two ways, the cheapest for each stream. For so
+small a job every plan can be ruled out or simulated: after {looked_at:,} partial plans the best of all is known to take
+{best:,.0f} µs, {verdict}.
+"""
+
 
 def describe() -> str:
     """Write the whole page."""
     choice = choose(WORKLOAD, COSTS, CLUSTER, MODE)
-    return "".join([_step(), _costs(), _candidates(choice), _dense(choice), _chosen(choice), _budget(choice)])
+    decided = [_candidates(choice), _dense(choice), _chosen(choice)]
+    return "".join([_step(), _costs(), *decided, _bound(choice), _budget(choice)])
 
 
 def timeline_of(plan: Plan) -> Timeline:
@@ -259,7 +275,7 @@ def _chosen(choice: Choice) -> str:
         rows.append(f"| {k}: {', '.join(f'`{name}`' for name in bucket.names)} | {' | '.join(cells)} |")
     head = f"| bucket | {' | '.join(f'{name}, µs' for name in others)} |"
     arithmetic = _arithmetic(choice.fastest, timeline)
-    return arithmetic + words + table(head, rows)
+    return arithmetic + words + table(head, rows) + ALTERNATIVES_END
 
 
 def _is_offered(bucket: Bucket) -> bool:
@@ -284,7 +300,20 @@ def _budget(choice: Choice) -> str:
     limit = error_limit(MODE)
     rows.append(f"| the limit | {elements:,} | {limit:.2g} | {elements * limit:,.0f} |")
     words = BUDGET_END.format(mode=MODE.value, limit=limit)
-    return ALTERNATIVES_END + table("| bucket | elements | error | elements · error |", rows) + words
+    return BUDGET_WORDS + table("| bucket | elements | error | elements · error |", rows) + words
+
+
+def _bound(choice: Choice) -> str:
+    bound = bound_us(WORKLOAD, COSTS, CLUSTER, MODE)
+    best = optimum(WORKLOAD, COSTS, CLUSTER, MODE)
+    off = choice.fastest_us / best.step_us - 1
+    return BOUND.format(
+        bound=bound,
+        gap=100 * (choice.fastest_us / bound - 1),
+        looked_at=best.looked_at,
+        best=best.step_us,
+        verdict="which is the plan above" if off < EXACT else f"and the search's is {off:.2%} longer",
+    )
 
 
 if __name__ == "__main__":
