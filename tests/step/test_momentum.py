@@ -6,32 +6,25 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
+from jobs import JOBS, cross_entropy
 from judged import judge_by_dense
 from plans import TWO_HOSTS, plan_in_turns
-from ranks import run_ranks, try_ranks
+from ranks import run_ranks
 from replicas import replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, kernels, parse_compressor
-from fxcomp.errors import BadOption
-from fxcomp.plan.check_feedback import check_momentum
+from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, parse_compressor
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.decision import Decision
 from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
-from fxcomp.testing import average, replicas_of
-from fxcomp.testing.describe_compressors import examples
 
 JOB = JOBS["mlp"]
 MOMENTUM, RATE = 0.9, 0.05
@@ -377,125 +370,6 @@ def test_momentum_goes_on_where_a_plan_is_given_up(ranks: int, names: Any, other
         assert rank["owed"] > 1e-3
         assert rank["lost"] <= 1e-5, "what was left out arrives once, and is no part of the velocity"
     assert len({rank["fingerprint"] for rank in found}) == 1
-
-
-# The kernels
-
-
-@pytest.mark.parametrize("elements", [0, 1, 31, 1000, 300_001])
-def test_kernels_give_the_bits_of_the_ops(elements: int):
-    random = torch.Generator().manual_seed(elements)
-    bucket, velocity, residual = (torch.randn(elements, generator=random) for _ in range(3))
-    residual[torch.rand(elements, generator=random) < 0.05] = 0
-    residual[elements // 2 :: 7] = -0.0
-    for place, value in ((0, math.nan), (elements // 2, math.inf), (elements - 1, -math.inf)):
-        if elements:
-            bucket[place] = value
-            residual[place] = 0
-    velocity[elements // 3 : elements // 2] *= 1e-42
-    new = torch.ops.fxcomp.accumulate(bucket, velocity, 0.9)
-    kept = torch.ops.fxcomp.keep(velocity, new)
-    masked = torch.ops.fxcomp.mask_velocity(new, velocity, residual)
-    runtime = Runtime(NullTransport(), torch.device("cpu"))
-    for have_kernels in (kernels.available(), False):
-        with patch.object(kernels, "can_run_on", lambda _, have=have_kernels: have):
-            own_bucket, own_velocity = bucket.clone(), velocity.clone()
-            assert runtime.accumulate(own_bucket, own_velocity, 0.9) is own_bucket
-            assert_same_bits(own_bucket, new)
-            assert_same_bits(own_velocity, kept)
-            runtime.mask_velocity(own_velocity, own_bucket, residual)
-            assert_same_bits(own_velocity, masked)
-
-
-def assert_same_bits(one: Tensor, other: Tensor) -> None:
-    finite = one.isfinite()
-    assert torch.equal(finite, other.isfinite())
-    assert torch.equal(one[finite].view(torch.int32), other[finite].view(torch.int32))
-
-
-def test_the_ops_are_what_torch_takes_for_ops():
-    value = torch.randn(7)
-    for op, arguments in (
-        (torch.ops.fxcomp.accumulate.default, (value, value.clone(), 0.5)),
-        (torch.ops.fxcomp.mask_velocity.default, (value, value.clone(), value.clone())),
-    ):
-        torch.library.opcheck(op, arguments)
-
-
-@pytest.mark.parametrize("compressor", [c for c in examples() if c.sends_values], ids=str)
-def test_what_sends_values_sends_them_as_they_are(compressor: Compressor):
-    segments = (3000, 1, 0, 700)
-    bound = compressor.bound_to(((3000,), (1,), (0,), (700,)), 1)
-    [replica] = replicas_of(bound, segments, feedback=True)
-    value = torch.randn(sum(segments), generator=torch.Generator().manual_seed(0))
-    decoded = average(bound, [value], [replica], segments)
-    assert replica.residual is not None
-    sent = replica.residual == 0
-    assert 0 < sent.sum() < len(value) / 5
-    assert torch.equal(torch.where(sent, value, 0.0), decoded)
-    assert torch.equal(torch.where(sent, 0.0, value), replica.residual)
-
-
-def test_which_compressors_send_values():
-    names = {c.name for c in examples() if c.sends_values}
-    assert names == {"topk", "sidco", "sidco_e", "sidco_gp", "dgc", "threshold", "chunkmax", "randomk"}
-    assert not parse_compressor("randomk(0.1, scaled=true)").sends_values
-
-
-# Refusals
-
-
-@pytest.mark.parametrize("momentum", [-0.1, 1.0, 2])
-def test_a_momentum_is_from_zero_to_below_one(momentum: float):
-    with pytest.raises(BadOption, match=rf"momentum is from 0 \(none\) to below 1; it is {momentum}"):
-        ErrorFeedback(momentum=momentum)
-
-
-def test_without_feedback_there_is_nothing_to_correct():
-    with pytest.raises(BadOption, match=r"off=True\) has nothing to scale, to correct.*\n.*Leave off=True out"):
-        ErrorFeedback(off=True, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options", "what"),
-    [
-        ("sgd", {}, r"parameter group 0 of SGD has momentum=0.9: it would be applied twice.*\n.*Give SGD momentum=0"),
-        ("adamw", {}, r"AdamW has one of its own.*\n.*Use torch.optim.SGD without momentum"),
-        ("plain", {"clips": True}, r"max_grad_norm clips .* ErrorFeedback\(momentum=0.9\) is momentum.*\n.*Leave"),
-        ("plain", {"alone": True}, r"there is one rank: nothing is sent.*\n.*On one rank, give momentum=0.9 to SGD"),
-    ],
-)
-def test_what_momentum_correction_cannot_go_with_is_refused(optimizer: str, options: dict[str, bool], what: str):
-    made = OPTIMIZERS[optimizer](JOB.build().parameters())
-    check_momentum(ErrorFeedback(), made, **options)
-    with pytest.raises(BadOption, match=what):
-        check_momentum(ErrorFeedback(momentum=0.9), made, **options)
-
-
-def with_optimizer(name: str) -> None:
-    model = JOB.build()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    options = ErrorFeedback(momentum=0.9)
-    fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), plan="topk(0.1)", error_feedback=options)
-
-
-def test_two_momenta_are_refused_on_every_rank_and_nobody_hangs():
-    for outcome in try_ranks(2, with_optimizer, "sgd"):
-        assert outcome.error == "BadOption"
-        assert "applied twice" in outcome.text
-
-
-def changed_later() -> None:
-    step = compiled([flat("topk(0.1)")])
-    step(JOB.batch(0))
-    step.training.optimizer.param_groups[0]["momentum"] = 0.5
-    step(JOB.batch(1))
-
-
-def test_a_momentum_that_the_optimizer_gets_later_is_refused():
-    for outcome in try_ranks(2, changed_later):
-        assert outcome.error == "BadOption"
-        assert "SGD has momentum=0.5: it would be applied twice" in outcome.text
 
 
 # The prediction
