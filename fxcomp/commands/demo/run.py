@@ -34,8 +34,8 @@ EXAMPLES = """\
 
 RANKS = 2
 LOOPBACK = "loopback"
-STEPS = 40
-BUDGET_S = 100  # after which no round begins, unless the steps are given: the whole demo then ends within 3 minutes
+STEPS = 30
+BUDGET_S = 110  # after which no round begins, unless the steps are given: the whole demo then ends within 3 minutes
 MOST_STEPS = 1_000_000  # some days (assumed)
 MARK = "@demo "  # begins the lines that ranks print for this process
 _TIMEOUT_S = 3600.0
