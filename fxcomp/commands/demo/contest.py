@@ -38,7 +38,7 @@ from fxcomp.report.sections import short
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
 MODE = "balanced"
-WARM_UP_STEPS = 4  # counted as training, not as time: hooks start late, DDP lays its buckets out anew
+WARM_UP_STEPS = 4  # whole blocks; training, but not measured: hooks start late, DDP lays its buckets out anew
 LOSS_STEPS = 10  # the train loss is the mean of the last ones
 LEAST_BLOCKS = 4
 
@@ -100,7 +100,8 @@ class _Turns:
             start = time.perf_counter()
             self._losses.append(self._step(batch).detach())
             self._step_s.append(time.perf_counter() - start)
-        self._sent += sent_by_this_host(self._interface) - before
+        if steps.start >= WARM_UP_STEPS:
+            self._sent += sent_by_this_host(self._interface) - before
 
     def result(self) -> Contestant:
         """Put together what all ranks have measured."""
@@ -108,7 +109,7 @@ class _Turns:
         slowest = torch.tensor(timed)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         senders = dist.get_world_size() if self._interface == "lo" else 1  # on loopback all ranks are one host
-        sent = self._sent // len(self._step_s) // senders
+        sent = self._sent // len(timed) // senders
         found = Contestant(self.name, cast("list[float]", slowest.tolist()), wire_bytes=sent)
         if self.name == FREE:  # its ranks have drifted apart, so it has no loss to speak of
             return found
