@@ -164,6 +164,12 @@ class CompressorCost:
             better_fit(_further(points)),
         )
 
+    @property
+    def breaks(self) -> list[float]:
+        """The numbers of elements between which its times are lines."""
+        fits = (self.encode, self.decode, self.propose, self.decode_more)
+        return [*(float(p.elements) for p in self.points), *(size for fit in fits if fit for size in fit.breaks)]
+
     def encode_us(self, elements: float) -> float:
         if self.encode is not None:
             return self.encode.at(elements)

@@ -67,6 +67,11 @@ class Fit:
         return end + (size - self.largest) * max(piece.us_per_unit, chord)
 
     @property
+    def breaks(self) -> list[float]:
+        """The sizes between which it is a line."""
+        return [*(piece.start for piece in self.pieces), self.largest]
+
+    @property
     def switches(self) -> tuple[float, ...]:
         """The sizes at which another algorithm seems to take over."""
         return tuple(piece.start for piece in self.pieces if piece.is_switch)

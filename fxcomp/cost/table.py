@@ -95,6 +95,16 @@ class CostTable(MemoryPrices):
         """The library that runs collectives: gloo where compute's device is the host."""
         return Library.GLOO if self.copy_gb_per_s is None else Library.NCCL
 
+    def collective_breaks(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> list[float]:
+        """List the sizes between which its time is a line, or the lower of several."""
+        measured = self._measured(kind, level, cluster)
+        if measured is None:
+            return []
+        known, found = measured
+        like = formulas.likeness(known, kind, cluster.topology_at(level), self.library)
+        share = 1.0 if known is kind else like.bytes_per_byte
+        return [size / share for size in found.fit.breaks] if share else []
+
     def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """Return the share of compute's processors that a collective takes while it runs."""
         taken = self._transport(kind)
@@ -175,6 +185,14 @@ class CostTable(MemoryPrices):
             return known.decode_us(elements, ranks)
         # Every payload in, a byte a value (assumed), the mean out.
         return self.roofline.us(0.0, (ranks + 4.0) * elements)
+
+    def compressor_breaks(self, compressor: Compressor, device: Device, payloads: int) -> list[float]:
+        """List the numbers of elements between which its times are lines."""
+        known = self._compressor(compressor, device)
+        if known:
+            return known.breaks
+        at_launch = self.roofline.launch_us * self.roofline.gb_per_s * 1e3  # the bytes that take as long
+        return [at_launch / touched for touched in (8.0, 12.0, payloads + 4.0)]
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
         """Tell that this very compressor was timed there."""

@@ -1,4 +1,4 @@
-"""Find the best plan of a small workload exactly, to judge searches by.
+"""Find the best plan of a small workload exactly, to judge searches by. `bound_us`, for any size, is in `bound`.
 
 The space is `choose`'s: gradients, the large ones cut into atoms, stand in ready order, vectors apart from matrices or
 together with them. Every way to cut each row into buckets is looked at, with every strategy that the mode gives to a
@@ -26,11 +26,14 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.search.bound import bound_us
 from fxcomp.search.labels import Label, Option
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.rest import Rest
 from fxcomp.search.space import Rows, rows_of
 from fxcomp.search.workload import Workload
+
+__all__ = ["EXACT", "MOST_LABELS", "Optimum", "TooLarge", "bound_us", "optimum"]
 
 EXACT = 1e-6
 """Relative: a plan that could be faster by less is not looked for."""
@@ -178,13 +181,3 @@ class _Search:
 
 def _bound(label: Label) -> float:
     return label.bound_us
-
-
-def bound_us(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> float:
-    """Return what no plan's step is shorter than."""
-    if not workload.gradients:
-        return workload.free_us
-    return min(
-        Rest(workload, rows).bound_us(Label(), (0,) * len(rows.rows))
-        for rows in rows_of(workload, costs, cluster, mode, bursts=bursts)
-    )

@@ -1,0 +1,287 @@
+"""Prove that no plan of a workload is faster than so much, whatever its size.
+
+Let a bucket with strategy o and n elements occupy stream s for at least a(o,s) + n r(o,s): `least_work` has such lines.
+Whatever the buckets are, and however processors are shared, which only slows work down:
+
+- compute does backward, every update and its share of all buckets, one after the other: the step takes at least
+  backward + updates + a + Σ n r. At least one bucket pays a, and each element pays r for the strategy that it has;
+- any other stream starts nothing for gradients k and later before k is ready: a bucket leaves when its last gradient
+  is. So the step takes at least ready(k) + a + the sum of n r over those gradients + the tail, which is compute's
+  work after the last collective: buckets' tails run in order, so that of the last gradient comes after all of them.
+
+A step that is at least as long as each of these sums is at least as long as every mean of them, with weights λ that add
+up to 1. In a mean every element pays Σ λ(s) r(o,s), so it is least where each has the strategy that is cheapest in this
+mean. A plan must also keep its squared error below a budget E: for any price μ >= 0 of error, the mean is at least
+Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and for bursts likewise. All λ, μ and k give a bound; the best that a
+search in numbers finds is returned. Besides, a step is no shorter than the way of any one gradient from when it is
+ready.
+
+"Plan" means one that `choose` may make: whole gradients, or parts of those that are large, in buckets with strategies
+that the mode gives to their content.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.error_budget import is_bursty, strategy_error
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.atoms import Atom, atoms_of
+from fxcomp.search.blocks import COMPUTE, STREAMS
+from fxcomp.search.least_work import Least, LeastWork
+from fxcomp.search.workload import Gradient, Workload
+
+Numbers = NDArray[np.float64]
+
+_FIRSTS = 8  # gradients from which on the other streams' work is summed
+_STEPS = 8  # of a search for one weight
+_MOST_KINDS = 24  # for which pairs of strategies are looked at
+_ROUNDING = 1e-9
+"""Relative: a bound is lowered by so much, because sums are rounded."""
+
+
+def bound_us(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> float:
+    """Return a time that no plan's step is shorter than; at least the step without communication."""
+    if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
+        return workload.free_us
+    bound = _Bound(_Job(workload, costs, cluster, mode, bursts))
+    return max(workload.free_us, bound.best_us() * (1 - _ROUNDING))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    workload: Workload
+    costs: CostTable
+    cluster: Cluster
+    mode: Mode
+    bursts: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Gradients that are alike to every strategy: their work per element is the same."""
+
+    gradients: tuple[int, ...]
+    is_cut: bool
+    """Their parts may be in several buckets."""
+    rates: Numbers
+    """By strategy and stream."""
+    is_allowed: NDArray[np.bool_]
+    """By strategy."""
+
+
+class _Bound:
+    """The sums of a workload, by weights."""
+
+    def __init__(self, job: _Job) -> None:
+        self.job, self.workload = job, job.workload
+        self.elements = np.array([gradient.elements for gradient in self.workload.gradients], float)
+        self.ready_us = [gradient.ready_us for gradient in self.workload.gradients]
+        by_content = {
+            content: strategies(job.mode, job.cluster, content, offload=job.costs.offloads) for content in Content
+        }
+        self.strategies = tuple(dict.fromkeys(strategy for found in by_content.values() for strategy in found))
+        self.work = LeastWork(job.costs, job.cluster, int(self.elements.sum()))
+        self.least = [None if _depends_on_shapes(each) else self.work.of(each) for each in self.strategies]
+        self.kinds = self._kinds(by_content)
+        self.errors = np.array([strategy_error(each, job.cluster) for each in self.strategies])
+        self.bursty = np.array([float(is_bursty(each, job.cluster)) for each in self.strategies])
+        total = float(self.elements.sum())
+        self.lossable, self.burstable = error_limit(job.mode) * total, min(1.0, job.bursts) * total
+        self.fixed = np.array([least.fixed_us for least in self._of_any()])
+        self.used = [s for s in range(len(STREAMS)) if s != COMPUTE and self._is_used(s)]
+        self.after_us = self._after_us()
+
+    def best_us(self) -> float:
+        """Search for weights that give a high bound."""
+        best = self._path_us()
+        for first in self._firsts():
+            sums = _Sums(self, first)
+            weights = dict.fromkeys((*self.used, _ERROR, _BURSTS), 0.0)
+            prices = [name for name, limits in ((_ERROR, self.limits_error), (_BURSTS, self.limits_bursts)) if limits]
+            us = sums.us(weights)
+            for name in (*sorted(self.used, key=lambda s: -sums.us({**weights, s: 1.0})), *prices, *self.used):
+                us, weights[name] = sums.best_at(weights, name, us)
+            best = max(best, us)
+        return best
+
+    @property
+    def limits_error(self) -> bool:
+        return bool(self.errors.max() * self.elements.sum() > self.lossable)
+
+    @property
+    def limits_bursts(self) -> bool:
+        return bool(self.burstable < self.elements.sum() and self.bursty.any())
+
+    def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_Kind]:
+        cut = {atom.number for atom in atoms_of(self.workload, self.job.cluster.world_size) if _is_part(atom)}
+        groups: dict[tuple[object, ...], list[int]] = {}
+        has_shapes = any(least is None for least in self.least)
+        for number, gradient in enumerate(self.workload.gradients):
+            shape = gradient.shape if has_shapes else ()
+            groups.setdefault((gradient.is_vector, shape, number in cut), []).append(number)
+        return [self._kind(members, by_content, is_cut=members[0] in cut) for members in groups.values()]
+
+    def _kind(self, members: Sequence[int], by_content: dict[Content, tuple[Strategy, ...]], *, is_cut: bool) -> _Kind:
+        gradient = self.workload.gradients[members[0]]
+        own = Content.VECTORS if gradient.is_vector else Content.MATRICES
+        allowed = {*by_content[own], *by_content[Content.MIXED]}
+        rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
+        return _Kind(tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies]))
+
+    def _of(self, number: int, gradient: Gradient, *, is_cut: bool) -> Least:
+        known = self.least[number]
+        return known or self.work.of(self.strategies[number], gradient.shape, is_cut=is_cut)
+
+    def _of_any(self) -> list[Least]:
+        """Bound each strategy's fixed work: it is the same for every gradient."""
+        gradient = max(self.workload.gradients, key=lambda each: each.elements)
+        return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
+
+    def _is_used(self, stream: int) -> bool:
+        return bool(self.fixed[:, stream].any()) or any(bool(kind.rates[:, stream].any()) for kind in self.kinds)
+
+    def _after_us(self) -> float:
+        """Bound compute's work after the last collective: the last gradient's tail, and the updates that follow it."""
+        last = len(self.elements) - 1
+        is_cut = next(kind.is_cut for kind in self.kinds if last in kind.gradients)
+        gradient = self.workload.gradients[last]
+        tails = [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
+        elements = min(1.0, self.elements[last]) if is_cut else self.elements[last]
+        tail_us = min(least.tail_us + elements * least.tail_us_per_element for least in tails)
+        return float(tail_us) + self._update_us(last)
+
+    def _path_us(self) -> float:
+        """Bound the way of each gradient alone, or of one element where it may be cut, to its update."""
+        best = 0.0
+        for kind in self.kinds:
+            fixed, rates = self.fixed.sum(axis=1)[kind.is_allowed], kind.rates.sum(axis=1)[kind.is_allowed]
+            for k in kind.gradients:
+                elements = min(1.0, self.elements[k]) if kind.is_cut else self.elements[k]
+                way_us = float((fixed + rates * elements).min())
+                best = max(best, self.ready_us[k] + way_us + self._update_us(k))
+        return best
+
+    def _update_us(self, number: int) -> float:
+        """Sum what must follow when a gradient has arrived."""
+        workload = self.workload
+        if workload.updates_wait:
+            return workload.finish_us + sum(gradient.update_us for gradient in workload.gradients)
+        return workload.gradients[number].update_us
+
+    def _firsts(self) -> list[int]:
+        """Choose gradients: the first one, and those after equal shares of all elements."""
+        total, found = self.elements.sum(), [0]
+        gone = 0.0
+        for number, elements in enumerate(self.elements):
+            if gone >= len(found) * total / _FIRSTS:
+                found.append(number)
+            gone += elements
+        return sorted({*found, len(self.elements) - 1})
+
+
+_ERROR, _BURSTS = -1, -2
+"""The names of the two prices, among streams' numbers."""
+
+
+class _Sums:
+    """The bound by weights, where other streams' work is counted from one gradient on."""
+
+    def __init__(self, bound: _Bound, first: int) -> None:
+        self.bound = bound
+        workload = bound.workload
+        self.compute_us = workload.free_us
+        self.other_us = bound.ready_us[first] + bound.after_us
+        self.rows: list[tuple[float, float, Numbers, NDArray[np.bool_]]] = []
+        """Of each kind the elements before `first` and from it on, its rates, and its strategies."""
+        for kind in bound.kinds:
+            before = sum(bound.elements[k] for k in kind.gradients if k < first)
+            after = sum(bound.elements[k] for k in kind.gradients if k >= first)
+            self.rows.append((float(before), float(after), kind.rates, kind.is_allowed))
+
+    def us(self, weights: dict[int, float]) -> float:
+        """Return the bound. Weights of streams are relative to compute's, which is 1."""
+        bound = self.bound
+        whole = 1.0 + sum(weights[stream] for stream in bound.used)
+        full = np.zeros(len(STREAMS))
+        full[COMPUTE] = 1.0
+        for stream in bound.used:
+            full[stream] = weights[stream]
+        full /= whole
+        alone = np.zeros(len(STREAMS))
+        alone[COMPUTE] = full[COMPUTE]
+        error, burst = weights.get(_ERROR, 0.0), weights.get(_BURSTS, 0.0)
+        priced = error * bound.errors + burst * bound.bursty
+        us = full[COMPUTE] * self.compute_us + (1 - full[COMPUTE]) * self.other_us
+        us -= error * bound.lossable + burst * bound.burstable
+        fixed, later = bound.fixed @ full, np.zeros((0, len(priced)))
+        counts: list[float] = []
+        for before, after, rates, allowed in self.rows:
+            if before:
+                us += before * float((rates @ alone + priced)[allowed].min())
+            if after:
+                counts.append(after)
+                later = np.vstack([later, np.where(allowed, rates @ full + priced, np.inf)])
+        return float(us) + _cheapest(fixed, later, np.array(counts))
+
+    def best_at(self, weights: dict[int, float], name: int, least: float) -> tuple[float, float]:
+        """Search for the best value of one weight: in the logarithm, first coarsely, then finely."""
+
+        def at(value: float) -> float:
+            return self.us({**weights, name: value})
+
+        scale = 1.0 if name >= 0 else least / max(1.0, float(self.bound.elements.sum()))
+        best, value = least, weights[name]
+        for exponent in range(-4, 5):
+            tried = scale * 4.0**exponent
+            us = at(tried)
+            if us > best:
+                best, value = us, tried
+        return _refine(at, best, value) if value else (best, value)
+
+
+def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
+    """Bound what elements pay, so many of each kind, whatever the strategies in use are.
+
+    Each of those pays its fixed part once or more. They are one, two, or at least three: then the three lowest fixed
+    parts are paid, and no element pays less than the lowest rate.
+    """
+    least = float(counts @ rates.min(axis=1))
+    one = float((fixed + counts @ rates).min())
+    lowest = np.sort(fixed)
+    if len(fixed) < 2 or one <= lowest[0] + lowest[1] + least:
+        return one
+    several = float(lowest[:3].sum()) + least if len(fixed) > 2 else math.inf
+    if len(counts) > _MOST_KINDS:
+        return min(one, float(lowest[:2].sum()) + least)
+    left, right = np.triu_indices(len(fixed), 1)
+    pairs = fixed[left] + fixed[right] + counts @ np.minimum(rates[:, left], rates[:, right])
+    return min(one, several, float(pairs.min()))
+
+
+def _refine(at: Callable[[float], float], best: float, value: float) -> tuple[float, float]:
+    """Halve the step to the left and right while that helps."""
+    step = 2.0
+    for _ in range(_STEPS):
+        for tried in (value * step, value / step):
+            us = at(tried)
+            if us > best:
+                best, value = us, tried
+        step = math.sqrt(step)
+    return best, value
+
+
+def _is_part(atom: Atom) -> bool:
+    return len(atom.extent) < atom.gradient.elements
+
+
+def _depends_on_shapes(strategy: Strategy) -> bool:
+    return any(compressor.facts.needs_whole_parameters for compressor in strategy.compressors)

@@ -1,0 +1,184 @@
+"""Bound the work of a bucket from below by lines: so much for any bucket, and so much more for each element.
+
+Every price in a bucket's tasks is a function of a size that never falls, and is made of lines between its breaks, or of
+the lower of several lines. A line through its value at the largest size that may come up, and below it at every break,
+is below it everywhere: a + r x with a >= 0. Sizes themselves are at least proportional to a bucket's elements, because
+payloads are rounded up, segment by segment; a shard may be short of its part by one grain, which is taken off a.
+
+What need not be there for the bound to hold is left out: copies to the host, turns, what commits and velocities add.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
+from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.streams import Stream
+from fxcomp.search.blocks import COMPUTE, STREAMS
+
+_CANONICAL = ((1 << 15, 1 << 15),) * 16  # a bucket so large that what is rounded up in it hardly counts
+_ROUNDED = 8  # grains by which a shard's part may be rounded up, more than it is
+_JUST_BELOW = 1 - 1e-9  # a break's price before it jumps
+
+_CPU, _ARRIVING = STREAMS.index(Stream.CPU), STREAMS.index(Stream.CPU_ARRIVING)
+
+
+@dataclass(frozen=True)
+class Least:
+    """What a bucket with one strategy takes at least, by stream."""
+
+    fixed_us: tuple[float, ...]
+    """Of any bucket."""
+    us_per_element: tuple[float, ...]
+    tail_us: float
+    """Compute's part of it that follows the last collective, of any bucket."""
+    tail_us_per_element: float
+
+
+Line = tuple[float, float]
+
+
+def line_below(price: Callable[[float], float], breaks: Sequence[float], largest: float) -> Line:
+    """Return a and r with a + r x <= price(x) for every x in (0, largest], and a >= 0."""
+    sizes = [0.0, *(size for size in breaks if 0 < size < largest)]
+    points = [(size, min(price(size), price(size * _JUST_BELOW))) for size in sizes]
+    end_us = price(largest)
+    slope = max(0.0, *((end_us - us) / (largest - size) for size, us in points))
+    fixed_us = end_us - slope * largest
+    if fixed_us >= 0:
+        return fixed_us, slope
+    return 0.0, min([end_us / largest, *(us / size for size, us in points if size > 0)])
+
+
+@dataclass
+class LeastWork:
+    """Lines below the prices of one job, each worked out once."""
+
+    costs: CostTable
+    cluster: Cluster
+    elements: int
+    """Of all gradients: no bucket has more."""
+    known: dict[object, Line] = field(default_factory=dict[object, Line])
+
+    def of(self, strategy: Strategy, shape: Sequence[int] | None = None, *, is_cut: bool = False) -> Least:
+        """Bound buckets with this strategy; `shape` is a gradient's, where what is sent depends on it.
+
+        Of a gradient that may be cut proposals count nothing: those of its parts may be too small for any.
+        """
+        shapes = _CANONICAL if shape is None else (tuple(shape),)
+        route = route_of(strategy, shapes, self.cluster)
+        elements = sum(map(math.prod, shapes))
+        writer = _Writer(self, strategy, elements, is_exact=shape is not None, proposes=not is_cut)
+        return writer.least(route)
+
+    def line(self, key: object, price: Callable[[float], float], breaks: Sequence[float], largest: float) -> Line:
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = line_below(price, breaks, max(1.0, largest))
+        return found
+
+
+class _Writer:
+    """Follows a bucket's legs as `plan_tasks` does, and adds up lines."""
+
+    def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
+        self.proposes = proposes
+        self.work, self.costs, self.cluster = work, work.costs, work.cluster
+        self.elements = elements
+        grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
+        self.rounded = 1.0 if is_exact else 1 - _ROUNDED * grain * self.cluster.world_size / elements
+        self.grain = grain
+        self.leading = strategy.leading_splits
+        """The splits still to come that cut anywhere."""
+        self.short = 0
+        """The elements by which a rank's part may be less than its share."""
+        self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
+        self.tail = (0.0, 0.0)
+        self.on_pool = False
+        self.held = 4.0 * elements
+        self.proposed: float | None = None
+
+    def least(self, route: Route) -> Least:
+        self._add(COMPUTE, (0.0, self.costs.pack_us(4.0)), self.elements)
+        for stage in route.stages:
+            self.tail = (0.0, 0.0)
+            for leg in stage:
+                self._leg(leg)
+        return Least(tuple(self.fixed), tuple(self.rates), *self.tail)
+
+    def _leg(self, leg: Leg) -> None:
+        match leg:
+            case Encode():
+                self.on_pool = leg.device is Device.CPU
+                what = self.costs.propose_us if leg.is_proposal else self.costs.encode_us
+                self._device("encode", leg, lambda n: what(leg.compressor, _whole(n), leg.device), leg.compressor)
+                if leg.is_proposal:
+                    self.proposed = float(sum(map(leg.compressor.proposal_bytes, leg.segments))) * self.proposes
+                else:
+                    self.held = float(leg.payload_elements * leg.compressor.payload_dtype.itemsize)
+            case Decode():
+                self.on_pool = leg.device is Device.CPU
+                self._device(
+                    f"decode {leg.payloads}",
+                    leg,
+                    lambda n: self.costs.decode_us(leg.compressor, _whole(n), leg.payloads, leg.device),
+                    leg.compressor,
+                )
+                self.held = 4.0 * leg.elements
+            case Send():
+                self._send(leg)
+
+    def _device(self, what: str, leg: Encode | Decode, price: Callable[[float], float], compressor: Compressor) -> None:
+        key = (what, getattr(leg, "is_proposal", False), str(compressor), leg.device)
+        breaks = self.costs.compressor_breaks(compressor, leg.device, getattr(leg, "payloads", 1))
+        line = self.work.line(key, price, breaks, self.work.elements)
+        pool = _CPU if isinstance(leg, Encode) else _ARRIVING
+        self._add(COMPUTE if leg.device is Device.GPU else pool, line, leg.elements, self.short)
+
+    def _send(self, leg: Send) -> None:
+        self.on_pool = self.on_pool and leg.slot is not None
+        if leg.ranks == 1:
+            self.proposed = None
+            return
+        proposed, self.proposed = self.proposed, None
+        size = proposed if proposed is not None else float(leg.works_on(int(self.held)))
+        what = leg.kind, leg.level
+        breaks = self.costs.collective_breaks(*what, self.cluster)
+        largest = 4.0 * self.work.elements * max(1, self.cluster.world_size)
+        line = self.work.line(what, lambda x: self.costs.collective_us(*what, x, self.cluster), breaks, largest)
+        is_largest = bool(leg.parts) and leg.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
+        self._add(_wire(leg.level, self.cluster), line, size, 0 if is_largest else 4 * self.short)
+        if leg.kind.splits:
+            self.short = max(self.short, 1 if self.leading else self.grain)
+            self.leading = max(0, self.leading - 1)
+        self.fixed[_CPU if self.on_pool else COMPUTE] += self.costs.launch_us
+        if proposed is None:
+            self.held = float(leg.leaves(int(self.held)))
+
+    def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
+        """Add a price of a size that this bucket has; another's may be short of its share by so much."""
+        fixed, rate = line[0], line[1] * size / self.elements * self.rounded
+        if size < self.elements:
+            fixed -= line[1] * short
+            if fixed < 0:
+                return
+        self.fixed[stream] += fixed
+        self.rates[stream] += rate
+        if stream == COMPUTE:
+            self.tail = self.tail[0] + fixed, self.tail[1] + rate
+
+
+def _wire(level: Level, cluster: Cluster) -> int:
+    is_inside = level is Level.INTRA or cluster.hosts == 1
+    return STREAMS.index(Stream.INTRA if is_inside else Stream.INTER)
+
+
+def _whole(size: float) -> int:
+    return math.floor(size)
