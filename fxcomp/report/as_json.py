@@ -15,7 +15,7 @@ from fxcomp.report.wire_arithmetic import formula_lines
 def to_json(explanation: Explanation) -> dict[str, Any]:
     """Convert to JSON; times in ms, None where nothing was compared."""
     plan, choice, cluster = explanation.plan, explanation.choice, explanation.cluster
-    waits = exposed_by_bucket(explanation.timeline)
+    waits, bound_us = exposed_by_bucket(explanation.timeline), explanation.bound_us
     return {
         "verdict": "dense" if plan.is_dense else "compress",
         "step_ms": {
@@ -23,6 +23,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "dense": choice.dense_us / 1e3 if choice else None,
             "bf16": choice.bf16_us / 1e3 if choice else None,
             "free": explanation.workload.free_us / 1e3,
+            "bound": None if bound_us is None else bound_us / 1e3,
         },
         "error": explanation.error,
         "estimate": explanation.costs.estimate or None,

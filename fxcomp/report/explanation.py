@@ -17,9 +17,11 @@ from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
+from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report.quantities import count
 from fxcomp.report.wire_arithmetic import sent_by
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
@@ -64,6 +66,13 @@ class Explanation:
         return self.choice is not None and self.choice.plan == self.plan
 
     @property
+    def bound_us(self) -> float | None:
+        """A time that no plan of the mode is predicted to be faster than; None if the plan was not chosen by one."""
+        if not self.is_chosen or self.mode not in _MODES:
+            return None
+        return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode])
+
+    @property
     def machine(self) -> str:
         return machine_of(self.costs)
 
@@ -84,6 +93,9 @@ class Explanation:
             ranks = self.cluster.ranks_at(part.step.level)
             sent[part.step.level is Level.INTRA] += wire_bytes(part.step.kind, ranks, part.size)
         return sent[False] or sent[True]
+
+
+_MODES = {mode.value: mode for mode in Mode}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ def report_of(explanation: Explanation) -> Report:
     plan, cluster, choice = explanation.plan, explanation.cluster, explanation.choice
     digits = decimals(explanation.step_us)
     summary: list[Block] = [_steps(explanation, digits), _arithmetic(explanation, digits)]
-    sections = [Section("", [*summary, _prediction(explanation, digits), _variation(explanation, digits)])]
+    summary += [*_gap(explanation, digits), _prediction(explanation, digits), _variation(explanation, digits)]
+    sections = [Section("", summary)]
     if plan.buckets:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
@@ -141,6 +142,16 @@ def _arithmetic(explanation: Explanation, digits: int) -> str:
 
 
 _ALWAYS_SHOWN = ("compute", "exposed")
+
+
+def _gap(explanation: Explanation, digits: int) -> list[Block]:
+    """Say how far from the best possible the plan may be, if it was chosen."""
+    bound_us = explanation.bound_us
+    if not bound_us:
+        return []
+    gap = max(0.0, explanation.step_us / bound_us - 1)
+    bound = f"no plan of this mode is predicted to be faster than {ms(bound_us, digits)} ms"
+    return [f"At most {f'{gap:.1%}' if gap < 0.1 else f'{gap:.0%}'} above the best possible: {bound}."]
 
 
 def _prediction(explanation: Explanation, digits: int) -> str:

@@ -283,7 +283,8 @@ def test_letters_that_the_terminal_lacks_become_ascii():
 def test_the_report_goes_to_json():
     data = json.loads(json.dumps(to_json(explanation(cluster("1gbit")))))
     assert data["verdict"] == "compress"
-    assert set(data["step_ms"]) == {"chosen", "dense", "bf16", "free"}
+    assert set(data["step_ms"]) == {"chosen", "dense", "bf16", "free", "bound"}
+    assert data["step_ms"]["free"] < data["step_ms"]["bound"] <= data["step_ms"]["chosen"]
     assert sum(bucket["elements"] for bucket in data["plan"]["buckets"]) == 2_401_000
     assert data["plan"]["buckets"][0].keys() >= {"names", "elements", "bytes", "strategy"}
     assert data["flip_gbit"] > 1
