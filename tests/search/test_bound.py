@@ -23,7 +23,7 @@ from fxcomp.search.workload import Gradient, Workload
 EAGER = replace(COSTS, error=0.0)
 
 
-def switched(kind: CollectiveKind) -> MeasuredCollective:
+def switched() -> MeasuredCollective:
     """Times that jump, and rise less steeply after."""
     pieces = (Piece(0.0, 80.0, 2e-3), Piece(65_536.0, 300.0, 1.1e-3, is_switch=True))
     return MeasuredCollective(4, Fit(pieces, 1024.0, 4e6, 9))
@@ -37,7 +37,7 @@ TABLES: dict[str, CostTable] = {
     "nothing known of compressors": replace(EAGER, compressors={}),
     "measured": replace(
         EAGER,
-        collectives={(kind, "4x1"): switched(kind) for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)},
+        collectives={(kind, "4x1"): switched() for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)},
     ),
 }
 
