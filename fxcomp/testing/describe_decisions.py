@@ -17,8 +17,9 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.streams import WIRES, Stream
 from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.wire_arithmetic import sent_by
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
-from fxcomp.search.oracle import EXACT, bound_us, optimum
+from fxcomp.search.oracle import EXACT, optimum
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.testing.decision_example import CLUSTER, COMPRESSOR_START_US, COSTS, LINK, MODE, WORKLOAD
 
@@ -123,13 +124,15 @@ BUDGET_END = """
 BOUND = """
 ## How good is that
 
-No plan can be faster than what its streams must do at least. Backward cannot be shortened; whatever is on the wire last
-has to be decompressed and updated after it; and what is sent is as cheap, for each stream, as its cheapest strategy.
-From this follows a lower bound for all plans of the mode: {bound:,.0f} µs. The chosen step is {gap:.1f} % longer.
+A step is at least as long as what each stream must do. Compute runs backward, every update and its share of all
+buckets. The link starts no gradient before it is ready, and compute has work left after the last one has arrived. The
+step is also at least as long as every weighted mean of such sums, in which each element is sent as cheaply as the error
+budget lets it. The best of these means bounds all plans of the mode from below: {bound:,.0f} µs. The chosen step is
+{gap:.1f} % longer. The report prints this gap for every plan that was chosen.
 
-The bound is proved, but seldom reached: it lets one bucket be sent in two ways, the cheapest for each stream. For so
-small a job every plan can be ruled out or simulated: after {looked_at:,} partial plans the best of all is known to take
-{best:,.0f} µs, {verdict}.
+The bound is proved but seldom reached, since an element may be cheap for each stream in another way. So small a job can
+also be solved exactly (`search/oracle.py`): {looked_at:,} partial plans later, the best of all takes {best:,.0f} µs,
+{verdict}.
 """
 
 
