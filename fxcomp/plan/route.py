@@ -281,7 +281,7 @@ class _Walk:
 
     def _shapes(self, extent: Piece) -> Sequence[Sequence[int]]:
         if extent == range(self.edges[-1]):
-            return self.shapes
+            return [shape for shape in self.shapes if math.prod(shape)]  # as segments
         return [(size,) for size in self._segments(extent)]
 
     def _ranks_missing(self, held: Standing) -> int:
