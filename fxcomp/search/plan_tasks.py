@@ -22,12 +22,13 @@ from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import POOL, Stream
+from fxcomp.search.prices import Measure, Prices, Size
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
 BROADCAST = "broadcast buffers"
 AGREE = "agree"
-_ROUNDING_US = 1e-6
+ROUNDING_US = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,18 @@ class BucketTasks:
 
 def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
     """Write down the emitted step of a plan."""
+    buckets = [
+        price_bucket(k, members, bucket.strategy, workload, costs, cluster)
+        for k, (bucket, members) in enumerate(zip(plan.buckets, members_of(plan, workload, costs), strict=True))
+    ]
+    regions = region_tasks(ready_times(workload, plan))
+    return tuple(assemble(workload, regions, buckets, broadcast_task(workload, costs, cluster)))
+
+
+def ready_times(workload: Workload, plan: Plan) -> list[float]:
+    """Return when each bucket's last gradient is ready."""
     position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
-    buckets = [bucket_tasks(k, plan, workload, costs, cluster) for k in range(len(plan.buckets))]
-    last_gradients = [max(position[name] for name in bucket.names) for bucket in plan.buckets]
-    ready_us = [workload.gradients[last].ready_us for last in last_gradients]
-    return tuple(assemble(workload, region_tasks(ready_us), buckets, broadcast_task(workload, costs, cluster)))
+    return [workload.gradients[max(position[name] for name in bucket.names)].ready_us for bucket in plan.buckets]
 
 
 def region_tasks(ready_us: Sequence[float]) -> list[Task]:
@@ -77,7 +85,7 @@ def assemble(
         while entered < launch.region:
             entered += 1
             region = regions[entered]
-            if broadcast is not None and done_us + region.duration_us + _ROUNDING_US >= workload.broadcast_ready_us:
+            if broadcast is not None and done_us + region.duration_us + ROUNDING_US >= workload.broadcast_ready_us:
                 head, region = _cut(region, workload.broadcast_ready_us - done_us)
                 tasks += [head, _after(broadcast, head)]
                 done_us += head.duration_us
@@ -129,19 +137,23 @@ def _after(task: Task, before: Task) -> Task:
     return replace(task, after=(before.name,))
 
 
-def bucket_tasks(k: int, plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster) -> BucketTasks:
-    """Price bucket k of a plan; of the others it matters only which parts of its gradients they hold."""
-    by_name, parts, bucket = {gradient.name: gradient for gradient in workload.gradients}, plan.parts, plan.buckets[k]
-    members: list[Gradient] = []
-    seen = Counter[str]()
-    for name, extent in zip(bucket.names, bucket.extents, strict=True):
-        gradient = by_name[name]
-        seen[name] += 1
-        if len(parts[name]) > 1:
-            is_complete = plan.bucket_of(name) == k and seen[name] == 1
-            gradient = gradient.part(extent, joined_us(gradient, costs) if is_complete else 0.0)
-        members.append(gradient)
-    return price_bucket(k, members, bucket.strategy, workload, costs, cluster)
+def members_of(plan: Plan, workload: Workload, costs: CostTable) -> list[list[Gradient]]:
+    """List the gradients, and parts of gradients, in each bucket."""
+    by_name, parts = {gradient.name: gradient for gradient in workload.gradients}, plan.parts
+    completed_in: dict[str, int] = {name: plan.bucket_of(name) for name, each in parts.items() if len(each) > 1}
+    found: list[list[Gradient]] = []
+    for k, bucket in enumerate(plan.buckets):
+        members: list[Gradient] = []
+        seen = Counter[str]()
+        for name, extent in zip(bucket.names, bucket.extents, strict=True):
+            gradient = by_name[name]
+            seen[name] += 1
+            if name in completed_in:
+                is_complete = completed_in[name] == k and seen[name] == 1
+                gradient = gradient.part(extent, joined_us(gradient, costs) if is_complete else 0.0)
+            members.append(gradient)
+        found.append(members)
+    return found
 
 
 def joined_us(gradient: Gradient, costs: CostTable) -> float:
@@ -154,7 +166,7 @@ def price_bucket(
     gradients: Sequence[Gradient],
     strategy: Strategy,
     workload: Workload,
-    costs: CostTable,
+    costs: Prices,
     cluster: Cluster,
 ) -> BucketTasks:
     """Make the tasks of a bucket of these gradients, numbered k."""
@@ -171,12 +183,12 @@ def price_bucket(
 class _Writer:
     """Writes one bucket's tasks, leg by leg, and tracks where the tensor lies and how large it is between them."""
 
-    def __init__(self, k: int, route: Route, leading: int, workload: Workload, costs: CostTable, cluster: Cluster):
+    def __init__(self, k: int, route: Route, leading: int, workload: Workload, costs: Prices, cluster: Cluster):
         self.commits, self.velocity = workload.commits, workload.keeps_velocity
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
         self.first = route.legs[leading]
         """Before it, a velocity is accumulated."""
-        self.held = 4 * len(route.whole)
+        self.held = Size(4 * len(route.whole))
         """Bytes of the tensor as it is now."""
         self.encoder: Encode | None = None
         self.encoded_by = ""
@@ -240,13 +252,13 @@ class _Writer:
         saved = self._saved_state(leg)
         compress = self._task("compress", stream, us, *[task.name for task in saved])
         self.encoder, self.encoded_by = leg, compress.name
-        self.held = leg.payload_elements * compressor.payload_dtype.itemsize
+        self.held = self._size(leg, Measure.PAYLOAD, leg.payload_elements * compressor.payload_dtype.itemsize)
         return [*saved, compress, *self._saved_payload(leg)]
 
     def _saved_state(self, leg: Encode) -> list[Task]:
         if not self.commits or not leg.compressor.has_state:
             return []
-        us = self.costs.pack_us(_state_bytes(leg))
+        us = self.costs.pack_us(self._state_size(leg))
         return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
 
     def _saved_payload(self, leg: Encode) -> list[Task]:
@@ -278,8 +290,8 @@ class _Writer:
         compressor, encoder = leg.compressor, self.encoder
         us = self.costs.decode_us(compressor, leg.elements, leg.payloads, leg.device)
         if encoder is not None and compressor.has_state and compressor.facts.state_from_payload:
-            us += self.costs.keep_us(_state_bytes(encoder))
-        self.held, self.encoder = 4 * leg.elements, None
+            us += self.costs.keep_us(self._state_size(encoder))
+        self.held, self.encoder = Size(4 * leg.elements), None
         stream = Stream.COMPUTE if leg.device is Device.GPU else Stream.CPU_ARRIVING
         return [self._task("decompress", stream, us)]
 
@@ -290,7 +302,8 @@ class _Writer:
             return []
         if self.proposal is not None:
             made, self.proposal = self.proposal, None
-            return self._sent(AGREE, leg, sum(map(made.compressor.proposal_bytes, made.segments)))
+            proposal = sum(map(made.compressor.proposal_bytes, made.segments))
+            return self._sent(AGREE, leg, self._size(made, Measure.PROPOSAL, proposal))
         turned: list[Task] = []
         if leg.turned is not None:
             stream = Stream.CPU if self.on_pool else Stream.COMPUTE
@@ -298,11 +311,11 @@ class _Writer:
         encoder = self.encoder
         has_just = self.previous in (self.encoded_by, f"save {self.k}")
         alongside = self._mask(encoder) if encoder is not None and has_just else []
-        sent = self._sent(leg.kind.value, leg, leg.works_on(self.held))
-        self.held = leg.leaves(self.held)
+        sent = self._sent(leg.kind.value, leg, self.held.now(leg.works_on(self.held)))
+        self.held = self.held.now(leg.leaves(self.held))
         return [*turned, *sent, *alongside]
 
-    def _sent(self, name: str, leg: Send, size: int) -> list[Task]:
+    def _sent(self, name: str, leg: Send, size: Size) -> list[Task]:
         what = leg.kind, leg.level, size, self.cluster
         launcher = Stream.CPU if self.on_pool else Stream.COMPUTE
         start = self._task(f"start {name}", launcher, self.costs.launch_us)
@@ -324,9 +337,11 @@ class _Writer:
         again = self.names[what]
         return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"
 
+    def _state_size(self, leg: Encode) -> Size:
+        return self._size(leg, Measure.STATE, sum(map(leg.compressor.state_bytes, leg.segments)))
 
-def _state_bytes(leg: Encode) -> int:
-    return sum(map(leg.compressor.state_bytes, leg.segments))
+    def _size(self, leg: Encode, measure: Measure, size: int) -> Size:
+        return Size(size, measure, leg.compressor, is_whole=leg.elements == len(self.route.whole))
 
 
 def _device_stream(device: Device) -> Stream:
