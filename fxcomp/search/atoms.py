@@ -18,6 +18,7 @@ from itertools import groupby, pairwise
 from operator import attrgetter
 
 from fxcomp.cost.table import CostTable
+from fxcomp.plan.plan import part_shape
 from fxcomp.search.plan_tasks import joined_us
 from fxcomp.search.workload import Gradient, Workload
 
@@ -49,6 +50,15 @@ class Atom:
     @property
     def elements(self) -> int:
         return len(self.extent)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return part_shape(self.gradient.shape, self.extent)
+
+    @property
+    def is_last(self) -> bool:
+        """It ends its gradient, and bears its update."""
+        return self.extent.stop == self.gradient.elements
 
 
 def atoms_of(workload: Workload, world_size: int) -> list[Atom]:

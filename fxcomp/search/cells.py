@@ -1,0 +1,102 @@
+"""Join atoms into cells, the least that a search moves between buckets, and add up their sizes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fxcomp.cost.table import CostTable
+from fxcomp.search.atoms import Atom
+from fxcomp.search.templates import Feature, feature_sizes
+
+MOST_CELLS = 64
+"""Of a lane, while a plan is looked for. A plan that was found is improved with a cell for each atom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The atoms that may share buckets, in ready order, cut into cells."""
+
+    atoms: tuple[Atom, ...]
+    places: tuple[int, ...]
+    """Of each atom among all."""
+    borders: tuple[int, ...]
+    """Cell k holds the atoms from borders[k] up to borders[k + 1]."""
+
+    @property
+    def cells(self) -> int:
+        return len(self.borders) - 1
+
+    def sizes(self) -> list[int]:
+        """Bytes of each cell."""
+        return [4 * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
+
+    def last(self, cell: int) -> int:
+        """The place of a cell's last atom among all."""
+        return self.places[self.borders[cell + 1] - 1]
+
+    def ready_us(self, cell: int) -> float:
+        return self.atoms[self.borders[cell + 1] - 1].gradient.ready_us
+
+    def within(self, start: int, stop: int) -> tuple[Atom, ...]:
+        """The atoms of cells."""
+        return self.atoms[self.borders[start] : self.borders[stop]]
+
+    def whole(self) -> Lane:
+        """The same, with a cell for each atom."""
+        return Lane(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
+
+    def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
+        """Add up each feature before each cell, and behind the last."""
+        shapes = tuple(atom.shape for atom in self.atoms)
+        found: list[list[float]] = []
+        for feature in features:
+            before = [0.0, *accumulate(feature_sizes(feature, shapes, ranks))]
+            found.append([before[border] for border in self.borders])
+        return found
+
+    def updates_us(self) -> list[float]:
+        """Add up the updates before each cell, and behind the last: a gradient's is with its last part."""
+        times = [atom.gradient.update_us if atom.is_last else 0.0 for atom in self.atoms]
+        before = [0.0, *accumulate(times)]
+        return [before[border] for border in self.borders]
+
+    def continued(self, costs: CostTable) -> tuple[list[int], list[float]]:
+        """Return for each cell where the gradient that it continues ends, -1 if none, and the time of joining that."""
+        ends, times = [-1] * self.cells, [0.0] * self.cells
+        cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
+        last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
+        for cell in range(self.cells):
+            atom = self.atoms[self.borders[cell]]
+            if atom.extent.start > 0:
+                ends[cell] = last_of[atom.number]
+                times[cell] = costs.pack_us(4 * atom.gradient.elements)
+        return ends, times
+
+
+def lane_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Lane:
+    """Join the smallest neighbours until there are no more cells than that."""
+    count = len(atoms)
+    size = [atom.elements for atom in atoms]
+    after, before = list(range(1, count + 1)), list(range(-1, count - 1))
+    is_there = [True] * count
+    pairs = [(size[k] + size[k + 1], k, k + 1) for k in range(count - 1)]
+    heapq.heapify(pairs)
+    left = count
+    while left > most:
+        together, one, other = heapq.heappop(pairs)
+        if not (is_there[one] and is_there[other]) or after[one] != other or size[one] + size[other] != together:
+            continue
+        size[one] = together
+        is_there[other] = False
+        following = after[one] = after[other]
+        left -= 1
+        if following < count:
+            before[following] = one
+            heapq.heappush(pairs, (together + size[following], one, following))
+        if before[one] >= 0:
+            heapq.heappush(pairs, (size[before[one]] + together, before[one], one))
+    borders = (*(k for k in range(count) if is_there[k]), count)
+    return Lane(tuple(atoms), tuple(places), borders)

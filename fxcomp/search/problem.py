@@ -1,0 +1,301 @@
+"""Write down as numbers all that a search compares plans by: plain arrays, which csrc/search.cpp reads in place.
+
+What belongs to a lane, a template, a task or a curve lies behind what belongs to the one before it, from its entry in
+an array of starts up to the next one. csrc/priced_parts.h has the same fields in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from itertools import accumulate
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.contention import NO_TIME_US
+from fxcomp.cost.curve import Curve, trace
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.strategy import Strategy
+from fxcomp.plan.streams import Stream
+from fxcomp.search.cells import Lane
+from fxcomp.search.plan_tasks import broadcast_task
+from fxcomp.search.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
+from fxcomp.search.workload import Workload
+
+NOTHING = -3
+"""In the place of a task that an update waits for."""
+
+DENSE, BURSTY = 1, 2
+"""Traits of an option."""
+
+PLACE = {stream: place for place, stream in enumerate(Stream)}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A strategy that the buckets of a lane may have, and what it loses of each value."""
+
+    strategy: Strategy
+    error: float
+    is_bursty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a plan may lose, and how many of its values may come in bursts, in elements."""
+
+    lost: float = math.inf
+    bursting: float = math.inf
+
+
+NO_BOUNDS = Bounds()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The numbers. Arrays first, then times and limits, then counts and flags, as C++ has them."""
+
+    lane_cells: array[int]
+    last: array[int]
+    """Of each cell: the place of its last gradient among all."""
+    ready_us: array[float]
+    sums: array[float]
+    """Of each cell, and behind a lane's last: the features of all before it, one behind another; elements first."""
+    updates_us: array[float]
+    join_last: array[int]
+    """Of each cell: the cell where the gradient that it continues ends; -1 if it continues none."""
+    join_us: array[float]
+    lane_options: array[int]
+    option_template: array[int]
+    option_error: array[float]
+    option_traits: array[int]
+    template_tasks: array[int]
+    template_stages: array[int]
+    stage_tasks: array[int]
+    """Of each stage: the number of its tasks; what no stage has comes after them."""
+    template_arrival: array[int]
+    task_stream: array[int]
+    task_load: array[float]
+    task_collective: array[int]
+    """The first of three curves: the time of a collective, its processor time, its time beside compute. -1: none."""
+    task_follows: array[int]
+    follows: array[int]
+    task_terms: array[int]
+    term_curve: array[int]
+    term_factor: array[float]
+    term_feature: array[int]
+    curve_points: array[int]
+    sizes: array[float]
+    values: array[float]
+    slopes: array[float]
+    backward_us: float
+    finish_us: float
+    buffers_us: float
+    broadcast_us: float
+    broadcast_ready_us: float
+    broadcast_load: float
+    broadcast_beside: float
+    lossable: float
+    bursty: float
+    processors: float
+    compute: float
+    lanes: int
+    features: int
+    updates_wait: int
+    commits: int
+    broadcast_stream: int
+    """-1: nothing is broadcast."""
+    shares: int
+    """More processors may be asked for than there are."""
+    has_spare: int
+
+    @cached_property
+    def for_kernels(self) -> ctypes.Structure:
+        """The same for C++, which reads the arrays where they are."""
+        made = _Columns()
+        for each in fields(self):
+            value = getattr(self, each.name)
+            setattr(made, each.name, value.buffer_info()[0] if isinstance(value, array) else value)
+        return made
+
+
+_C_TYPES = {
+    "array[int]": ctypes.c_void_p,
+    "array[float]": ctypes.c_void_p,
+    "float": ctypes.c_double,
+    "int": ctypes.c_int32,
+}
+
+
+class _Columns(ctypes.Structure):
+    _fields_ = tuple((each.name, _C_TYPES[str(each.type)]) for each in fields(Problem))
+
+
+class Problems:
+    """Writes problems: one workload's lanes and options, at the prices of a cost table and a cluster."""
+
+    def __init__(
+        self, workload: Workload, lanes: Sequence[Lane], options: Sequence[Sequence[Option]], setting: Setting
+    ) -> None:
+        self.workload, self.lanes, self.options = workload, lanes, options
+        found = [[template_of(option.strategy, setting) for option in each] for each in options]
+        numbers: dict[Template, int] = {}
+        for template in (template for each in found for template in each):
+            numbers.setdefault(template, len(numbers))
+        self.templates = list(numbers)
+        self.numbers = [[numbers[template] for template in each] for each in found]
+        terms = [term for template in self.templates for task in template.tasks for term in task.terms]
+        self.features = list(dict.fromkeys([ELEMENTS, *(term.feature for term in terms)]))
+        ranks = setting.cluster.world_size
+        self.sums = [lane.sums(self.features, ranks) for lane in lanes]
+
+    def at(self, traced: TracedPrices, bounds: Bounds) -> Problem:
+        """Write the problem at these prices."""
+        costs, cluster = traced.costs, traced.cluster
+        curves = _Curves(traced, self._largest())
+        tasks = [task for template in self.templates for task in template.tasks]
+        terms = [term for task in tasks for term in task.terms]
+        term_curves = [curves.numbers[term.question] for term in terms]
+        starts_of_terms = _starts(len(task.terms) for task in tasks)
+        collectives = [
+            term_curves[start] if task.is_collective else -1
+            for task, start in zip(tasks, starts_of_terms, strict=False)
+        ]
+        place = {feature: number for number, feature in enumerate(self.features)}
+        flat = [option for each in self.options for option in each]
+        workload, processors = self.workload, costs.processors
+        broadcast = broadcast_task(workload, costs, cluster)
+        joins = [lane.continued(costs) for lane in self.lanes]
+        return Problem(
+            lane_cells=_starts(lane.cells for lane in self.lanes),
+            last=_ints(lane.last(cell) for lane in self.lanes for cell in range(lane.cells)),
+            ready_us=_floats(lane.ready_us(cell) for lane in self.lanes for cell in range(lane.cells)),
+            sums=_floats(size for sums in self.sums for row in zip(*sums, strict=True) for size in row),
+            updates_us=_floats(us for lane in self.lanes for us in lane.updates_us()),
+            join_last=_ints(cell for cells, _ in joins for cell in cells),
+            join_us=_floats(us for _, times in joins for us in times),
+            lane_options=_starts(map(len, self.options)),
+            option_template=_ints(number for each in self.numbers for number in each),
+            option_error=_floats(option.error for option in flat),
+            option_traits=_ints(
+                (DENSE if option.strategy.is_dense else 0) | (BURSTY if option.is_bursty else 0) for option in flat
+            ),
+            template_tasks=_starts(len(template.tasks) for template in self.templates),
+            template_stages=_starts(len(template.stages) for template in self.templates),
+            stage_tasks=_ints(len(stage) for template in self.templates for stage in template.stages),
+            template_arrival=_ints(next(iter(template.arrival), NOTHING) for template in self.templates),
+            task_stream=_ints(PLACE[task.stream] for task in tasks),
+            task_load=_floats(task.load for task in tasks),
+            task_collective=_ints(collectives),
+            task_follows=_starts(len(task.after) for task in tasks),
+            follows=_ints(number for task in tasks for number in task.after),
+            task_terms=starts_of_terms,
+            term_curve=_ints(term_curves),
+            term_factor=_floats(term.factor for term in terms),
+            term_feature=_ints(place[term.feature] for term in terms),
+            curve_points=_starts(len(curve.sizes) for curve in curves.found),
+            sizes=_floats(size for curve in curves.found for size in curve.sizes),
+            values=_floats(us for curve in curves.found for us in curve.values),
+            slopes=_floats(slope for curve in curves.found for slope in curve.slopes),
+            backward_us=workload.backward_us,
+            finish_us=workload.finish_us,
+            buffers_us=workload.buffers_us,
+            broadcast_us=broadcast.duration_us if broadcast else 0.0,
+            broadcast_ready_us=workload.broadcast_ready_us,
+            broadcast_load=broadcast.load if broadcast else 0.0,
+            broadcast_beside=broadcast.overlap_speed if broadcast and not processors.has_spare else 1.0,
+            lossable=float(bounds.lost),
+            bursty=float(bounds.bursting),
+            processors=float(processors.count),
+            compute=float(processors.compute),
+            lanes=len(self.lanes),
+            features=len(self.features),
+            updates_wait=int(workload.updates_wait),
+            commits=int(workload.commits),
+            broadcast_stream=PLACE[broadcast.stream] if broadcast else -1,
+            shares=int(curves.may_lack_processors(tasks) or (broadcast is not None and broadcast.load > 0)),
+            has_spare=int(processors.has_spare),
+        )
+
+    def _largest(self) -> dict[Question, float]:
+        """The largest size that each question is asked about."""
+        totals = {feature: sum(sums[number][-1] for sums in self.sums) for number, feature in enumerate(self.features)}
+        found: dict[Question, float] = {}
+        for template in self.templates:
+            for task in template.tasks:
+                for term in task.terms:
+                    size = max(1.0, term.factor * totals[term.feature])
+                    found[term.question] = max(size, found.get(term.question, 0.0))
+        return found
+
+
+class TracedPrices:
+    """The answers of a cost table for a cluster as curves, each traced once."""
+
+    def __init__(self, costs: CostTable, cluster: Cluster) -> None:
+        self.costs, self.cluster = costs, cluster
+        self._known: dict[Question, tuple[Curve, ...]] = {}
+
+    def curves(self, question: Question, largest: float) -> tuple[Curve, ...]:
+        """Trace up to a size: of a collective three where processors are shared, else one."""
+        known = self._known.get(question)
+        if known is None or known[0].sizes[-1] < largest:
+            prices: list[Callable[[float], float]] = [partial(question.us, self.costs, self.cluster)]
+            if question.is_collective and not math.isinf(self.costs.processors.count):
+                prices += [partial(self._processor_us, question), partial(self._beside_us, question)]
+            known = self._known[question] = tuple(trace(price, largest) for price in prices)
+        return known
+
+    def _processor_us(self, question: Question, size: float) -> float:
+        kind, level = question.before
+        return question.us(self.costs, self.cluster, size) * self.costs.load_of(kind, level, size, self.cluster)
+
+    def _beside_us(self, question: Question, size: float) -> float:
+        kind, level = question.before
+        us = question.us(self.costs, self.cluster, size)
+        return us / self.costs.overlap_speed(kind, level, size, self.cluster)
+
+
+class _Curves:
+    """The curves that a problem asks for, one behind another."""
+
+    def __init__(self, traced: TracedPrices, largest: Mapping[Question, float]) -> None:
+        self.processors = traced.costs.processors
+        self.found: list[Curve] = []
+        self.numbers: dict[Question, int] = {}
+        for question, size in largest.items():
+            self.numbers[question] = len(self.found)
+            self.found += traced.curves(question, size)
+
+    def may_lack_processors(self, tasks: Iterable[TaskTemplate]) -> bool:
+        """Tell whether tasks, one on each stream, may ask for more processors than there are."""
+        processors = self.processors
+        if math.isinf(processors.count) or not processors.has_spare:
+            return not math.isinf(processors.count)
+        loads = dict.fromkeys(Stream, 0.0)
+        for task in tasks:
+            load = self._most_load(task.terms[0].question) if task.is_collective else task.load
+            loads[task.stream] = max(loads[task.stream], load)
+        loads[Stream.COMPUTE] = processors.compute
+        return sum(loads.values()) > processors.count
+
+    def _most_load(self, question: Question) -> float:
+        number = self.numbers[question]
+        took, worked = self.found[number], self.found[number + 1]
+        sizes = {*took.sizes, *worked.sizes}
+        return max((worked.at(size) / took.at(size) for size in sizes if took.at(size) >= NO_TIME_US), default=0.0)
+
+
+def _ints(numbers: Iterable[int]) -> array[int]:
+    return array("i", numbers)
+
+
+def _floats(numbers: Iterable[float]) -> array[float]:
+    return array("d", numbers)
+
+
+def _starts(counts: Iterable[int]) -> array[int]:
+    return array("i", [0, *accumulate(counts)])

@@ -1,0 +1,240 @@
+"""Write down a strategy's tasks for buckets of any size: what each one asks of a cost table, and of which share.
+
+    compress(int8)@gpu > all_gather@world > decompress@gpu
+ -->
+    pack         compute   pack_us of 4 x the elements
+    compress     compute   encode_us(int8) of the elements
+    start        compute   launch_us
+    all_gather   inter     collective_us(all_gather, world) of the int8 payload
+    decompress   compute   decode_us(int8, 2 payloads) of the elements
+
+`price_bucket` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
+proportion to a feature that adds up over gradients: their elements, or what a compressor makes of each. That leaves
+out how borders of shards are rounded to a compressor's blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
+from fxcomp.cost.timeline import Task
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.streams import Stream
+from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
+from fxcomp.search.prices import Measure, Prices, Size
+from fxcomp.search.workload import Gradient, Workload
+
+REGION, BACKWARD = -1, -2
+"""In a task's predecessors: the compute down to the bucket's last gradient, and the end of backward."""
+
+_PROBE = (4096, 4096)  # large, and without a remainder by any block or number of shards
+
+
+class Question(NamedTuple):
+    """A method of `Prices`, and its arguments before and after the size."""
+
+    method: str
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+
+    def us(self, prices: Prices, cluster: Cluster, size: float) -> float:
+        if self.method == "launch_us":
+            return prices.launch_us
+        last = (cluster,) if self.is_collective else self.after
+        return getattr(prices, self.method)(*self.before, size, *last)
+
+    @property
+    def is_collective(self) -> bool:
+        return self.method == "collective_us"
+
+
+class Feature(NamedTuple):
+    """A size that adds up over gradients: bytes of what a compressor makes of each, or elements."""
+
+    measure: Measure
+    compressor: Compressor | None = None
+    is_whole: bool = True
+
+    def of(self, shape: Sequence[int], ranks: int) -> int:
+        """Count it in a gradient of this shape."""
+        elements = math.prod(shape)
+        if self.compressor is None:
+            return elements
+        bound = self.compressor.bound_to([shape if self.is_whole else (elements,)], ranks)
+        match self.measure:
+            case Measure.PAYLOAD:
+                return bound.payload_bytes((elements,))
+            case Measure.PROPOSAL:
+                return bound.proposal_bytes((elements,))
+            case _:
+                return bound.state_bytes((elements,))
+
+
+ELEMENTS = Feature(Measure.VALUES)
+
+
+@lru_cache(maxsize=256)
+def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: int) -> tuple[float, ...]:
+    """Count a feature in gradients of these shapes."""
+    known = {shape: float(feature.of(shape, ranks)) for shape in dict.fromkeys(shapes)}
+    return tuple(known[shape] for shape in shapes)
+
+
+class Term(NamedTuple):
+    """A part of a task's time: the answer to a question about so many times a feature."""
+
+    question: Question
+    factor: float
+    feature: Feature
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTemplate:
+    """A task of a bucket. A collective's load and speed follow from its first term."""
+
+    stream: Stream
+    after: tuple[int, ...]
+    """Numbers of the bucket's tasks, REGION, or BACKWARD."""
+    terms: tuple[Term, ...]
+    load: float
+    is_collective: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The tasks of a strategy's buckets, numbered through stages and the final ones."""
+
+    stages: tuple[tuple[TaskTemplate, ...], ...]
+    final: tuple[TaskTemplate, ...]
+    arrival: tuple[int, ...]
+    """What the update waits for."""
+
+    @property
+    def tasks(self) -> tuple[TaskTemplate, ...]:
+        return (*(task for stage in self.stages for task in stage), *self.final)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the tasks of a strategy depend on besides sizes."""
+
+    cluster: Cluster
+    commits: bool
+    keeps_velocity: bool
+    copies: bool
+    """Between host and device."""
+
+    @classmethod
+    def of(cls, workload: Workload, copy_gb_per_s: float | None, cluster: Cluster) -> Self:
+        return cls(cluster, workload.commits, workload.keeps_velocity, copy_gb_per_s is not None)
+
+
+@lru_cache(maxsize=4096)
+def template_of(strategy: Strategy, setting: Setting) -> Template:
+    """Write a strategy's tasks down for buckets of any size."""
+    probe = Gradient("probe", _PROBE, 0.0, 0.0)
+    step = Workload((probe,), 0.0, commits=setting.commits, keeps_velocity=setting.keeps_velocity)
+    bucket = price_bucket(0, [probe], strategy, step, _Recorder(copies=setting.copies), setting.cluster)
+    return _Reader(bucket, setting.cluster.world_size).template()
+
+
+class _Price(float):
+    """A price that remembers what was asked."""
+
+    asked: tuple[tuple[Question, Size], ...]
+
+    def __new__(cls, *asked: tuple[Question, Size]) -> Self:
+        made = super().__new__(cls, 1.0)
+        made.asked = asked
+        return made
+
+    def __add__(self, other: float) -> float:
+        assert isinstance(other, _Price), "prices are added to prices"
+        return _Price(*self.asked, *other.asked)
+
+
+class _Recorder:
+    """Prices that are no numbers yet."""
+
+    def __init__(self, *, copies: bool) -> None:
+        self.copies = copies
+
+    @property
+    def launch_us(self) -> float:
+        return _Price((Question("launch_us"), Size(0)))
+
+    @property
+    def pool_load(self) -> float:
+        return 0.0 if self.copies else 1.0
+
+    def pack_us(self, size: float) -> float:
+        return _price("pack_us", size)
+
+    def copy_us(self, size: float) -> float:
+        return _price("copy_us", size) if self.copies else 0.0
+
+    def keep_us(self, size: float) -> float:
+        return _price("keep_us", size)
+
+    def accumulate_us(self, size: float) -> float:
+        return _price("accumulate_us", size)
+
+    def mask_us(self, size: float) -> float:
+        return _price("mask_us", size)
+
+    def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
+        return _price("encode_us", elements, (compressor,), (device,))
+
+    def propose_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
+        return _price("propose_us", elements, (compressor,), (device,))
+
+    def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
+        return _price("decode_us", elements, (compressor,), (ranks, device))
+
+    def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:  # noqa: ARG002
+        return _price("collective_us", size, (kind, level))
+
+    def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:  # noqa: ARG002
+        return 0.0
+
+    def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:  # noqa: ARG002
+        return 1.0
+
+
+def _price(method: str, size: float, before: tuple[Any, ...] = (), after: tuple[Any, ...] = ()) -> _Price:
+    return _Price((Question(method, before, after), size if isinstance(size, Size) else Size(int(size))))
+
+
+class _Reader:
+    """Reads templates from the tasks of one bucket."""
+
+    def __init__(self, bucket: BucketTasks, ranks: int) -> None:
+        self.bucket, self.ranks = bucket, ranks
+        tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final]
+        self.numbers = {task.name: number for number, task in enumerate(tasks)}
+        self.numbers |= {"region 0": REGION, END_OF_BACKWARD: BACKWARD}
+
+    def template(self) -> Template:
+        stages = tuple(tuple(map(self._task, stage)) for stage in self.bucket.stages)
+        return Template(stages, tuple(map(self._task, self.bucket.final)), self._numbers(self.bucket.update))
+
+    def _numbers(self, task: Task) -> tuple[int, ...]:
+        return tuple(self.numbers[name] for name in task.after)
+
+    def _task(self, task: Task) -> TaskTemplate:
+        price = task.duration_us
+        terms = tuple(self._term(*asked) for asked in price.asked) if isinstance(price, _Price) else ()
+        is_collective = bool(terms) and terms[0].question.is_collective
+        return TaskTemplate(task.stream, self._numbers(task), terms, task.load, is_collective)
+
+    def _term(self, question: Question, size: Size) -> Term:
+        feature = ELEMENTS if size.compressor is None else Feature(size.measure, size.compressor, size.is_whole)
+        whole = feature.of(_PROBE, self.ranks)
+        return Term(question, size / whole if whole else 0.0, feature)
