@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import simulate
+from fxcomp.cost.timeline import step_time_us
 from fxcomp.plan.given import strategy_named
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.candidates import Candidates, Parts
-from fxcomp.search.local_search import CAPS, LocalSearch, leaves_dense
+from fxcomp.search.exact_plans import ExactPlans
+from fxcomp.search.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.problem import TracedPrices
 from fxcomp.search.workload import Workload
 
+_PRICED = 3  # how many of the best plans are priced exactly
+_ALTERNATIVES = 24  # how many are told in all, at least one for each bucket
 _FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
 
 
@@ -42,13 +45,13 @@ class Choice:
     """The plan with the shortest predicted step, chosen or not."""
     fastest_us: float
     bf16_us: float
-    """bf16 everywhere."""
+    """bf16 everywhere, over all ranks at once or level by level, whichever is faster."""
     free_us: float
     """No communication at all."""
     error: float
     """The prediction's own relative error, which a gain must exceed."""
     alternatives: tuple[tuple[Alternative, ...], ...]
-    """For each bucket of the plan, the other strategies."""
+    """For each bucket of the plan, the best other strategies."""
 
     @property
     def gain(self) -> float:
@@ -92,66 +95,67 @@ class Choice:
 
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> Choice:
     """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts."""
-    # Vectors apart, and with matrices: where latency rules, one bucket less is worth more than their precision.
-    found = [
-        _Best.of(Candidates(workload, costs, cluster, mode, bursts=bursts, mixed=mixed))
-        for mixed in ((False, True) if _has_both(workload) else (False,))
-    ]
-    least_dense = min(found, key=lambda best: best.dense_us)
-    least = min(found, key=lambda best: best.fastest_us)
-    error = costs.error_of(workload.free_us, least_dense.dense_us)
-    is_worth_it = leaves_dense(least_dense.dense_us, least.fastest_us, error)
-    chosen = least if is_worth_it else least_dense
-    plans, parts = chosen.plans, chosen.fastest if is_worth_it else chosen.dense
+    traced, exact = TracedPrices(costs, cluster), ExactPlans(workload, costs, cluster)
+    searches = searches_of_mode(workload, traced, mode, bursts=bursts)
+    dense = _fastest(searches, exact, dense_only=True)
+    least = min(dense, _fastest(searches, exact, dense_only=False), key=lambda best: best.step_us)
+    error = costs.error_of(workload.free_us, dense.step_us)
+    chosen = least if leaves_dense(dense.step_us, least.step_us, error) else dense
     return Choice(
-        plan=plans.plan(parts),
-        step_us=chosen.fastest_us if is_worth_it else chosen.dense_us,
-        dense=least_dense.plans.plan(least_dense.dense),
-        dense_us=least_dense.dense_us,
-        fastest=least.plans.plan(least.fastest),
-        fastest_us=least.fastest_us,
-        bf16_us=predict_us(workload, uniform("bf16", workload, costs, cluster), costs, cluster),
+        plan=chosen.plan,
+        step_us=chosen.step_us,
+        dense=dense.plan,
+        dense_us=dense.step_us,
+        fastest=least.plan,
+        fastest_us=least.step_us,
+        bf16_us=exact.step_us(bf16_everywhere(workload, costs, cluster)),
         free_us=workload.free_us,
         error=error,
-        alternatives=_alternatives(plans, parts),
+        alternatives=_alternatives(chosen, exact),
     )
+
+
+def leaves_dense(dense_us: float, fastest_us: float, error: float) -> bool:
+    """Tell that a gain exceeds the prediction's own error."""
+    return dense_us - fastest_us > error * dense_us
 
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """The best plans of one way to group gradients."""
+    """The best plan of a kind, priced exactly, and the search that found it."""
 
-    plans: Candidates
-    dense: Parts
-    dense_us: float
-    fastest: Parts
-    fastest_us: float
-
-    @classmethod
-    def of(cls, plans: Candidates) -> _Best:
-        search = LocalSearch(plans)
-        dense, dense_us = search.best_dense()
-        return cls(plans, dense, dense_us, *search.best(dense))
+    plan: Plan
+    step_us: float
+    found: Found
+    search: PlanSearch
 
 
-def _has_both(workload: Workload) -> bool:
-    return len({gradient.is_vector for gradient in workload.gradients}) == 2
+def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: bool) -> _Best:
+    """Find the fastest plan of several searches; the best few are priced exactly."""
+    found = [(each, search) for search in searches for each in search.fastest(dense_only=dense_only)]
+    found.sort(key=lambda pair: pair[0].value)
+    first, search = found[0]
+    found = [(search.in_full(first, dense_only=dense_only), search), *found[: _PRICED - 1]]
+    best: list[_Best] = []
+    for each, search in found:
+        plan = search.plan(each)
+        best.append(_Best(plan, exact.step_us(plan), each, search))
+    return min(best, key=lambda one: one.step_us)
 
 
-def _alternatives(plans: Candidates, parts: Parts) -> tuple[tuple[Alternative, ...], ...]:
-    """Give one bucket at a time every other strategy, all else the same."""
+def _alternatives(best: _Best, exact: ExactPlans) -> tuple[tuple[Alternative, ...], ...]:
+    """Give one bucket at a time its best other strategies, all else the same."""
+    told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
+    others = [strategies[:told] for strategies in best.search.others(best.found)]
     return tuple(
-        tuple(
-            Alternative(plans.strategy(other), plans.step_us((*parts[:k], other, *parts[k + 1 :])))
-            for other in plans.other_strategies(part)
-        )
-        for k, part in enumerate(parts)
+        tuple(map(Alternative, strategies, times))
+        for strategies, times in zip(others, exact.changed_us(best.plan, others), strict=True)
     )
 
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
     """Predict the step of any plan."""
-    return simulate(plan_tasks(workload, plan, costs, cluster), costs.processors).step_time_us
+    return step_time_us(plan_tasks(workload, plan, costs, cluster), costs.processors)
 
 
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
@@ -163,9 +167,33 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
     vector = strategy if strategy in gentle else strategy.uncompressed
     choices = {Content.MATRICES: (strategy,), Content.VECTORS: (vector,)}
-    plans = Candidates(workload, costs, cluster, Mode.LOSSLESS, choices)
-    search = LocalSearch(plans)
-    return plans.plan(min((search.start(cap, 0) for cap in CAPS), key=plans.step_us))
+    search = PlanSearch(Question(workload, choices), TracedPrices(costs, cluster))
+    return search.plan(search.starts([0])[0])
+
+
+def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
+    """Make the fastest plan of bf16 everywhere, over all ranks at once or level by level."""
+    offered = strategies(Mode.BALANCED, cluster, Content.VECTORS, offload=costs.offloads)
+    bf16 = tuple(each for each in offered if not each.is_dense) or offered
+    groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
+    traced = TracedPrices(costs, cluster)
+    searches = [PlanSearch(Question(workload, choices), traced) for choices in groupings[: 1 + _has_both(workload)]]
+    search, start = min(((each, each.starts(range(len(bf16)))[0]) for each in searches), key=lambda one: one[1].value)
+    return search.plan(start)
+
+
+def searches_of_mode(workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0) -> list[PlanSearch]:
+    """Search plans of vectors apart, and if there are both, of vectors with matrices.
+
+    Where latency rules, one bucket less is worth more than the vectors' precision.
+    """
+    ways = (False, True) if _has_both(workload) else (False,)
+    asked = [question_of_mode(workload, traced, mode, bursts=bursts, mixed=mixed) for mixed in ways]
+    return [PlanSearch(question, traced) for question in asked]
+
+
+def _has_both(workload: Workload) -> bool:
+    return len({gradient.is_vector for gradient in workload.gradients}) == 2
 
 
 def flip_gbit(
@@ -180,15 +208,18 @@ def flip_gbit(
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
 
     None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. By the cluster's links, not what was measured live.
-    Plans are compared as the search starts from them, not improved one by one: within 17 % of where whole searches flip
-    (measured on nine pairs of job and cluster, the median 8 %). `choice`, the verdict on this cluster by its links,
-    is never contradicted.
+    Plans are improved a little and not to the end. `choice`, the verdict on this cluster by its links, is never
+    contradicted.
     """
     costs = costs.without_collectives()
+    searches = searches_of_mode(workload, TracedPrices(costs, cluster), mode, bursts=bursts)
 
     def is_dense(gbit: float) -> bool:
-        plans = Candidates(workload, costs, cluster.with_inter(gbit / 8), mode, bursts=bursts)
-        return LocalSearch(plans).stays_dense()
+        traced = TracedPrices(costs, cluster.with_inter(gbit / 8))
+        for search in searches:
+            search.at(traced)
+        dense_us, fastest_us = (min(each.quick_us(dense_only=only) for each in searches) for only in (True, False))
+        return not leaves_dense(dense_us, fastest_us, costs.error_of(workload.free_us, dense_us))
 
     low, high = 1e-3, 1e3
     here = 8 * cluster.inter.gb_per_s

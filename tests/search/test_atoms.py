@@ -8,7 +8,7 @@ import pytest
 from workloads import COSTS, cluster
 
 from fxcomp.plan.modes import Mode
-from fxcomp.search import candidates
+from fxcomp.search import plan_search
 from fxcomp.search.atoms import LARGE, MOST, atoms_of, joined
 from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.workload import Gradient, Workload
@@ -50,7 +50,7 @@ def test_joined_atoms_are_the_gradient_again():
 def test_one_gradient_that_is_most_of_a_model_travels_faster_in_parts(monkeypatch: pytest.MonkeyPatch):
     workload = skewed()
     cut = choose(workload, COSTS, WHERE, Mode.BALANCED)
-    monkeypatch.setattr(candidates, "atoms_of", lambda workload, _: atoms_of(workload, 1))
+    monkeypatch.setattr(plan_search, "atoms_of", lambda workload, _: atoms_of(workload, 1))
     whole = choose(workload, COSTS, WHERE, Mode.BALANCED)
     assert len(cut.plan.parts["embedding"]) > 1
     assert len(whole.plan.parts["embedding"]) == 1

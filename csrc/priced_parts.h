@@ -1,0 +1,159 @@
+// The numbers that a search compares plans by (fxcomp/search/problem.py makes them), and a bucket's tasks with prices.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <deque>
+#include <unordered_map>
+#include <vector>
+
+#include "timeline.h"
+
+namespace fxcomp {
+
+constexpr int32_t kRegion = -1;
+constexpr int32_t kBackward = -2;
+constexpr int32_t kNothing = -3;
+constexpr double kNoTime = 1e-9;  // us: nothing is divided by less
+constexpr int32_t kDense = 1;     // traits of an option
+constexpr int32_t kBursty = 2;
+
+// Fields as in fxcomp/search/problem.py. What is of each lane, template or task lies behind the one before it, from
+// its entry in an array of starts to the next one.
+struct Problem {
+    const int32_t* lane_cells;      // starts
+    const int32_t* last;            // of each cell: its place among all gradients
+    const double* ready_us;         // of each cell
+    const double* sums;             // of each cell, and behind the last: the features of all before, one behind another
+    const double* updates_us;       // of each cell, and behind the last: the updates of all before
+    const int32_t* join_last;       // of each cell: the last cell of the gradient that it continues; -1 if none
+    const double* join_us;          // of each cell: the time of joining that gradient
+    const int32_t* lane_options;    // starts
+    const int32_t* option_template;
+    const double* option_error;
+    const int32_t* option_traits;
+    const int32_t* template_tasks;  // starts
+    const int32_t* template_stages; // starts
+    const int32_t* stage_tasks;     // of each stage: its number of tasks
+    const int32_t* template_arrival;
+    const int32_t* task_stream;
+    const double* task_load;
+    const int32_t* task_collective; // the number of its curve; -1 for other work
+    const int32_t* task_follows;    // starts
+    const int32_t* follows;
+    const int32_t* task_terms;      // starts
+    const int32_t* term_curve;
+    const double* term_factor;
+    const int32_t* term_feature;
+    const int32_t* curve_points;    // starts
+    const double* sizes;
+    const double* values;
+    const double* slopes;
+    double backward_us, finish_us, buffers_us;
+    double broadcast_us, broadcast_ready_us, broadcast_load, broadcast_beside;
+    double lossable, bursty;
+    double processors, compute;
+    int32_t lanes, features;
+    int32_t updates_wait, commits, broadcast_stream;  // -1: nothing is broadcast
+    int32_t shares;  // processors may be asked for by more than there are
+    int32_t has_spare;
+};
+
+// A bucket: cells start to stop of a lane, and one of the lane's options.
+struct Part {
+    int32_t lane, start, stop, option;
+};
+
+// A bucket's tasks with prices. Task k of its template takes us[k].
+struct Record {
+    int32_t pattern;
+    int32_t last;
+    double ready_us;
+    const double *us, *demand, *beside;
+    double update_us;
+    double compute_us, inter_us, intra_us;  // that it occupies these streams
+    double lost, bursting;
+};
+
+struct Bucket {
+    Part part;
+    const Record* record;
+};
+
+constexpr int kInter = 2;
+constexpr int kIntra = 1;
+
+class PricedParts {
+  public:
+    explicit PricedParts(const Problem& problem) : p(problem) {}
+
+    const Record* of(const Part& part) {
+        const uint64_t key = (static_cast<uint64_t>(part.lane) << 60) | (static_cast<uint64_t>(part.start) << 40) |
+                             (static_cast<uint64_t>(part.stop) << 20) | static_cast<uint64_t>(part.option);
+        const Record*& known = known_[key];
+        if (known == nullptr) known = price(part);
+        return known;
+    }
+
+    const Problem& p;
+
+  private:
+    double at(int32_t curve, double size) const {
+        const double *begin = p.sizes + p.curve_points[curve], *end = p.sizes + p.curve_points[curve + 1];
+        const ptrdiff_t number = std::upper_bound(begin, end, size) - p.sizes - 1;
+        return p.values[number] + (size - p.sizes[number]) * p.slopes[number];
+    }
+
+    const Record* price(const Part& part) {
+        const int32_t option = p.lane_options[part.lane] + part.option, pattern = p.option_template[option];
+        const int32_t row = p.lane_cells[part.lane] + part.lane, cell = p.lane_cells[part.lane] + part.start;
+        const double* before = p.sums + static_cast<ptrdiff_t>(row + part.start) * p.features;
+        const double* after = p.sums + static_cast<ptrdiff_t>(row + part.stop) * p.features;
+        const int32_t first = p.template_tasks[pattern], tasks = p.template_tasks[pattern + 1] - first;
+        numbers_.emplace_back(3 * static_cast<size_t>(tasks));
+        double *us = numbers_.back().data(), *demand = us + tasks, *beside = demand + tasks;
+        records_.emplace_back();
+        Record& record = records_.back();
+        double busy[kStreams] = {};
+        for (int32_t k = 0; k < tasks; ++k) {
+            const int32_t task = first + k, stream = p.task_stream[task];
+            double sum = 0.0, size = 0.0;
+            for (int32_t t = p.task_terms[task]; t < p.task_terms[task + 1]; ++t) {
+                size = p.term_factor[t] * (after[p.term_feature[t]] - before[p.term_feature[t]]);
+                sum += at(p.term_curve[t], size);
+            }
+            us[k] = sum;
+            double load = p.task_load[task];
+            beside[k] = 1.0;
+            if (p.shares != 0 && p.task_collective[task] >= 0 && sum >= kNoTime) {
+                load = at(p.task_collective[task] + 1, size) / sum;
+                if (p.has_spare == 0) beside[k] = std::min(1.0, sum / at(p.task_collective[task] + 2, size));
+            }
+            demand[k] = stream == kCompute ? p.compute : std::min(load, p.processors);
+            busy[stream] += sum;
+        }
+        double update_us = p.updates_us[row + part.stop] - p.updates_us[row + part.start];
+        if (p.join_last[cell] >= part.start && p.join_last[cell] < part.stop) update_us += p.join_us[cell];
+        const double elements = after[0] - before[0];
+        const int32_t end = p.lane_cells[part.lane] + part.stop - 1;
+        record = {pattern,
+                  p.last[end],
+                  p.ready_us[end],
+                  us,
+                  demand,
+                  beside,
+                  update_us,
+                  busy[kCompute] + update_us,
+                  busy[kInter],
+                  busy[kIntra],
+                  elements * p.option_error[option],
+                  (p.option_traits[option] & kBursty) != 0 ? elements : 0.0};
+        return &record;
+    }
+
+    std::unordered_map<uint64_t, const Record*> known_;
+    std::deque<Record> records_;
+    std::deque<std::vector<double>> numbers_;
+};
+
+}  // namespace fxcomp

@@ -1,0 +1,357 @@
+// The search among plans, as fxcomp/search/descent.py specifies it: the same operations in the same order.
+#include <cmath>
+#include <limits>
+
+#include "plan_clock.h"
+
+namespace fxcomp {
+namespace {
+
+constexpr double kSame = 1e-9;          // times that are relatively closer are equal
+constexpr double kWorthARound = 1e-4;   // relative: a round that gains less is the last
+constexpr int kCuts = 6;                // a bucket with more places inside is split near its ends and in the middle
+constexpr int32_t kBorders[] = {-4, -2, -1, 1, 2, 4};
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+struct Limits {
+    int64_t evaluations;
+    int32_t options;  // of a bucket that are tried together with another change
+    int32_t apart;    // buckets that are changed together are no further apart
+    int32_t dense_only;
+    int32_t pairs;
+};
+
+struct Value {
+    double us, lost;
+
+    bool beats(const Value& other) const {
+        if (us > other.us * (1 + kSame)) return false;
+        return us < other.us * (1 - kSame) || lost < other.lost;
+    }
+};
+
+class Descent {
+  public:
+    explicit Descent(const Problem& problem) : p(problem), parts_(problem), clock_(problem) {}
+
+    std::vector<Bucket> bound(const Part* parts, int32_t count) {
+        std::vector<Bucket> plan;
+        for (int32_t k = 0; k < count; ++k) plan.push_back({parts[k], parts_.of(parts[k])});
+        return plan;
+    }
+
+    // A plan's value if it beats `best`; else something that does not.
+    Value value(const std::vector<Bucket>& plan, const Value& best) {
+        double lost = 0.0, bursting = 0.0, compute = p.backward_us + p.finish_us, inter = 0.0, intra = 0.0;
+        for (const Bucket& bucket : plan) {
+            lost += bucket.record->lost;
+            bursting += bucket.record->bursting;
+            compute += bucket.record->compute_us;
+            inter += bucket.record->inter_us;
+            intra += bucket.record->intra_us;
+        }
+        if (lost > p.lossable || bursting > p.bursty) return {kInfinity, lost};
+        const double wires = plan.empty() ? 0.0 : plan.front().record->ready_us + std::max(inter, intra);
+        double us = std::max(compute, wires);
+        if (us > best.us * (1 + kSame)) return {us, lost};
+        ++evaluations;
+        if (p.shares != 0) {
+            us = clock_.alone_us(plan);
+            if (us > best.us * (1 + kSame)) return {us, lost};
+        }
+        return {clock_.step_us(plan), lost};
+    }
+
+    void improve(std::vector<Bucket>& plan, const Limits& allowed) {
+        limits = allowed;
+        limits.evaluations += evaluations;
+        plan_ = plan;
+        value_ = value(plan_, {kInfinity, kInfinity});
+        while (evaluations < limits.evaluations) {
+            double before = value_.us;
+            round();
+            if (value_.us < before * (1 - kWorthARound)) continue;
+            if (limits.pairs == 0) break;
+            before = value_.us;
+            pairs();
+            if (value_.us >= before * (1 - kWorthARound)) break;
+        }
+        plan = plan_;
+    }
+
+    int32_t lanes() const { return p.lanes; }
+
+    int64_t evaluations = 0;
+
+  private:
+    // Change one bucket at a time, the last one first.
+    void round() {
+        for (auto k = static_cast<int32_t>(plan_.size()) - 1; k >= 0 && evaluations < limits.evaluations; --k) {
+            base_ = plan_;
+            rank_options(k);
+            split(k);
+            join(k);
+            k = std::min(k, static_cast<int32_t>(plan_.size()));
+        }
+    }
+
+    // Try `trial_`: keep it if it beats what is known.
+    Value attempt() {
+        const Value found = value(trial_, value_);
+        if (found.beats(value_)) plan_ = trial_, value_ = found;
+        return found;
+    }
+
+    // Begin a trial with the base, without these two buckets.
+    void without(int32_t one, int32_t other) {
+        trial_.clear();
+        for (int32_t k = 0; k < static_cast<int32_t>(base_.size()); ++k) {
+            if (k != one && k != other) trial_.push_back(base_[k]);
+        }
+    }
+
+    void insert(const Part& part) {
+        const Record* record = parts_.of(part);
+        auto at = trial_.end();
+        while (at != trial_.begin() && (at - 1)->record->last > record->last) --at;
+        trial_.insert(at, {part, record});
+    }
+
+    int32_t options_of(int32_t lane) const { return p.lane_options[lane + 1] - p.lane_options[lane]; }
+
+    bool is_offered(int32_t lane, int32_t option) const {
+        return limits.dense_only == 0 || (p.option_traits[p.lane_options[lane] + option] & kDense) != 0;
+    }
+
+    static Part with_option(Part part, int32_t option) {
+        part.option = option;
+        return part;
+    }
+
+    // Try a bucket's other options, and list the best few, its own first.
+    void rank_options(int32_t k) {
+        const Part part = base_[k].part;
+        ranked_.clear();
+        for (int32_t option = 0; option < options_of(part.lane); ++option) {
+            if (option == part.option || !is_offered(part.lane, option)) continue;
+            trial_ = base_;
+            trial_[k] = {with_option(part, option), parts_.of(with_option(part, option))};
+            const Value found = attempt();
+            ranked_.push_back({found, option});
+        }
+        std::stable_sort(ranked_.begin(), ranked_.end(), [](const Ranked& a, const Ranked& b) {
+            return a.value.us != b.value.us ? a.value.us < b.value.us : a.value.lost < b.value.lost;
+        });
+        best_options_.assign(1, part.option);
+        for (const Ranked& each : ranked_) {
+            if (static_cast<int32_t>(best_options_.size()) < limits.options) best_options_.push_back(each.option);
+        }
+    }
+
+    // The places to split a bucket at: everywhere if it is short, else 1, 2, 4, ... cells from its ends, and the middle.
+    static std::vector<int32_t> cuts_of(const Part& part) {
+        std::vector<int32_t> cuts;
+        const int32_t size = part.stop - part.start;
+        if (size <= kCuts + 1) {
+            for (int32_t cut = part.start + 1; cut < part.stop; ++cut) cuts.push_back(cut);
+            return cuts;
+        }
+        int32_t inside = 1;
+        for (; 2 * inside < size; inside *= 2) cuts.push_back(part.start + inside);
+        cuts.push_back(part.start + size / 2);
+        while (inside > 1) cuts.push_back(part.stop - (inside /= 2));
+        return cuts;
+    }
+
+    // Split a bucket, and give one side another option.
+    void split(int32_t k) {
+        const Part part = base_[k].part;
+        for (const int32_t cut : cuts_of(part)) {
+            for (const int32_t option : best_options_) {
+                split_at(k, cut, option, part.option);
+                if (option != part.option) split_at(k, cut, part.option, option);
+            }
+        }
+    }
+
+    void split_at(int32_t k, int32_t cut, int32_t first, int32_t second) {
+        const Part part = base_[k].part;
+        without(k, k);
+        insert({part.lane, part.start, cut, first});
+        insert({part.lane, cut, part.stop, second});
+        attempt();
+    }
+
+    // Join a bucket with the next one of its lane, move the border between them, or exchange their options.
+    void join(int32_t k) {
+        const Part part = base_[k].part;
+        const int32_t other = next_of(k);
+        if (other < 0) return;
+        const Part after = base_[other].part;
+        for (const int32_t option : best_options_) joined(k, other, option);
+        if (after.option != part.option) {
+            if (std::find(best_options_.begin(), best_options_.end(), after.option) == best_options_.end()) {
+                joined(k, other, after.option);
+            }
+            bordered(k, other, part.stop, after.option, part.option);
+        }
+        for (const int32_t moved : kBorders) bordered(k, other, part.stop + moved, part.option, after.option);
+    }
+
+    int32_t next_of(int32_t k) const {
+        for (size_t other = k + 1; other < base_.size(); ++other) {
+            if (base_[other].part.lane == base_[k].part.lane) return static_cast<int32_t>(other);
+        }
+        return -1;
+    }
+
+    void joined(int32_t k, int32_t other, int32_t option) {
+        const Part part = base_[k].part, after = base_[other].part;
+        without(k, other);
+        insert({part.lane, part.start, after.stop, option});
+        attempt();
+    }
+
+    void bordered(int32_t k, int32_t other, int32_t border, int32_t first, int32_t second) {
+        const Part part = base_[k].part, after = base_[other].part;
+        if (border <= part.start || border >= after.stop) return;
+        without(k, other);
+        insert({part.lane, part.start, border, first});
+        insert({part.lane, border, after.stop, second});
+        attempt();
+    }
+
+    // Change two buckets at a time: other options for both, an exchange of theirs, and one option for another everywhere.
+    void pairs() {
+        base_ = plan_;
+        const auto count = static_cast<int32_t>(base_.size());
+        std::vector<std::vector<int32_t>> options;
+        for (int32_t k = 0; k < count; ++k) {
+            rank_options(k);
+            options.push_back(best_options_);
+        }
+        for (int32_t k = count - 1; k >= 0 && evaluations < limits.evaluations; --k) {
+            for (int32_t other = k - 1; other >= std::max(0, k - limits.apart); --other) {
+                for (const int32_t one : options[k]) {
+                    for (const int32_t two : options[other]) {
+                        if (one == base_[k].part.option || two == base_[other].part.option) continue;
+                        switched(k, one, other, two);
+                    }
+                }
+            }
+            for (int32_t other = 0; other < k; ++other) exchanged(k, other);
+            split_into(k, options[k]);
+        }
+        everywhere();
+    }
+
+    void switched(int32_t k, int32_t one, int32_t other, int32_t two) {
+        trial_ = base_;
+        trial_[k] = {with_option(base_[k].part, one), parts_.of(with_option(base_[k].part, one))};
+        trial_[other] = {with_option(base_[other].part, two), parts_.of(with_option(base_[other].part, two))};
+        attempt();
+    }
+
+    void exchanged(int32_t k, int32_t other) {
+        const Part one = base_[k].part, two = base_[other].part;
+        if (one.lane == two.lane && one.option != two.option) switched(k, two.option, other, one.option);
+    }
+
+    // Split a bucket, and give both sides other options.
+    void split_into(int32_t k, const std::vector<int32_t>& options) {
+        const Part part = base_[k].part;
+        for (const int32_t cut : cuts_of(part)) {
+            for (const int32_t first : options) {
+                for (const int32_t second : options) {
+                    if (first != part.option && second != part.option) split_at(k, cut, first, second);
+                }
+            }
+        }
+    }
+
+    // Give all buckets with one option another one.
+    void everywhere() {
+        std::vector<Part> seen;
+        for (const Bucket& bucket : base_) {
+            const auto is_same = [&](const Part& part) {
+                return part.lane == bucket.part.lane && part.option == bucket.part.option;
+            };
+            if (std::any_of(seen.begin(), seen.end(), is_same)) continue;
+            seen.push_back(bucket.part);
+        }
+        for (const Part& part : seen) {
+            for (int32_t option = 0; option < options_of(part.lane); ++option) {
+                if (option == part.option || !is_offered(part.lane, option)) continue;
+                trial_ = base_;
+                for (Bucket& bucket : trial_) {
+                    if (bucket.part.lane != part.lane || bucket.part.option != part.option) continue;
+                    bucket = {with_option(bucket.part, option), parts_.of(with_option(bucket.part, option))};
+                }
+                attempt();
+            }
+        }
+    }
+
+    struct Ranked {
+        Value value;
+        int32_t option;
+    };
+
+    const Problem& p;
+    Limits limits{};
+    PricedParts parts_;
+    PlanClock clock_;
+    std::vector<Bucket> plan_, base_, trial_;
+    Value value_{kInfinity, kInfinity};
+    std::vector<Ranked> ranked_;
+    std::vector<int32_t> best_options_;
+};
+
+}  // namespace
+}  // namespace fxcomp
+
+using fxcomp::Bucket;
+using fxcomp::Descent;
+using fxcomp::Limits;
+using fxcomp::Part;
+using fxcomp::Problem;
+using fxcomp::Value;
+
+// A search keeps the buckets that it has priced.
+FXCOMP_EXPORT void* fxcomp_search_open(const Problem* problem) { return new Descent(*problem); }
+
+FXCOMP_EXPORT void fxcomp_search_close(void* search) { delete static_cast<Descent*>(search); }
+
+// The steps of plans, which lie one behind another, and what they lose; infinite for a plan that loses too much.
+FXCOMP_EXPORT void fxcomp_search_evaluate(void* search, int32_t plans, const int32_t* counts, const Part* parts,
+                                          Value* values) {
+    auto& descent = *static_cast<Descent*>(search);
+    const double infinity = std::numeric_limits<double>::infinity();
+    for (int32_t k = 0; k < plans; ++k) {
+        values[k] = descent.value(descent.bound(parts, counts[k]), {infinity, infinity});
+        parts += counts[k];
+    }
+}
+
+// A plan's steps with other options: each time one for all the buckets of each lane.
+FXCOMP_EXPORT void fxcomp_search_with_options(void* search, int32_t count, const Part* parts, int32_t times,
+                                              const int32_t* options, Value* values) {
+    auto& descent = *static_cast<Descent*>(search);
+    const double infinity = std::numeric_limits<double>::infinity();
+    std::vector<Part> plan(parts, parts + count);
+    for (int32_t k = 0; k < times; ++k) {
+        for (Part& part : plan) part.option = options[k * descent.lanes() + part.lane];
+        values[k] = descent.value(descent.bound(plan.data(), count), {infinity, infinity});
+    }
+}
+
+// Improve a plan in place, which has room for as many parts as there are cells. Returns the number of its parts.
+FXCOMP_EXPORT int32_t fxcomp_search_improve(void* search, int32_t count, Part* parts, const Limits* limits,
+                                            int64_t* evaluations) {
+    auto& descent = *static_cast<Descent*>(search);
+    std::vector<Bucket> plan = descent.bound(parts, count);
+    descent.improve(plan, *limits);
+    *evaluations = descent.evaluations;
+    for (size_t k = 0; k < plan.size(); ++k) parts[k] = plan[k].part;
+    return static_cast<int32_t>(plan.size());
+}

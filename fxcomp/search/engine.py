@@ -1,0 +1,90 @@
+"""Price and improve plans of one problem: in C++ where kernels are built, else in Python."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+from fxcomp.compressors import kernels
+from fxcomp.search.descent import Descent
+from fxcomp.search.parts import Limits, Part, Parts, Value
+from fxcomp.search.problem import Problem
+
+
+class Engine(Protocol):
+    """Prices and improves plans."""
+
+    def values(self, plans: Sequence[Parts]) -> list[Value]:
+        """Simulate plans."""
+        ...
+
+    def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
+        """Simulate a plan with other options: each time one for all the buckets of each lane."""
+        ...
+
+    def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
+        """Change a plan until no change helps, and count the plans that were simulated."""
+        ...
+
+
+class _Limits(ctypes.Structure):
+    _fields_ = (
+        ("evaluations", ctypes.c_int64),
+        ("options", ctypes.c_int32),
+        ("apart", ctypes.c_int32),
+        ("dense_only", ctypes.c_int32),
+        ("pairs", ctypes.c_int32),
+    )
+
+
+class Compiled:
+    """The search in C++."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem  # the arrays that C++ reads
+        self._columns = problem.for_kernels
+        opened = kernels.function("fxcomp_search_open", ctypes.c_void_p)(ctypes.byref(self._columns))
+        self._search = ctypes.c_void_p(opened)
+        self._cells = problem.lane_cells[-1]
+        weakref.finalize(self, kernels.function("fxcomp_search_close", None), self._search)
+
+    def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
+        parts, chosen = array("i", chain.from_iterable(plan)), array("i", chain.from_iterable(options))
+        found = array("d", bytes(16 * len(options)))
+        count, times = ctypes.c_int32(len(plan)), ctypes.c_int32(len(options))
+        evaluate = kernels.function("fxcomp_search_with_options", None)
+        evaluate(self._search, count, _address(parts), times, _address(chosen), _address(found))
+        return _values(found)
+
+    def values(self, plans: Sequence[Parts]) -> list[Value]:
+        counts = array("i", map(len, plans))
+        parts = array("i", chain.from_iterable(chain.from_iterable(plans)))
+        found = array("d", bytes(16 * len(plans)))
+        evaluate = kernels.function("fxcomp_search_evaluate", None)
+        evaluate(self._search, ctypes.c_int32(len(plans)), _address(counts), _address(parts), _address(found))
+        return _values(found)
+
+    def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
+        room = array("i", [*chain.from_iterable(plan), *[0] * (4 * (self._cells + 1 - len(plan)))])
+        asked, evaluations = _Limits(*limits), ctypes.c_int64()
+        improve = kernels.function("fxcomp_search_improve", ctypes.c_int32)
+        size = improve(
+            self._search, ctypes.c_int32(len(plan)), _address(room), ctypes.byref(asked), ctypes.byref(evaluations)
+        )
+        return tuple(Part(*room[4 * k : 4 * k + 4]) for k in range(size)), evaluations.value
+
+
+def engine_of(problem: Problem) -> Engine:
+    return Compiled(problem) if kernels.available() else Descent(problem)
+
+
+def _values(found: array[float]) -> list[Value]:
+    return [Value(us, lost) for us, lost in zip(found[::2], found[1::2], strict=True)]
+
+
+def _address(column: array[int] | array[float]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(column.buffer_info()[0])

@@ -1,0 +1,205 @@
+"""Find the fastest plan of a workload: starts of a few shapes, a descent from the best of them, and once more in full.
+
+Starts are buckets of a few sizes with one strategy everywhere, so no such plan is predicted to be faster than what is
+found. The descent changes one bucket at a time, then two (csrc/search.cpp). Among equals the plan that loses less wins,
+so error is spent only where it shortens the step. Thousands of gradients are joined to 64 cells at first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.plan.error_budget import is_bursty, strategy_error
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.atoms import Atom, atoms_of, joined
+from fxcomp.search.cells import Lane, lane_of
+from fxcomp.search.engine import Engine, engine_of
+from fxcomp.search.parts import SAME, Limits, Part, Parts, Value
+from fxcomp.search.problem import NO_BOUNDS, Bounds, Option, Problems, TracedPrices
+from fxcomp.search.templates import Setting
+from fxcomp.search.workload import Workload
+
+MIB = 1 << 20
+CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)
+"""Sizes of the buckets that the search starts from."""
+
+Choices = Mapping[Content, tuple[Strategy, ...]]
+"""The strategies that buckets of each content may have."""
+
+_STARTS = 3  # how many of the best starts are improved
+_ERROR = 5e-3  # relative: how far the search's own prices may be off
+_QUICK = Limits(evaluations=300, pairs=False)
+_IN_FULL = Limits(evaluations=2000, options=2, pairs=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Whose plan, and what it may be."""
+
+    workload: Workload
+    choices: Choices
+    bounds: Bounds = NO_BOUNDS
+
+
+def question_of_mode(
+    workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0, mixed: bool = False
+) -> Question:
+    """Ask for what a mode offers: vectors apart, or in buckets with matrices."""
+    contents = (Content.MIXED,) if mixed else (Content.MATRICES, Content.VECTORS)
+    offload = traced.costs.offloads
+    choices = {content: strategies(mode, traced.cluster, content, offload=offload) for content in contents}
+    elements = workload.dense_bytes // 4
+    bursting = math.inf if bursts >= 1 else elements * bursts
+    return Question(workload, choices, Bounds(elements * error_limit(mode) * (1 + SAME), bursting))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that the search found."""
+
+    parts: Parts
+    value: Value
+    lanes: tuple[Lane, ...]
+    """What the parts count."""
+
+
+class PlanSearch:
+    """The search for one workload's plans."""
+
+    def __init__(self, question: Question, traced: TracedPrices) -> None:
+        self.question, self.traced = question, traced
+        workload, cluster = question.workload, traced.cluster
+        atoms = atoms_of(workload, cluster.world_size)
+        self.options = [[_option(each, cluster) for each in offered] for offered in question.choices.values()]
+        places = [[k for k, atom in enumerate(atoms) if _may_hold(content, atom)] for content in question.choices]
+        self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
+        self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
+        self.problems = Problems(workload, self.lanes, self.options, self.setting)
+        self.engine = engine_of(self.problems.at(traced, question.bounds))
+
+    def at(self, traced: TracedPrices) -> None:
+        """Ask the same at other prices, for links of another bandwidth."""
+        self.traced = traced
+        self.engine = engine_of(self.problems.at(traced, self.question.bounds))
+
+    def fastest(self, *, dense_only: bool) -> list[Found]:
+        """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
+        limits = Limits(dense_only=dense_only)
+        starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
+        ends = [self._improved(found.parts, limits) for found in starts[:_STARTS]]
+        best_us = min(found.value.us for found in ends)
+        close = [found for found in starts[:_STARTS] if found.value.us <= best_us * (1 + _ERROR)]
+        distinct = {found.parts: found for found in (*close, *ends)}
+        return sorted(distinct.values(), key=lambda found: found.value)
+
+    def quick_us(self, *, dense_only: bool) -> float:
+        """Find how fast a plan is about, without searching to the end."""
+        best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
+        return self._improved(best.parts, _QUICK._replace(dense_only=dense_only)).value.us
+
+    def starts(self, numbers: Sequence[int]) -> list[Found]:
+        """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
+
+        Buckets of other lanes stay dense where they must not have it.
+        """
+        sizes = [lane.sizes() for lane in self.lanes]
+        shapes = [
+            self._shape(borders) for borders in dict.fromkeys(tuple(_borders(e, cap) for e in sizes) for cap in CAPS)
+        ]
+        options = [self._options_like(number) for number in numbers]
+        values = [
+            (value, shape, each)
+            for shape in shapes
+            for value, each in zip(self.engine.with_options(shape, options), options, strict=True)
+        ]
+        values.sort(key=lambda start: start[0])
+        return [
+            Found(tuple(part._replace(option=each[part.lane]) for part in shape), value, self.lanes)
+            for value, shape, each in values[:_STARTS]
+        ]
+
+    def plan(self, found: Found) -> Plan:
+        buckets: list[Bucket] = []
+        for part in found.parts:
+            members = joined(found.lanes[part.lane].within(part.start, part.stop), self.traced.costs)
+            names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
+            starts = tuple(extent.start for _, extent in members)
+            buckets.append(Bucket(names, sizes, self._strategy(part), starts))
+        return Plan(tuple(buckets))
+
+    def others(self, found: Found) -> list[list[Strategy]]:
+        """List each bucket's other strategies that the mode's limit allows, the fastest first, all else the same."""
+        engine = self.engine if found.lanes is self.lanes else self._engine_of(found.lanes)
+        answers: list[list[Strategy]] = []
+        for k, part in enumerate(found.parts):
+            numbers = [number for number in range(len(self.options[part.lane])) if number != part.option]
+            changed = [part._replace(option=number) for number in numbers]
+            values = engine.values([(*found.parts[:k], other, *found.parts[k + 1 :]) for other in changed])
+            ranked = sorted(zip(values, numbers, changed, strict=True))
+            answers.append([self._strategy(other) for value, _, other in ranked if math.isfinite(value.us)])
+        return answers
+
+    def in_full(self, found: Found, *, dense_only: bool) -> Found:
+        """Improve a plan with a cell for each atom."""
+        lanes = tuple(lane.whole() for lane in self.lanes)
+        if all(each.cells == lane.cells for each, lane in zip(lanes, self.lanes, strict=True)):
+            return found
+        engine, borders = self._engine_of(lanes), [lane.borders for lane in self.lanes]
+        parts = tuple(
+            part._replace(start=borders[part.lane][part.start], stop=borders[part.lane][part.stop])
+            for part in found.parts
+        )
+        parts, _ = engine.improve(parts, _IN_FULL._replace(dense_only=dense_only))
+        return Found(parts, engine.values([parts])[0], lanes)
+
+    def _shape(self, borders: Sequence[Sequence[tuple[int, int]]]) -> Parts:
+        parts = [Part(lane, start, stop, 0) for lane, each in enumerate(borders) for start, stop in each]
+        return tuple(sorted(parts, key=lambda part: self.lanes[part.lane].last(part.stop - 1)))
+
+    def _options_like(self, number: int) -> tuple[int, ...]:
+        """Number a strategy of the first lane in each lane, the first one where it is not offered."""
+        wanted = self.options[0][number].strategy
+        return tuple(
+            next((k for k, other in enumerate(offered) if other.strategy == wanted), 0) for offered in self.options
+        )
+
+    def _dense_options(self) -> list[int]:
+        return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
+
+    def _strategy(self, part: Part) -> Strategy:
+        return self.options[part.lane][part.option].strategy
+
+    def _improved(self, parts: Parts, limits: Limits) -> Found:
+        found, _ = self.engine.improve(parts, limits)
+        return Found(found, self.engine.values([found])[0], self.lanes)
+
+    def _engine_of(self, lanes: Sequence[Lane]) -> Engine:
+        problems = Problems(self.question.workload, lanes, self.options, self.setting)
+        return engine_of(problems.at(self.traced, self.question.bounds))
+
+
+@lru_cache(maxsize=4096)
+def _option(strategy: Strategy, cluster: Cluster) -> Option:
+    return Option(strategy, strategy_error(strategy, cluster), is_bursty(strategy, cluster))
+
+
+def _may_hold(content: Content, atom: Atom) -> bool:
+    return content is Content.MIXED or atom.gradient.is_vector == (content is Content.VECTORS)
+
+
+def _borders(sizes: Sequence[int], cap: float) -> tuple[tuple[int, int], ...]:
+    """Cut cells into buckets of at most `cap` bytes."""
+    found: list[tuple[int, int]] = []
+    begun, size = 0, 0
+    for k, more in enumerate(sizes):
+        if k > begun and size + more > cap:
+            found.append((begun, k))
+            begun, size = k, 0
+        size += more
+    return (*found, (begun, len(sizes))) if sizes else ()
