@@ -1,9 +1,10 @@
 """How far the search's plans are from the best possible: against an exact search, and against a proved lower bound.
 
-    python benchmarks/optimality.py                          510 drawn workloads of 5 to 8 tensors, then 30 larger ones
+    python benchmarks/optimality.py                          600 drawn workloads of 5 to 8 tensors, then 20 larger ones
     python benchmarks/optimality.py --json optimality.json   the same, each record written as it is made
     python benchmarks/optimality.py --only 13 --modes aggressive --plans
                                                              workload 13 alone, in one mode, with both plans
+    python benchmarks/optimality.py --published FOLDER       published schedules of published traces, on our timeline
     python benchmarks/optimality.py --workloads FILE --costs v100
                                                              what FILE lists: [{"name": ..., "cluster": ..., "tensors":
                                                              [[elements, ready_us], ...]}, ...], in every mode
@@ -27,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import optimality_published as published
 from optimality_workloads import COSTS, Case, drawn, read
 from rich.console import Console
 from rich.markdown import Markdown
@@ -37,11 +39,11 @@ from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.oracle import TooLarge, bound_us, optimum
 
-SMALL, LARGE = 510, 30
+SMALL, LARGE = 600, 20
 MOST_TENSORS = 8
 """Of a workload that is searched exhaustively."""
 
-MOST_LABELS = 100_000
+MOST_LABELS = 30_000
 """Partial plans of one; beyond it the best is not known."""
 
 LARGE_SIZES = (9, 14)
@@ -164,6 +166,24 @@ def worst(records: Sequence[Record], count: int = 8) -> list[str]:
     ]
 
 
+# Published schedules
+
+
+def against_published(schedules: Sequence[published.Published], out: Path | None) -> int:
+    """Compare the search's plans with published ones; 1 if one of them is slower."""
+    rows: list[dict[str, object]] = []
+    for each in schedules:
+        record = judge(each.case, Mode.AGGRESSIVE, is_exact=False)
+        theirs_us = predict_us(each.case.workload, each.plan, each.case.costs, each.case.cluster)
+        rows.append({**asdict(record), "published_ms": theirs_us / 1e3})
+        if out:
+            out.write_text(json.dumps(rows, indent=1) + "\n")
+    Console().print(Markdown(published.to_markdown(rows)))
+    slower = [str(row["workload"]) for row in rows if row["step_ms"] > row["published_ms"]]
+    print(f"slower than published: {', '.join(slower) or 'none'}")
+    return 1 if slower else 0
+
+
 # The command
 
 
@@ -171,6 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the records here")
     parser.add_argument("--workloads", type=Path, help="judge these instead of drawn ones")
+    parser.add_argument("--published", type=Path, help="the folder with Espresso's traces, schedules and constants")
     parser.add_argument("--costs", choices=list(COSTS), help="prices (default: drawn; v100 for --workloads)")
     parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in Mode], default=[])
     parser.add_argument("--only", nargs="+", type=int, help="the numbers of drawn workloads")
@@ -180,6 +201,8 @@ def main() -> int:
     arguments = parser.parse_args()
     modes = [Mode(name) for name in arguments.modes]
     try:
+        if arguments.published:
+            return against_published(published.read(arguments.published), arguments.json)
         if arguments.workloads:
             cases = read(arguments.workloads, COSTS[arguments.costs or "v100"]())
             todo: Iterable[tuple[Case, Mode]] = ((case, mode) for case in cases for mode in modes or Mode)

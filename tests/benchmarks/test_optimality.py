@@ -83,3 +83,51 @@ def test_a_bad_file_is_refused_with_the_place(
 def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert run(monkeypatch, "--workloads", "nowhere.json") == 2
     assert "cannot read the workloads nowhere.json" in capsys.readouterr().err
+
+
+MODELS = {"models": {"tiny": {"tensors": [["b", 512], ["w", 400_000], ["v", 300_000]], "ready_gap_us": [0, 50, 400]}}}
+SCHEDULE = {
+    "model": "tiny",
+    "compressor": "randomk",
+    "nodes": 4,
+    "gpus_per_node": 2,
+    "PCIe": True,
+    "options": [0, 4, 5],
+}
+CONSTANTS = {
+    "alpha_us": 150,
+    "beta_intra_us_per_KB": {"nvlink": 0.02, "pcie": 0.4},
+    "beta_inter_us_per_KB": 0.8,
+    "cpu_throughput_Gbps": {"used_hard_coded": 20},
+    "gpu_overhead_us": {
+        "base_elements": 1 << 20,
+        **{name: [[0, 26, 90, 900], [0, 22, 30, 100]] for name in ("randomk", "dgc", "efsignsgd")},
+    },
+}
+
+
+def published(folder: Path, **changed: object) -> str:
+    schedules = {"schedules": {"tiny/pcie": {**SCHEDULE, **changed}}}
+    for name, data in (("models", MODELS), ("schedules", schedules), ("cost_constants", CONSTANTS)):
+        (folder / f"espresso_{name}.json").write_text(json.dumps(data))
+    return str(folder)
+
+
+def test_a_published_schedule_is_not_faster_on_the_same_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out.json"
+    assert run(monkeypatch, "--published", published(tmp_path), "--json", str(out)) == 0
+    [record] = json.loads(out.read_text())
+    assert record["workload"] == "tiny/pcie"
+    assert record["bound_ms"] <= record["step_ms"] <= record["published_ms"]
+    assert "slower than published: none" in capsys.readouterr().out
+
+
+def test_what_is_not_as_published_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert run(monkeypatch, "--published", str(tmp_path)) == 2
+    assert "cannot read" in capsys.readouterr().err
+    assert run(monkeypatch, "--published", published(tmp_path, options=[0, 77, 5])) == 2
+    assert "tiny/pcie is not as published: KeyError: 77" in capsys.readouterr().err
