@@ -3,7 +3,7 @@
     python benchmarks/drift.py --before 1gbit --after 100mbit --json drift.json
 
 One compiled step, `replan="auto"`, on shaped hosts. It trains until its costs have been compared once, the link changes
-between two steps, and it trains on until the plan has changed and has been judged against dense. The record says what a
+between two steps, and it trains on until the plan has changed and the race after that is over. The record says what a
 step took before, on the slow link under the old plan, and under the new one; and how many steps it took to notice.
 Step times are medians of the slowest rank's. Two to five minutes, by the rates.
 """
@@ -32,7 +32,8 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from torch import nn
 
     import fxcomp
-    from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
+    from fxcomp.step.race import LONGEST
+    from fxcomp.step.steering import WARM_STEPS
 
     join()
     torch.manual_seed(0)
@@ -73,14 +74,15 @@ def rank_main(arguments: argparse.Namespace) -> None:
         dropped += train(judged)
         if step.plan != plan:
             break
-    after = train(SWITCH_STEPS + WARM_STEPS + arguments.steps)
+    train(WARM_STEPS + LONGEST)  # a race at most
+    after = train(arguments.steps)
     parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
     everyone = [torch.zeros_like(parameters) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, parameters)
     record = {
         "hosts": dist.get_world_size(), "before": arguments.before, "after": arguments.after, "mode": arguments.mode,
         "judged_every": judged, "before_ms": statistics.median(before), "dropped_ms": statistics.median(dropped),
-        "after_ms": statistics.median(after[WARM_STEPS:]), "noticed_after_steps": len(dropped),
+        "after_ms": statistics.median(after), "noticed_after_steps": len(dropped),
         "replanned": step.plan != plan, "replanned_before_the_change": plan != first,
         "same_on_all_ranks": all(torch.equal(parameters, each) for each in everyone),
         "plan_before": str(plan), "plan_after": str(step.plan), "notes_before": notes_before,
@@ -120,7 +122,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--before", default="1gbit", help="the link's bandwidth at first")
     parser.add_argument("--after", default="100mbit", help="and after the change")
     parser.add_argument("--mode", default="balanced")
-    parser.add_argument("--steps", type=int, default=40, help="under the new plan, behind its judgement")
+    parser.add_argument("--steps", type=int, default=40, help="under the new plan, after the race")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds")
     parser.add_argument("--json", help="write the record here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

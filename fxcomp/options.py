@@ -40,6 +40,25 @@ class Replan(Enum):
             ) from None
 
 
+class RaceOption(Enum):
+    """Whether the running job decides between the few best plans."""
+
+    AUTO = "auto"  # they take turns, and the fastest stays
+    OFF = "off"  # the predicted one is followed
+
+    @classmethod
+    def parse(cls, text: str) -> RaceOption:
+        """Read an option. Raises BadOption."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise BadOption(
+                f"race must be {', '.join(repr(each.value) for each in cls)}; it is {text!r}.\n"
+                "  'auto' lets the few best plans take turns in the first steps and keeps the fastest, 'off' follows"
+                " the predicted one."
+            ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
     """The options of a step, checked."""
@@ -53,6 +72,7 @@ class StepOptions:
     skip_nonfinite: bool = False
     verify_every: int | str = SAMPLED
     replan: Replan = Replan.OFFER
+    race: RaceOption = RaceOption.AUTO
 
     @classmethod
     def checked(
@@ -61,6 +81,7 @@ class StepOptions:
         mode: str = Mode.BALANCED.value,
         error_feedback: ErrorFeedback = CLASSIC,
         replan: str = Replan.OFFER.value,
+        race: str = RaceOption.AUTO.value,
         **others: Any,
     ) -> StepOptions:
         """Check options as compile_step takes them. Raises BadOption, BadPlan and the errors of error feedback."""
@@ -72,7 +93,8 @@ class StepOptions:
         check_experiment(error_feedback, planned=plan is not None)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
-        options = cls(mode=Mode.parse(mode), feedback=error_feedback, replan=Replan.parse(replan), **others)
+        chosen = {"mode": Mode.parse(mode), "replan": Replan.parse(replan), "race": RaceOption.parse(race)}
+        options = cls(feedback=error_feedback, **chosen, **others)
         VerifiedSteps.parse(options.verify_every)
         if options.replan is Replan.AUTO and options.why_not_replan:
             raise BadOption(f"replan='auto' cannot be done here: {options.why_not_replan}")
@@ -112,6 +134,11 @@ class StepOptions:
         """Steps are compared with their prediction. A plan given without costs was not judged by any."""
         return self.replan is not Replan.OFF and (self.plan is None or self.costs is not None)
 
+    @property
+    def races(self) -> bool:
+        """Plans may take turns. A given plan is never changed, and where every step is verified none is timed."""
+        return self.race is RaceOption.AUTO and self.plan is None and not self.verified.is_all
+
     def facts(self) -> dict[str, Any]:
         """List what must be the same on all ranks."""
         costs = None if self.costs is None else "a table" if isinstance(self.costs, CostTable) else "a file"
@@ -122,6 +149,7 @@ class StepOptions:
             "error_feedback": str(self.feedback),
             "skip_nonfinite": self.skip_nonfinite,
             "replan": self.replan.value,
+            "race": self.race.value,
             "the plan": asked_plan(self.plan),
             "how costs are given": costs,
         }

@@ -17,7 +17,7 @@ import numpy as np
 
 from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task, step_time_us
+from fxcomp.cost.timeline import Task, step_times_us
 from fxcomp.plan.streams import WIRES, Stream
 
 
@@ -81,18 +81,15 @@ def draw_steps(
     seed: int = 0,
 ) -> Distribution:
     """Simulate the tasks with varied durations. Equal seeds give equal machines, whatever the tasks."""
-    times: list[float] = []
+    durations = np.array([task.duration_us for task in tasks])
+    varied: list[list[float]] = []
     for number in range(draws):
         machine = np.random.default_rng((seed, number, 0))
         own = np.random.default_rng((seed, number, 1))
         factors = _factors_of_streams(machine, jitter)
         noise = np.exp(jitter.tasks * own.standard_normal(len(tasks)))
-        varied = [
-            replace(task, duration_us=task.duration_us * factors[task.stream] * float(noise[k]))
-            for k, task in enumerate(tasks)
-        ]
-        times.append(step_time_us(varied, processors))
-    return Distribution(tuple(times))
+        varied.append((durations * np.array([factors[task.stream] for task in tasks]) * noise).tolist())
+    return Distribution(tuple(step_times_us(tasks, varied, processors)))
 
 
 def _factors_of_streams(machine: np.random.Generator, jitter: Jitter) -> Mapping[Stream, float]:

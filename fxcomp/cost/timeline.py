@@ -17,7 +17,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import kernels
@@ -87,12 +87,26 @@ def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> fl
     """Return `simulate(tasks, processors).step_time_us` without making spans."""
     if not kernels.available():
         return max(_run(tasks, processors)[1], default=0.0)
+    return _step_times(tasks, [array("d", [task.duration_us for task in tasks])], processors)[0]
+
+
+def step_times_us(
+    tasks: Sequence[Task], durations_us: Sequence[Sequence[float]], processors: Processors = UNSHARED
+) -> list[float]:
+    """Return the step's time for each row of durations, one a task, with all else as the tasks say."""
+    if kernels.available():
+        return _step_times(tasks, [array("d", row) for row in durations_us], processors)
+    varied = ([replace(task, duration_us=us) for task, us in zip(tasks, row, strict=True)] for row in durations_us)
+    return [max(_run(each, processors)[1], default=0.0) for each in varied]
+
+
+def _step_times(tasks: Sequence[Task], durations: Sequence[array[float]], processors: Processors) -> list[float]:
     number = {task.name: k for k, task in enumerate(tasks)}
     # Arrays fill faster than ctypes'; `_demand` and `_overlap_speed` are written out, which saves calling them.
     compute, count, is_alone = processors.compute, processors.count, processors.has_spare
     columns = (
         array("i", [_PLACE[task.stream] for task in tasks]),
-        array("d", [task.duration_us for task in tasks]),
+        durations[0],
         array("d", [compute if task.stream is Stream.COMPUTE else min(task.load, count) for task in tasks]),
         array("d", [1.0] * len(tasks) if is_alone else [task.overlap_speed for task in tasks]),
         array("i", [len(task.after) for task in tasks]),
@@ -100,7 +114,11 @@ def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> fl
     )
     addresses = [ctypes.c_void_p(column.buffer_info()[0]) for column in columns]
     step_time = kernels.function("fxcomp_step_time", ctypes.c_double)
-    return step_time(ctypes.c_int32(len(tasks)), *addresses, ctypes.c_double(count))
+    times: list[float] = []
+    for row in durations:
+        addresses[1] = ctypes.c_void_p(row.buffer_info()[0])
+        times.append(step_time(ctypes.c_int32(len(tasks)), *addresses, ctypes.c_double(count)))
+    return times
 
 
 _PLACE = {stream: place for place, stream in enumerate(Stream)}

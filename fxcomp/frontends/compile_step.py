@@ -49,6 +49,7 @@ def compile_step(
     skip_nonfinite: bool = False,
     verify_every: int | str = SAMPLED,
     replan: str = "offer",
+    race: str = "auto",
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
 
@@ -66,7 +67,8 @@ def compile_step(
     for the last bucket. `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update:
     `sampled` (2, 5, 10, 20, 50 and so on), every N-th, or `never`. `replan` says what happens when the running step
     shows that a cost is wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan
-    anew at the same step), `off` (nothing is timed).
+    anew at the same step), `off` (nothing is timed). `race` says who decides between the few best plans: `auto` (they
+    take turns in the first hundred steps, and the fastest stays), `off` (the prediction).
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do. Where it fails on one rank, it
     fails on all.
@@ -74,7 +76,7 @@ def compile_step(
     given = {
         "cluster": cluster, "costs": costs, "plan": plan, "mode": mode, "error_feedback": error_feedback,
         "max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite, "verify_every": verify_every,
-        "replan": replan,
+        "replan": replan, "race": race,
     }  # fmt: skip
     with Ranks.meeting(cluster, "compile_step") as ranks:
         options = ranks.attempt("checking options", lambda: _checked(given, optimizer, ranks))

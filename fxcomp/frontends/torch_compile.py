@@ -8,9 +8,10 @@ happens here with the backward pass alone: waits end with it, and the plan short
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
 Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `error_feedback`, of which
-only what needs no optimizer; `model`, to start all ranks from rank 0's parameters and buffers and to be told of
-trainable parameters that the graph does not reach; `ignore`, names of those that need no reduction. Without `model`,
-parameters must start equal, and the first backward passes are compared between ranks.
+only what needs no optimizer; `race`, which is "off", because no steps are timed here; `model`, to start all ranks from
+rank 0's parameters and buffers and to be told of trainable parameters that the graph does not reach; `ignore`, names of
+those that need no reduction. Without `model`, parameters must start equal, and the first backward passes are compared
+between ranks.
 
 - Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
   compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
@@ -56,7 +57,7 @@ from fxcomp.errors import (
 from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, digests_of
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
-from fxcomp.options import StepOptions
+from fxcomp.options import RaceOption, StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.check_feedback import check_plan
 from fxcomp.plan.error_budget import POLLUTING_SHARE
@@ -151,7 +152,7 @@ class Options:
     ignore: tuple[str, ...] = ()
 
 
-KNOWN = ("mode", "plan", "cluster", "costs", "model", "ignore", "error_feedback")
+KNOWN = ("mode", "plan", "cluster", "costs", "model", "ignore", "error_feedback", "race")
 
 
 def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
@@ -171,6 +172,11 @@ def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: 
         _check_ignored(model, ignore)
     if "error_feedback" in given:
         _check_feedback(given["error_feedback"])
+    if RaceOption.parse(given.setdefault("race", RaceOption.OFF.value)) is RaceOption.AUTO:
+        raise BadOption(
+            "options['race'] is 'off' here: the backend sees backward passes and times no steps.\n"
+            "  Use fxcomp.compile_step, which compiles the whole step, or leave race out."
+        )
     return Options(StepOptions.checked(**given), model, tuple(ignore))
 
 

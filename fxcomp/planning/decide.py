@@ -20,8 +20,8 @@ from fxcomp.planning.gather_costs import gathered_costs
 from fxcomp.planning.measure_job import measured_on_job
 from fxcomp.planning.measure_machine import hardware
 from fxcomp.ranks import Ranks
-from fxcomp.search.choose import Choice, choose, predict_us, uniform
-from fxcomp.search.decision import Decision, Experience
+from fxcomp.search.choose import Choice, choose, uniform
+from fxcomp.search.decision import Decision
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.inputs import Example
@@ -47,25 +47,17 @@ class Planner:
         if cluster.world_size == 1 or self.options.plan is not None:
             table = costs or CostTable()
             return self._as_told(self.options.plan, self.compiler.analyze(self.graph, table), table)
-        dense_us = None
         if costs is None:
             costs = gathered_costs(self.site)
             if example is not None:
-                costs, dense_us = measured_on_job(self.compiler, self.site, example, costs)
-        return replace(self._best(self.compiler.analyze(self.graph, costs), costs, "the plan"), dense_us=dense_us)
+                costs = measured_on_job(self.compiler, self.site, example, costs)
+        return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
 
-    def again(self, costs: CostTable, experience: Experience, topic: str) -> Decision:
+    def again(self, costs: CostTable, topic: str) -> Decision:
         """Decide by another table; ranks meet for a topic of its own."""
         ranks = self.site.ranks
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
-        best = self._best(workload, costs, topic)
-        choice = best.choice
-        assert choice is not None, "what is chosen has been compared"
-        trusted = ranks.from_rank_0(f"{topic}: trusting it", lambda: self._trusts(best, choice, experience))
-        dense_us = experience.dense_us or choice.dense_us * (1 + best.costs.error)
-        if trusted:
-            return replace(best, dense_us=dense_us)
-        return replace(best, plan=choice.dense, dense_us=dense_us, mistrusted_us=choice.step_us)
+        return self._best(workload, costs, topic)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str) -> Decision:
         """Choose on rank 0 and follow on all."""
@@ -102,19 +94,6 @@ class Planner:
 
     def _foreign(self, costs: CostTable) -> tuple[str, ...]:
         return foreign_note(costs, self.site.device)
-
-    def _trusts(self, decision: Decision, choice: Choice, experience: Experience) -> bool:
-        """Compare a chosen plan with dense once more, by what the last one that was given up took.
-
-        By how much that took longer than it is predicted now, any compressed plan is expected to (assumed: what is not
-        understood of one concerns the others too), and dense takes what has just been measured of it. So the plan that
-        was given up is not chosen again by what was predicted of it before.
-        """
-        if experience.given_up is None or choice.plan.is_dense:
-            return True
-        predicted_us = predict_us(decision.workload, experience.given_up, decision.costs, self.site.cluster)
-        slower = max(1.0, experience.given_up_us / predicted_us)
-        return choice.step_us * slower < (experience.dense_us or choice.dense_us)
 
 
 def plan_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:

@@ -29,11 +29,8 @@ SMALLEST_ERROR = 0.05
 LARGEST_ERROR = 0.5
 
 
-def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: CostTable) -> tuple[CostTable, float]:
-    """Add to a table what this job's regions cost and how far its prediction is off; every rank calls it.
-
-    Returns the table and what the dense step takes, in µs.
-    """
+def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: CostTable) -> CostTable:
+    """Add to a table what this job's regions cost and how far its prediction is off; every rank calls it."""
     ranks, cluster = site.ranks, site.cluster
     workload = compiler.analyze(example.captured.graph, costs)
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
@@ -46,7 +43,6 @@ def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: Cos
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
     here = measure_step(program, arguments, networks(program.graph, site.transport, costs, cluster), repeats)
     around_us = ranks.gather("timing what feeds a step", feed_us(here[0], lambda: example.feed(program, state)))
-    # All ranks judge by the same numbers: one that switched back to dense alone would wait for the others for ever.
     everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
     alone, *others = as_slowest(here, everyone)
     compute = apportion(program, alone, "measured in the emitted step, all ranks running")
@@ -65,4 +61,4 @@ def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: Cos
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
     found = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
     error = min(max(SMALLEST_ERROR, found.error), LARGEST_ERROR)
-    return replace(costs, contention=found.factor, error=error, feed_us=max(around_us)), others[0].step_us
+    return replace(costs, contention=found.factor, error=error, feed_us=max(around_us))

@@ -60,8 +60,18 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "intra": str(cluster.intra),
         },
         "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
+        "runners": _runners(explanation),
+        "race": explanation.raced.to_json() if explanation.raced else None,
         "notes": list(explanation.notes),
     }
+
+
+def _runners(explanation: Explanation) -> list[dict[str, Any]]:
+    """The plans that may race; `wins` is the share of draws in which one beats dense."""
+    runners = explanation.choice.runners if explanation.choice else ()
+    return [
+        {"name": each.name, "step_ms": each.step_us / 1e3, "wins": each.wins, "loss": each.loss} for each in runners
+    ]
 
 
 def _counted(operators: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.raced import Raced
 from fxcomp.search.workload import Workload
 
 
@@ -48,6 +49,8 @@ class Explanation:
     """Measured: how long the step stood still for the network."""
     unknowns: Unknowns = NO_UNKNOWNS
     """Operators that the model of compute knows little of."""
+    raced: Raced | None = None
+    """The last race of plans in the running job."""
 
     @property
     def step_us(self) -> float:

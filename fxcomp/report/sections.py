@@ -17,6 +17,8 @@ from fxcomp.report.explanation import Explanation, variation
 from fxcomp.report.quantities import count, decimals, mb, ms
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
 from fxcomp.search.choose import Alternative, Choice
+from fxcomp.search.raced import JUDGED_STEPS, Raced
+from fxcomp.search.runners import DENSE
 
 _LONGEST_PATH = 12  # entries of the critical path
 _MOST_OPERATORS = 6  # by name; more are counted
@@ -45,6 +47,10 @@ def report_of(explanation: Explanation) -> Report:
     summary: list[Block] = [_steps(explanation, digits), _arithmetic(explanation, digits)]
     summary += [*_gap(explanation, digits), _prediction(explanation, digits), _variation(explanation, digits)]
     sections = [Section("", summary)]
+    if explanation.raced is not None:
+        sections.append(Section("Race", _race(explanation.raced, digits)))
+    elif explanation.is_chosen and choice is not None and len(choice.runners) > 1:
+        sections.append(Section("Worth trying", [_worth_trying(choice, digits)]))
     if plan.buckets:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
@@ -175,6 +181,39 @@ def _variation(explanation: Explanation, digits: int) -> str:
     if found.beats_dense is not None:
         text += f"; {found.beats_dense:.0%} are faster than the best dense plan's"
     return f"{text} ({len(found.plan.draws)} draws)."
+
+
+# Runners
+
+
+def _race(raced: Raced, digits: int) -> list[Block]:
+    columns = (
+        Column("plan", is_text=True),
+        Column("predicted"),
+        Column("measured"),
+        Column("steps", is_optional=True),
+        Column("", is_text=True),
+    )
+    rows: list[Sequence[str]] = []
+    for k, lane in enumerate(raced.lanes):
+        measured = "not timed" if lane.measured_ms is None else f"{ms(1e3 * lane.measured_ms, digits)} ms"
+        predicted = f"{ms(lane.runner.step_us, digits)} ms"
+        rows.append((lane.runner.name, predicted, measured, str(lane.steps), "stays" if k == raced.winner else ""))
+    cost = (
+        f"The plans took turns in steps {raced.first_step} to {raced.last_step}, which cost"
+        f" {ms(1e3 * raced.cost_ms, digits)} ms: {raced.share:.1%} of the first {JUDGED_STEPS:,} steps."
+    )
+    return [Table(columns, rows), cost]
+
+
+def _worth_trying(choice: Choice, digits: int) -> Table:
+    """The plans that a running job may race, before it runs."""
+    columns = (Column("plan", is_text=True), Column("predicted"), Column("beats dense in", is_optional=True))
+    rows = [
+        (each.name, f"{ms(each.step_us, digits)} ms", "" if each.name == DENSE else f"{each.wins:.0%} of draws")
+        for each in choice.runners
+    ]
+    return Table(columns, rows)
 
 
 # The plan

@@ -86,10 +86,10 @@ class Slice:
         is_same_place = (self.slot, self.place, self.extent) == (other.slot, other.place, other.extent)
         return is_same_place and self.total * other.weight == other.total * self.weight
 
-    def add_to(self, mean: Tensor) -> None:
-        """Add to a whole parameter's mean what this slice stands for."""
+    def add_to(self, mean: Tensor, times: int = 1) -> None:
+        """Add to a whole parameter's mean what this slice stands for, so many times."""
         part = mean[self.start : self.extent.stop]
-        part.add_(self.values.to(mean.device), alpha=float(self.weight))
+        part.add_(self.values.to(mean.device), alpha=float(self.weight * times))
 
     def stand_for(self, mean: Tensor) -> None:
         """Hold the values that stand for a whole parameter's mean if every rank does the same."""

@@ -8,21 +8,38 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
+from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.given import strategy_named
-from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.modes import Content, Mode, compressors_of, error_limit, strategies, ways
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.problem import TracedPrices
+from fxcomp.search.runners import (
+    BF16,
+    DENSE,
+    FASTEST,
+    WORTH_FOLLOWING,
+    Runner,
+    is_worth_following,
+    main_strategies,
+    pick_runners,
+)
+from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # how many of the best plans are priced exactly
 _ALTERNATIVES = 24  # how many are told in all, at least one for each bucket
 _FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
+
+
+SIMPLE = ("int8", "int4")
+"""Compressors of which one plan everywhere may race, beside bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +66,11 @@ class Choice:
     free_us: float
     """No communication at all."""
     error: float
-    """The prediction's own relative error, which a gain must exceed."""
+    """The prediction's own relative error."""
     alternatives: tuple[tuple[Alternative, ...], ...]
     """For each bucket of the plan, the best other strategies."""
+    runners: tuple[Runner, ...] = ()
+    """The plans that a running job may try, the shortest predicted step first."""
 
     @property
     def gain(self) -> float:
@@ -59,18 +78,26 @@ class Choice:
         return 1.0 - self.fastest_us / self.dense_us if self.dense_us > 0 else 0.0
 
     @property
+    def wins(self) -> float:
+        """The share of draws of the costs' errors in which the fastest plan beats the best dense one."""
+        return next((each.wins for each in self.runners if each.plan == self.fastest), 0.0)
+
+    @property
     def reason(self) -> str:
         if self.fastest.is_dense:
             return "no compressed plan is predicted to be faster than the best dense one"
         verdict = "stays dense" if self.plan.is_dense else "leaves dense"
-        sign = "is not above" if self.plan.is_dense else "is above"
-        return f"{verdict}: the predicted gain of {self.gain:.1%} {sign} the prediction's error of {self.error:.1%}"
+        return (
+            f"{verdict}: the fastest plan is predicted to save {self.gain:.1%}; with the costs as wrong as they may be"
+            f" it saves {LEAST_GAIN:.0%} or more in {self.wins:.0%} of {DRAWS} draws, and {WORTH_FOLLOWING:.0%} are"
+            " needed"
+        )
 
     def to_json(self) -> dict[str, Any]:
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
         plans = {name: value.to_json() for name, value in facts.items() if isinstance(value, Plan)}
         others = [[[str(each.strategy), each.step_us] for each in bucket] for bucket in self.alternatives]
-        return {**facts, **plans, "alternatives": others}
+        return {**facts, **plans, "alternatives": others, "runners": [each.to_json() for each in self.runners]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Choice:
@@ -79,7 +106,8 @@ class Choice:
         others = tuple(
             tuple(Alternative(Strategy.parse(text), us) for text, us in bucket) for bucket in data["alternatives"]
         )
-        values: dict[str, Any] = {**data, **plans, "alternatives": others}
+        runners = tuple(map(Runner.from_json, data["runners"]))
+        values: dict[str, Any] = {**data, **plans, "alternatives": others, "runners": runners}
         return cls(**values)
 
     def __str__(self) -> str:
@@ -99,8 +127,14 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
     searches = searches_of_mode(workload, traced, mode, bursts=bursts)
     dense = _fastest(searches, exact, dense_only=True)
     least = min(dense, _fastest(searches, exact, dense_only=False), key=lambda best: best.step_us)
-    error = costs.error_of(workload.free_us, dense.step_us)
-    chosen = least if leaves_dense(dense.step_us, least.step_us, error) else dense
+    bf16 = bf16_everywhere(workload, costs, cluster)
+    runners: tuple[Runner, ...] = ()
+    if dense.plan.buckets:
+        always = {DENSE: dense.plan, **({BF16: bf16} if mode is not Mode.LOSSLESS else {}), FASTEST: least.plan}
+        uniforms = _uniform_plans(least.plan, mode, workload, costs, cluster)
+        others = [plan for plan in uniforms if _is_allowed(plan, mode, cluster, bursts)]
+        runners = pick_runners(always, others, workload, costs, cluster)
+    chosen = least if is_worth_following(least.plan, runners) else dense
     return Choice(
         plan=chosen.plan,
         step_us=chosen.step_us,
@@ -108,16 +142,28 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
         dense_us=dense.step_us,
         fastest=least.plan,
         fastest_us=least.step_us,
-        bf16_us=exact.step_us(bf16_everywhere(workload, costs, cluster)),
+        bf16_us=exact.step_us(bf16),
         free_us=workload.free_us,
-        error=error,
+        error=costs.error_of(workload.free_us, dense.step_us),
         alternatives=_alternatives(chosen, exact),
+        runners=runners,
     )
 
 
-def leaves_dense(dense_us: float, fastest_us: float, error: float) -> bool:
-    """Tell that a gain exceeds the prediction's own error."""
-    return dense_us - fastest_us > error * dense_us
+def _uniform_plans(fastest: Plan, mode: Mode, workload: Workload, costs: CostTable, cluster: Cluster) -> list[Plan]:
+    """Make the simple plans beside the fastest: dense, int8 and int4 if the mode has them, its own main strategies."""
+    by = next(iter(ways(cluster)), None)
+    simple = [each for each in map(parse_compressor, SIMPLE) if each in compressors_of(mode)]
+    named = [
+        DENSE,
+        *(str(Strategy.flat(each) if by is None else Strategy.hierarchical(each, by=by)) for each in simple),
+    ]
+    named += [str(strategy) for strategy in main_strategies(fastest)[:2]]
+    return [uniform(name, workload, costs, cluster) for name in dict.fromkeys(named)]
+
+
+def _is_allowed(plan: Plan, mode: Mode, cluster: Cluster, bursts: float) -> bool:
+    return plan_error(plan, cluster) <= error_limit(mode) and polluting_share(plan, cluster) <= bursts
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +264,16 @@ def flip_gbit(
         traced = TracedPrices(costs, cluster.with_inter(gbit / 8))
         for search in searches:
             search.at(traced)
-        dense_us, fastest_us = (min(each.quick_us(dense_only=only) for each in searches) for only in (True, False))
-        return not leaves_dense(dense_us, fastest_us, costs.error_of(workload.free_us, dense_us))
+        dense, fastest = (
+            min(((each.quick(dense_only=only), each) for each in searches), key=lambda one: one[0].value.us)
+            for only in (True, False)
+        )
+        if fastest[0].value.us > dense[0].value.us * (1 - LEAST_GAIN):
+            return True
+        plans = [search.plan(found) for found, search in (dense, fastest)]
+        always = {DENSE: plans[0], FASTEST: plans[1]}
+        runners = pick_runners(always, (), workload, costs, cluster.with_inter(gbit / 8))
+        return not is_worth_following(plans[1], runners)
 
     low, high = 1e-3, 1e3
     here = 8 * cluster.inter.gb_per_s

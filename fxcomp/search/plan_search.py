@@ -98,10 +98,10 @@ class PlanSearch:
         distinct = {found.parts: found for found in (*close, *ends)}
         return sorted(distinct.values(), key=lambda found: found.value)
 
-    def quick_us(self, *, dense_only: bool) -> float:
-        """Find how fast a plan is about, without searching to the end."""
+    def quick(self, *, dense_only: bool) -> Found:
+        """Find a fast plan, without searching to the end."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
-        return self._improved(best.parts, _QUICK._replace(dense_only=dense_only)).value.us
+        return self._improved(best.parts, _QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int]) -> list[Found]:
         """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.

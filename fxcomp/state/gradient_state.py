@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from fxcomp.plan.error_feedback import ErrorFeedback
@@ -66,6 +67,25 @@ class GradientState:
             anew = exchange.attempt("going on with what compressors remember", lambda: now.take_over(before))
             share_memories(now, anew, exchange)
         fresh.rates = dict(self.rates)
+
+    def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
+        """Copy what this rank's next gradients must bring if this state goes on no more, flat, by parameter.
+
+        What a gradient brings counts 1/ranks of the mean, so ranks need not talk about it. The parameters are the same
+        on all of them.
+        """
+        owed = {name: value.clone() for name, value in self.undelivered.items()}
+        for name in self.residuals.covered:
+            whole = owed.setdefault(name, torch.zeros(sizes[name], device=self.residuals.device))
+            for piece in self.residuals.slices.get(name, ()):
+                piece.add_to(whole, times=ranks)
+        return owed
+
+    def also_owe(self, others: Mapping[str, Tensor]) -> None:
+        """Let the next gradients bring what another state owed."""
+        for name, value in others.items():
+            known = self.undelivered.get(name)
+            self.undelivered[name] = value if known is None else known + value
 
     def settle(self) -> None:
         """Forget what a step's gradients have delivered. It was no gradient of that step, so no velocity keeps it."""

@@ -18,6 +18,7 @@ from fxcomp.errors import FxcompError
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.report.terminal import to_text
+from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given, state_dict
 from fxcomp.step.drift.watch import Watch
@@ -49,7 +50,7 @@ class CompiledStep:
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes: list[str] = []
-        self._steering = Steering(force, self.monitor, planner, options, self._ranks, self.notes.append)
+        self._steering = Steering(force, self.monitor, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._verifier = Verifier(self.training, options.verified, force.inputs.is_fresh, self.notes.append)
@@ -114,7 +115,7 @@ class CompiledStep:
     def _watch_of(self, kind: BatchType) -> Watch | None:
         """The watch that times this step; None for most steps, and for batches that nothing was predicted for."""
         watch = self.monitor.watch
-        is_timed = watch is not None and self.in_force.serves_first(kind) and self.in_force.is_warm
+        is_timed = self.in_force.serves_first(kind) and self.in_force.is_warm and not self._steering.is_racing
         return watch if watch is not None and is_timed and watch.wants(self.steps) else None
 
     def _count(self, looks: Looks, *, timed: bool) -> None:
@@ -123,8 +124,8 @@ class CompiledStep:
         self.steps += 1
         self.skipped_steps += counters.skipped
         self.payload_bytes = counters.payload_bytes
-        if timed:
-            self.monitor.times.add(looks, counters.waits)
+        if timed and not counters.skipped:
+            self.monitor.times.add(self.steps - 1, looks, counters.waits)
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there.
@@ -161,6 +162,11 @@ class CompiledStep:
     def costs(self) -> CostTable:
         """The costs that judged the plan: another `compile_step(..., costs=step.costs)` measures nothing again."""
         return self.in_force.decision.costs
+
+    @property
+    def raced(self) -> Raced | None:
+        """The last race of plans, with what each was predicted and measured at; None before one is over."""
+        return self._steering.raced
 
     @property
     def step_ms(self) -> float:
@@ -205,7 +211,7 @@ class CompiledStep:
     def explain(self) -> str:
         """Explain the plan and the step as text."""
         notes = (*self.notes, *self.counted_notes)
-        return to_text(self._explainer.explanation(self.in_force, self.monitor.times, notes))
+        return to_text(self._explainer.explanation(self.in_force, self.monitor.times, notes, self.raced))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
@@ -224,7 +230,7 @@ class CompiledStep:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
-        return state_dict(self.in_force.state, self.plan, self.steps, self._ranks.rank, self._ranks.world_size)
+        return state_dict(self.in_force.whole_state, self.plan, self.steps, self._ranks.rank, self._ranks.world_size)
 
     def load_state_dict(self, state: Given) -> None:
         """Take back a saved state. Every rank calls this, each with what it saved, or with None where there is nothing.
@@ -243,5 +249,6 @@ class CompiledStep:
             if steps is not None:
                 self.steps = steps
                 self.monitor.resume(steps)
+                self._steering.resume(steps)
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
             self._ranks.check_same("going on from the states", here)

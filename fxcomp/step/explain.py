@@ -7,13 +7,14 @@ from fxcomp.options import StepOptions
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
+from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
 EVERY_STEP_VERIFIED = (
-    "every step is verified, so none is timed (verify_every=1): what turns out slower than predicted, or than dense,"
-    " is not noticed"
+    "every step is verified, so none is timed (verify_every=1): plans do not race, and what turns out slower than"
+    " predicted is not noticed"
 )
 
 
@@ -24,7 +25,9 @@ class Explainer:
         self._site, self._options, self._bursts = site, options, bursts
         self._flip: tuple[Decision, float | None] | None = None
 
-    def explanation(self, force: PlanInForce, times: StepTimes, notes: tuple[str, ...]) -> Explanation:
+    def explanation(
+        self, force: PlanInForce, times: StepTimes, notes: tuple[str, ...], raced: Raced | None
+    ) -> Explanation:
         """Gather all that a report is made of."""
         decision = force.decision
         is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
@@ -41,6 +44,7 @@ class Explainer:
             measured_ms=times.median_ms,
             exposed_ms=times.exposed_ms,
             unknowns=unknowns(force.standing.captured.graph),
+            raced=raced,
         )
 
     def _flip_gbit(self, decision: Decision) -> float | None:

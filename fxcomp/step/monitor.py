@@ -1,23 +1,20 @@
-"""Judge the running step by its times: slower than dense, or other than predicted. It never switches.
+"""Judge the running step by its times: other than predicted, or not. It never switches.
 
-step timed ─► against dense        ─► SlowerThanDense ─┐
-           ─► against prediction   ─► Drift           ─┴─► whoever follows the plan acts
+    step timed ─► against prediction ─► Drift ─► whoever follows the plan acts
 
 All ranks judge the same numbers at the same steps, so they find the same.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import CannotReplan
 from fxcomp.options import Replan, StepOptions
 from fxcomp.runtime.clock import clock_of
 from fxcomp.search.choose import predict_us
-from fxcomp.search.decision import Experience
 from fxcomp.site import Site
 from fxcomp.step.drift.correct import corrected, describe
 from fxcomp.step.drift.judge import Finding, Row, agreed_rows, all_costs, judge, step_with
@@ -25,23 +22,6 @@ from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_cost
 from fxcomp.step.drift.watch import Schedule, Watch
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
-
-SWITCH_STEPS = 20
-"""So many measured steps decide whether a compressed plan is kept."""
-
-WARM_STEPS = 2
-"""The first steps, which allocate, are not judged."""
-
-SWITCH_MARGIN = 0.03
-"""The relative excess over dense at which a plan is given up: less is noise (assumed)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlowerThanDense:
-    """The compressed plan takes longer than a dense step does, in ms."""
-
-    measured_ms: float
-    dense_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +44,10 @@ class Monitor:
         self.times = StepTimes(site.device)
         self.timed: tuple[Row, ...] = ()
         """The time of each cost when it was last compared with its prediction, as all ranks see it."""
-        self.experience = Experience()
-        self.times_given_up = 0
-        """The number of plans that turned out slower than dense."""
         self._compared: tuple[Cost, ...] = ()
         """The costs that some rank compares, the same on all ranks."""
         self._noted: set[str] = set()
-        self._patience, self._least_patience, self._patient_until = 1, 1, 0
-        self._judged_at = 0
+        self._patience, self._patient_until = 1, 0
         self.follow(0, "watching")
 
     def _made_watch(self) -> Watch | None:
@@ -96,77 +72,25 @@ class Monitor:
     def resume(self, step: int) -> None:
         """Go on at another step of the job, under the same plan."""
         self._patient_until = step
-        self._judge_dense_from(step)
         self.forget(step)
 
     def follow(self, step: int, topic: str) -> None:
         """Judge another plan from a step on."""
-        self._noted.clear()
-        self._judge_dense_from(step)
         self.forget(step)
         self._agree_on_costs(topic)
 
-    def be_patient(self, step: int) -> None:
-        """Plan anew more seldom after each plan that was given up: its costs are not understood."""
-        self.times_given_up += 1
-        self._least_patience *= 2
-        self._wait(step, self._least_patience)
-
     def has_replanned(self, step: int, *, changed: bool) -> None:
         """Wait longer after planning anew changed nothing: what no table can put right would be found for ever."""
-        self._wait(step, self._least_patience if changed else 2 * self._patience)
-
-    def _wait(self, step: int, patience: int) -> None:
+        self._noted.clear()
         if self.watch is not None:
-            self._patience = patience
-            self._patient_until = step + patience * self.watch.schedule.judged_every
-
-    def _judge_dense_from(self, step: int) -> None:
-        """Judge the plan that stays after so many steps from now, or from its first one."""
-        self._judged_at = max(step, self._force.stages[-1].first_step) + SWITCH_STEPS + WARM_STEPS
+            self._patience = 1 if changed else 2 * self._patience
+            self._patient_until = step + self._patience * self.watch.schedule.judged_every
 
     def _agree_on_costs(self, topic: str) -> None:
         """Join what ranks compare: each cost is judged by the ranks that have it."""
         if self.watch is not None:
             everyone = self._site.ranks.gather(topic, [cost.to_json() for cost in self._predicted.costs])
             self._compared = all_costs(map(Cost.from_json, theirs) for theirs in everyone)
-
-    # Against dense
-
-    def judges_dense_at(self, step: int) -> bool:
-        """Tell a step at which a compressed plan is compared with dense."""
-        decision = self._force.decision
-        return step == self._judged_at and decision.dense_us is not None and not self._force.plan.is_dense
-
-    def against_dense(self) -> SlowerThanDense | None:
-        """Find whether the compressed plan is slower than dense.
-
-        A rank that saw other batches than the dense step was measured on says so with -1; then nobody judges.
-        """
-        times = list(self.times.settled_ms())
-        is_known = len(times) >= SWITCH_STEPS // 2  # every other step may be verified
-        measured_ms = self._slowest(statistics.median(times[WARM_STEPS:]) if is_known else -1.0)
-        decision = self._force.decision
-        if measured_ms is None or decision.dense is None or decision.dense_us is None:
-            return None
-        dense_ms = decision.dense_us / 1e3
-        if measured_ms <= dense_ms * (1 + SWITCH_MARGIN):
-            self.experience, self._least_patience = Experience(), 1
-            return None
-        self.experience = Experience(self._force.plan, 1e3 * measured_ms)
-        return SlowerThanDense(measured_ms, dense_ms)
-
-    def experience_now(self) -> Experience:
-        """Gather what is known of plans, and what a dense step takes where dense is followed."""
-        is_known = self._force.plan.is_dense and bool(self.times.settled_ms())
-        dense_ms = self._slowest(self.times.median_ms if is_known else -1.0)
-        self.experience = replace(self.experience, dense_us=1e3 * dense_ms if dense_ms is not None else None)
-        return self.experience
-
-    def _slowest(self, mine: float) -> float | None:
-        """The ranks' largest number; None if any of them is negative."""
-        everyone = [value for (value,) in self._site.gather_numbers([mine])]
-        return max(everyone) if min(everyone) >= 0 else None
 
     # Against the prediction
 

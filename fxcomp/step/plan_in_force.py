@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
@@ -18,10 +21,23 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.handover import Exchange
+from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given, Here, read_together, restore
 from fxcomp.step.programs import Programs
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A plan that races."""
+
+    number: int
+    """Of its programs."""
+    plan: Plan
+    program: Program
+    """Of the first capture."""
+    state: GradientState | None = None
+    """What it left out while it was followed; None before its first turn."""
 
 
 class PlanInForce:
@@ -37,6 +53,11 @@ class PlanInForce:
         self.stages = compiler.feedback.stages(decision.plan)
         """The plans that are followed one after the other; the last one stays."""
         self._stage = 0
+        self._numbers = itertools.count(len(self.stages))
+        self._followed = 0
+        """The number of the plan that is followed: of a stage its place, of any later plan one of its own."""
+        self._lanes: list[_Lane] = []
+        """The plans that race, the one that was in force first; empty if none do."""
         self.state = self._fresh_state(decision.plan)
         self.state.enter_stage(self.plan, site)
         self.runtime = Runtime(site.transport, site.device)
@@ -68,7 +89,7 @@ class PlanInForce:
         stage = max(0, sum(stage.first_step <= step for stage in self.stages) - 1)
         if stage == self._stage:
             return False
-        self._stage = stage
+        self._stage = self._followed = stage
         self.state.enter_stage(self.plan, self._site)
         self.runtime.forget_buffers()
         return True
@@ -79,7 +100,7 @@ class PlanInForce:
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch as everything else is now; capture here alone if there is none."""
-        self.program = self.programs.find(batch, kind, leaves, self._stage)
+        self.program = self.programs.find(batch, kind, leaves, self._followed)
         return self.program
 
     # Changing
@@ -95,13 +116,93 @@ class PlanInForce:
 
         program, state = self._site.ranks.attempt(f"{topic}: emitting the step", made)
         self.state.carry_to(state, self.trained_sizes, self.exchange("changing plans"))
+        self._lanes.clear()  # none has begun to race
         self.decision, self.state = decision, state
-        self.stages, self._stage = (Stage(0, decision.plan),), 0
+        self.stages, self._stage, self._followed = (Stage(0, decision.plan),), 0, 0
         self._site.make_groups_for(decision.plan)
         self.runtime.close()
         self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs.clear()
+        self.programs.racing = 0
         self._adopt(program, 0)
+        self._share_undelivered()
+
+    # Racing
+
+    def line_up(self, plans: Sequence[Plan], topic: str) -> None:
+        """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
+        assert not self._lanes, "one race at a time"
+
+        def made() -> list[Program]:
+            return [self._made_of_first(plan, self.decision) for plan in plans]
+
+        programs = self._site.ranks.attempt(f"{topic}: emitting the steps", made)
+        for plan in plans:
+            self._site.make_groups_for(plan)
+        number = self._followed if self.is_warm else len(self.stages) - 1
+        self._lanes = [_Lane(number, self.stages[-1].plan, self.standing)]
+        self._lanes += [_Lane(next(self._numbers), *each) for each in zip(plans, programs, strict=True)]
+        self.programs.racing = len(plans)
+        for lane in self._lanes[1:]:
+            self.programs.adopt(self._capture.kind, lane.number, self._key, lane.program)
+
+    def take_lane(self, number: int) -> None:
+        """Follow a plan that was lined up, with residuals of its own; those of the one before it stay where they are.
+
+        Nothing is sent, but for velocities of momentum correction, which go on under each plan: every rank calls it.
+        """
+        lane, before = self._lanes[number], self.state
+        if lane.number == self._followed:
+            return
+        next(each for each in self._lanes if each.number == self._followed).state = before
+        self.state = lane.state or self._fresh_state(lane.plan)
+        if before.velocities is not None and self.state.velocities is not None:
+            held = Holding.of(self._site.ranks.world_size, before.velocities.slices)
+            hand_over(held, self.state.velocities, self.trained_sizes, self.exchange("racing"), "velocities")
+        self._follow_lane(lane)
+
+    def settle_on(self, number: int) -> None:
+        """End the race on a plan that stays; what was left out under the others goes out with the next step."""
+        self.take_lane(number)
+        winner = self._lanes[number]
+        others = [lane for lane in self._lanes if lane is not winner]
+        for lane in others:
+            if lane.state is not None:
+                self.state.also_owe(self._owed(lane.state))
+            self.programs.forget_plan(lane.number)
+        self._lanes.clear()
+        self.programs.racing = 0
+        self.decision = replace(self.decision, plan=winner.plan)
+        self.stages, self._stage = (Stage(0, winner.plan),), 0
+        self._share_undelivered()
+
+    @property
+    def whole_state(self) -> GradientState:
+        """The state to save: what the plan in force keeps, and what is owed under plans that race with it."""
+        whole = replace(self.state, undelivered=dict(self.state.undelivered))
+        for lane in self._lanes:
+            if lane.state is not None and lane.state is not self.state:
+                whole.also_owe(self._owed(lane.state))
+        return whole
+
+    def _owed(self, state: GradientState) -> dict[str, Tensor]:
+        """List what a state that goes on no more owes, in today's learning rates."""
+        if self._compiler.feedback.scale_with_lr:
+            state.scale_to_rates(self.inputs.rates(), self.inputs.names_by_group())
+        return state.owed_here(self.inputs.sizes, self._site.ranks.world_size)
+
+    def _start_over(self) -> None:
+        """Follow the plan that was in force again; forget what others left out, because a state is loaded."""
+        if self._lanes and self.is_warm:
+            self.state = self._lanes[0].state or self.state
+            self._follow_lane(self._lanes[0])
+            for lane in self._lanes:
+                lane.state = None
+
+    def _follow_lane(self, lane: _Lane) -> None:
+        self._followed, self.standing = lane.number, lane.program
+        self.stages = (*self.stages[:-1], replace(self.stages[-1], plan=lane.plan))
+        self.runtime.forget_buffers()
         self._share_undelivered()
 
     def load(self, given: Given) -> int | None:
@@ -113,6 +214,7 @@ class PlanInForce:
         agreed = read_together(given, self._here, exchange)
         if agreed is None:
             return None
+        self._start_over()
         self.enter_stage_of(agreed.steps)
         restore(agreed, self.state, self._here, exchange)
         self._share_undelivered()

@@ -1,6 +1,6 @@
 """Captures of one step for different batches and surroundings: find what fits, make what is missing, drop what is old.
 
-    batch, stage, guard's key ── seen before ────────────► that program
+    batch, plan, guard's key  ── seen before ────────────► that program
                               └─ other lengths, same family ► the family's symbolic program, if its guard holds
                               └─ otherwise ───────────────► capture; from the third length on sizes become symbols
 
@@ -22,7 +22,7 @@ from fxcomp.errors import CaptureFailed
 from fxcomp.step.recaptures import Recaptures
 
 CAPTURES = 8
-"""The limit of captured programs: the one that was not used for longest goes."""
+"""The limit of captured programs: the one that was not used for longest goes. Plans that race come on top."""
 
 KEYS = 512
 """The limit of batch types and surroundings that are remembered with the program that serves them; they are small."""
@@ -64,9 +64,13 @@ class _Family:
 class _Around(NamedTuple):
     """The surroundings of a capture, beside the batch."""
 
-    stage: int
-    """Of the warm-up."""
+    plan: int
+    """The number of the plan that is followed."""
     key: Key
+
+
+_Known = tuple[str, Hashable, _Around]
+"""A batch's structure and leaves, and its surroundings."""
 
 
 class Programs:
@@ -74,18 +78,20 @@ class Programs:
 
     def __init__(self, guard: StepGuard, make: Make):
         self._guard, self._make = guard, make
-        self._of_key: OrderedDict[Hashable, Program] = OrderedDict()
+        self._of_key: OrderedDict[_Known, Program] = OrderedDict()
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._kept: OrderedDict[int, Program] = OrderedDict()
         self._latest: tuple[BatchType, _Around] | None = None
         self._recaptures = Recaptures()
+        self.racing = 0
+        """The number of plans that take turns with the one that was in force."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], stage: int) -> Program:
+    def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], plan: int) -> Program:
         """The program for a batch as everything else is now; captured here alone if there is none."""
-        around = _Around(stage, self._guard.key())
+        around = _Around(plan, self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
         found = self._of_key.get(key) or self._find_symbolic(kind, leaves, around)
         self._recaptures.count_step()
@@ -93,15 +99,15 @@ class Programs:
             start = time.perf_counter()
             found = self._capture(batch, kind, around)
             self._say_why(batch, kind, around, time.perf_counter() - start)
-            around = _Around(stage, self._guard.key())  # a model that sets itself up has changed it
+            around = _Around(plan, self._guard.key())  # a model that sets itself up has changed it
             key = (str(kind.structure), kind.leaves, around)
         self._latest = kind, around
         self._remember(key, found)
         return found
 
-    def adopt(self, kind: BatchType, stage: int, key: Key, program: Program) -> None:
+    def adopt(self, kind: BatchType, plan: int, key: Key, program: Program) -> None:
         """Take over a program that was built for such a batch, with the guard's key of that time."""
-        around = _Around(stage, key)
+        around = _Around(plan, key)
         self._latest = kind, around
         self._family(kind, around).add(kind)
         self._remember((str(kind.structure), kind.leaves, around), program)
@@ -111,6 +117,12 @@ class Programs:
         for known in (self._of_key, self._families, self._kept):
             known.clear()
 
+    def forget_plan(self, plan: int) -> None:
+        """Forget what follows a plan that is followed no more."""
+        others = [program for (_, _, around), program in self._of_key.items() if around.plan == plan]
+        for program in others:
+            self._drop(program)
+
     def exchange(self, known: Program, other: Program) -> None:
         """Let another program serve what a known one does."""
         for key in [key for key, program in self._of_key.items() if program is known]:
@@ -118,8 +130,8 @@ class Programs:
         self._drop(known)
 
     def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
-        """Tell what a capture was for, as far as it was not another stage."""
-        if self._latest is None or self._latest[1].stage != around.stage:
+        """Tell what a capture was for, as far as it was not another plan."""
+        if self._latest is None or self._latest[1].plan != around.plan:
             return
         was, before = self._latest
         change = batch_change(batch, was, kind) or self._guard.change(before.key, around.key)
@@ -155,13 +167,13 @@ class Programs:
             self._families.popitem(last=False)
         return family
 
-    def _remember(self, key: Hashable, program: Program) -> None:
+    def _remember(self, key: _Known, program: Program) -> None:
         self._of_key[key] = self._kept[id(program)] = program
         self._of_key.move_to_end(key)
         self._kept.move_to_end(id(program))
         if len(self._of_key) > KEYS:
             self._of_key.popitem(last=False)
-        if len(self._kept) > CAPTURES:
+        if len(self._kept) > CAPTURES + self.racing:
             self._drop(next(iter(self._kept.values())))
 
     def _drop(self, program: Program) -> None:

@@ -1,4 +1,9 @@
-"""Act on what the monitor finds: go back to dense, or plan anew. All ranks act at the same steps."""
+"""Act on what runs and on what the monitor finds: let plans race, or plan anew. All ranks act at the same steps.
+
+WARM_STEPS of the plan that stays ─► the race ─► its winner ─► judged against its prediction
+                                        ▲                               │
+                                        └── the runners of a new plan, or the same ones again ◄── drift
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,18 @@ from typing import Protocol
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
-from fxcomp.ranks import Ranks
-from fxcomp.search.decision import Decision, Experience
+from fxcomp.plan.plan import Plan
+from fxcomp.search.decision import Decision
+from fxcomp.search.raced import Raced
+from fxcomp.search.runners import Runner
+from fxcomp.site import Site
 from fxcomp.step.drift.judge import Finding
-from fxcomp.step.monitor import Monitor, SlowerThanDense
+from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.race import Race
+
+WARM_STEPS = 2
+"""The first steps of a job, which allocate, are no part of a race."""
 
 
 class Replanner(Protocol):
@@ -21,11 +33,11 @@ class Replanner(Protocol):
     @property
     def bursts(self) -> float: ...
 
-    def again(self, costs: CostTable, experience: Experience, topic: str) -> Decision: ...
+    def again(self, costs: CostTable, topic: str) -> Decision: ...
 
 
 class Steering:
-    """Switches the plan in force where the monitor's verdicts call for it, and notes why."""
+    """Switches the plan in force where a race or the monitor's verdicts call for it, and notes why."""
 
     def __init__(
         self,
@@ -33,27 +45,84 @@ class Steering:
         monitor: Monitor,
         planner: Replanner,
         options: StepOptions,
-        ranks: Ranks,
+        site: Site,
         note: Callable[[str], None],
     ):
         self._in_force, self._monitor, self._planner = in_force, monitor, planner
-        self._options, self._ranks, self._note = options, ranks, note
+        self._options, self._site, self._ranks, self._note = options, site, site.ranks, note
+        self._race: Race | None = None
+        self._runners: tuple[Runner, ...] = ()
+        """Those that are lined up, the one in force first."""
+        self._races_at: int | None = None
+        """After so many steps the next race begins."""
+        self._planned_for: Plan | None = None
+        """The plan that was followed before it was planned anew, until the race after that is over."""
+        self.raced: Raced | None = None
+        """The last race that is over."""
+        self._line_up(0, "compiling")
+
+    @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will soon: nothing is compared with its prediction."""
+        return self._race is not None or self._races_at is not None
 
     def act(self, step: int) -> None:
-        """Judge where it is time for that, after so many steps, and act on it."""
-        if self._monitor.judges_dense_at(step):
-            with self._ranks.together("comparing the plan with dense"):
-                slower = self._monitor.against_dense()
-                if slower is not None:
-                    self._go_dense(slower, step)
-        if self._monitor.judges_prediction_at(step):
+        """Do what is due after so many steps."""
+        if self._race is not None:
+            if step == self._race.turn_ends:
+                self._end_turn(self._race, step)
+        elif self._races_at is not None:
+            if step == self._races_at:
+                self._race, self._races_at = Race(self._runners, step, self._options.verified.__contains__), None
+        elif self._monitor.judges_prediction_at(step):
             with self._ranks.together("comparing steps with their prediction"):
-                drift = self._monitor.against_prediction(step)
-                if drift.note:
-                    self._note(drift.note)
-                if drift.calls_for_another_plan:
-                    changed = self._plan_anew(drift.findings, step)
-                    self._monitor.has_replanned(step, changed=changed)
+                self._judge(step)
+
+    def resume(self, step: int) -> None:
+        """Go on at another step of the job. A race that was not over begins again."""
+        if self.is_racing:
+            self._race, self._races_at = None, self._next_race(step)
+
+    # Racing
+
+    def _line_up(self, step: int, topic: str) -> None:
+        """Make the programs of the plans that will race, if there are several; every rank calls it."""
+        choice, stays = self._in_force.decision.choice, self._in_force.stages[-1].plan
+        runners = choice.runners if choice is not None and self._options.races else ()
+        mine = [runner for runner in runners if runner.plan == stays]
+        others = [runner for runner in runners if runner.plan != stays]
+        if mine and others:
+            self._in_force.line_up([runner.plan for runner in others], topic)
+            self._runners, self._races_at = (*mine, *others), self._next_race(step)
+
+    def _next_race(self, step: int) -> int:
+        """Return the step after which a race begins: not in the warm-up of error feedback."""
+        return max(step, self._in_force.stages[-1].first_step) + WARM_STEPS
+
+    def _end_turn(self, race: Race, step: int) -> None:
+        """Agree on what the turn's steps took, and let the next plan have its turn."""
+        mine = [-1.0 if ms is None else ms for ms in self._monitor.times.of(race.timed_steps)]
+        everyone = self._site.gather_numbers(mine)
+        race.end_turn([max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)])
+        if race.result is not None:
+            with self._ranks.together("ending the race"):
+                self._end_race(race.result, step)
+        elif self._in_force.state.velocities is None:
+            self._in_force.take_lane(race.current)
+        else:  # they change hands
+            with self._ranks.together("racing"):
+                self._in_force.take_lane(race.current)
+
+    def _end_race(self, raced: Raced, step: int) -> None:
+        self._race, self.raced = None, raced
+        self._in_force.settle_on(raced.winner)
+        self._monitor.follow(step, "watching the winner")
+        if self._planned_for is not None:
+            self._monitor.has_replanned(step, changed=self._in_force.plan != self._planned_for)
+            self._planned_for = None
+        self._note(str(raced))
+
+    # Planning anew
 
     def check_replan(self, step: int) -> None:
         """Raise CannotReplan where planning anew is no option."""
@@ -70,6 +139,11 @@ class Steering:
                 f"the warm-up of error feedback lasts until step {last}, this is {step}.\n"
                 "  Plan anew once the plan itself is followed."
             )
+        if self._race is not None:
+            raise CannotReplan(
+                f"plans are racing, and this is step {step}: nothing has been compared with its prediction yet.\n"
+                "  Plan anew once a note says which plan stays."
+            )
 
     def replan(self, step: int) -> bool:
         """Plan anew if a cost is wrong; every rank calls it. Returns whether the plan changed. Raises CannotReplan."""
@@ -77,49 +151,40 @@ class Steering:
         self._ranks.attempt("looking at what was timed", self._monitor.check_timed)
         return self._plan_anew(findings, step) if findings else False
 
-    def _go_dense(self, slower: SlowerThanDense, step: int) -> None:
-        self._in_force.switch(self._in_force.decision.for_dense(), "going back to dense")
-        self._monitor.follow(step, "watching the dense step")
-        self._monitor.be_patient(step)
-        self._note(
-            f"switched back to dense at step {step}: {slower.measured_ms:.1f} ms a step measured with compression,"
-            f" {slower.dense_ms:.1f} ms without. What compression had left out so far goes out with the next step."
-        )
+    def _judge(self, step: int) -> None:
+        """Compare steps with their prediction. What is wrong calls for another plan, or for another race."""
+        drift = self._monitor.against_prediction(step)
+        if drift.note:
+            self._note(drift.note)
+        if drift.calls_for_another_plan:
+            self._plan_anew(drift.findings, step)
+        elif drift.note:
+            self._line_up(step, "racing again")
 
     def _plan_anew(self, findings: Sequence[Finding], step: int) -> bool:
         """Decide by a table that is put right, and follow that. Returns whether the plan changed."""
         topic = "planning anew"
         table = self._ranks.attempt(f"{topic}: correcting the costs", lambda: self._monitor.corrected_costs(findings))
-        experience, before = self._monitor.experience_now(), self._in_force.plan
-        decision = self._planner.again(table, experience, topic)
+        before = self._in_force.plan
+        decision = self._planner.again(table, topic)
         self._in_force.switch(decision, topic)
+        self._races_at = None
         self._monitor.follow(step, "watching the new plan")
         changed = decision.plan != before
+        self._monitor.has_replanned(step, changed=changed)
         timeline = self._in_force.standing.timeline  # a rank's own: shards may differ
         predicted_us = self._ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
-        self._note(_said_of(decision, experience, findings, step, predicted_us, changed=changed))
+        self._note(_said_of(decision, findings, step, predicted_us, changed=changed))
+        self._line_up(step, f"{topic}: the race")
+        self._planned_for = before if self.is_racing else None
         return changed
 
 
-def _said_of(
-    decision: Decision,
-    experience: Experience,
-    findings: Sequence[Finding],
-    step: int,
-    predicted_us: float,
-    *,
-    changed: bool,
-) -> str:
-    """The note on a plan that was made anew."""
+def _said_of(decision: Decision, findings: Sequence[Finding], step: int, predicted_us: float, *, changed: bool) -> str:
+    """Write the note on a plan that was made anew."""
     assert decision.choice is not None, "what is chosen has been compared"
-    text = (
+    return (
         f"planned anew at step {step}, for {', '.join(str(finding.cost) for finding in findings)}:"
         f" {'another plan is followed' if changed else 'the plan stays'},"
         f" predicted at {predicted_us / 1e3:.4g} ms a step; dense at {decision.choice.dense_us / 1e3:.4g}."
-    )
-    if decision.mistrusted_us is None:
-        return text
-    return (
-        f"{text} With compression {decision.mistrusted_us / 1e3:.4g} ms are predicted, which is not believed: the plan"
-        f" that was given up took {experience.given_up_us / 1e3:.4g}."
     )

@@ -26,20 +26,21 @@ class StepTimes:
         self._device, self._clock = device, clock_of(device)
         self._step_ms: deque[float] = deque(maxlen=KEPT)
         self._waited_ms: deque[float] = deque(maxlen=KEPT)
-        self._pending: deque[tuple[Looks, Sequence[Looks]]] = deque(maxlen=KEPT)
+        self._numbers: deque[int] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[int, Looks, Sequence[Looks]]] = deque(maxlen=KEPT)
 
     def look(self) -> Any:
         """The beginning or the end of a step."""
         return self._clock.look()
 
-    def add(self, step: Looks, waits: Sequence[Looks]) -> None:
-        """Count a step, and what it stood still for."""
-        self._pending.append((step, waits))
+    def add(self, number: int, step: Looks, waits: Sequence[Looks]) -> None:
+        """Count a step of the job, and what it stood still for."""
+        self._pending.append((number, step, waits))
         self._collect()
 
     def forget(self) -> None:
         """Begin again: another plan is followed."""
-        for times in (self._step_ms, self._waited_ms, self._pending):
+        for times in (self._step_ms, self._waited_ms, self._numbers, self._pending):
             times.clear()
 
     @property
@@ -54,6 +55,12 @@ class StepTimes:
             compat.synchronize(self._device)
         return self.step_ms
 
+    def of(self, numbers: Sequence[int]) -> list[float | None]:
+        """The times of these steps of the job, in ms; None where a step did not count. Waits for the device."""
+        times = self.settled_ms()
+        known = dict(zip(self._numbers, times, strict=True))
+        return [known.get(number) for number in numbers]
+
     @property
     def median_ms(self) -> float:
         """The median of recent steps, in ms; nan before the first."""
@@ -67,11 +74,12 @@ class StepTimes:
 
     def _collect(self) -> None:
         while self._pending:
-            (begin, end), waits = self._pending[0]
+            number, (begin, end), waits = self._pending[0]
             took = self._clock.us(begin, end)
             if took is None:
                 return
             self._pending.popleft()
             waited = sum(self._clock.us(start, stop) or 0.0 for start, stop in waits)
+            self._numbers.append(number)
             self._step_ms.append(took / 1e3)
             self._waited_ms.append(waited / 1e3)

@@ -40,7 +40,7 @@ def table(gbit: float, **more: Any) -> CostTable:
 
 def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
     model = JOB.build()
-    given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, **options}
+    given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, "race": "off", **options}
     step = fxcomp.compile_step(
         model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), **given
     )

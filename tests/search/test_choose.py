@@ -10,11 +10,12 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
-from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
+from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
+from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING
 from fxcomp.search.workload import Gradient, Workload
 
 
@@ -110,18 +111,50 @@ def test_a_tie_goes_to_dense():
     assert choice.reason == "no compressed plan is predicted to be faster than the best dense one"
 
 
-def test_dense_is_left_only_for_a_gain_above_the_predictions_error():
+def test_a_gain_below_the_predictions_error_is_followed_where_both_plans_have_the_same_error():
     workload, where = layers(20), cluster(2, 1, "3gbit")
-    eager = choose(workload, replace(COSTS, error=0.0), where, Mode.BALANCED)
-    assert 0.01 < eager.gain < 0.9
-    assert not eager.plan.is_dense
-    above = choose(workload, replace(COSTS, error=eager.gain * 0.99), where, Mode.BALANCED)
-    assert above.plan == eager.plan
-    assert above.reason.startswith("leaves dense: the predicted gain of")
-    below = choose(workload, replace(COSTS, error=eager.gain * 1.01), where, Mode.BALANCED)
-    assert below.plan == below.dense
-    assert below.step_us == below.dense_us
-    assert below.reason.startswith("stays dense: the predicted gain of")
+    choice = choose(workload, replace(COSTS, error=0.5, compute_error=0.75), where, Mode.BALANCED)
+    assert 0.01 < choice.gain < choice.error
+    assert choice.plan == choice.fastest
+    assert choice.wins >= WORTH_FOLLOWING
+    assert choice.reason.startswith("leaves dense: the fastest plan is predicted to save")
+
+
+def test_a_gain_that_may_as_well_be_a_loss_is_not_followed_but_worth_trying():
+    """Compression that saves nearly what it costs, which may be a quarter more or less."""
+    slow = {key: CompressorCost.of(CompressorPoint(1_000_000, 2_850.0, 2_850.0)) for key in COSTS.compressors}
+    where = cluster(2, 1, "5gbit")
+    choice = choose(matrices(10_000_000, backward_us=1_000.0), replace(COSTS, compressors=slow), where, Mode.BALANCED)
+    assert not choice.fastest.is_dense
+    assert WORTH_TRYING <= choice.wins < WORTH_FOLLOWING
+    assert choice.plan == choice.dense
+    assert choice.step_us == choice.dense_us
+    assert choice.reason.startswith("stays dense: the fastest plan is predicted to save")
+    assert choice.fastest in [each.plan for each in choice.runners]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_dense_and_bf16_may_always_race_and_others_differ(mode: Mode):
+    choice = choose(layers(12), COSTS, cluster(2, 2, "300mbit"), mode)
+    names = [each.name for each in choice.runners]
+    assert ("bf16" in names) is (mode is not Mode.LOSSLESS)
+    assert choice.dense in [each.plan for each in choice.runners]
+    assert choice.plan in [each.plan for each in choice.runners]
+    assert [each.step_us for each in choice.runners] == sorted(each.step_us for each in choice.runners)
+    assert len({each.plan for each in choice.runners}) == len(names) <= 5
+    assert Choice.from_json(choice.to_json()) == choice
+
+
+def test_bf16_goes_level_by_level_where_that_is_faster():
+    workload, where = layers(12), cluster(2, 4, "1gbit")
+    choice = choose(workload, COSTS, where, Mode.BALANCED)
+    flat = predict_us(workload, uniform("bf16", workload, COSTS, where), COSTS, where)
+    assert choice.bf16_us < 0.9 * flat
+
+
+def test_bursts_that_an_optimizer_cannot_take_do_not_race():
+    choice = choose(layers(12), COSTS, cluster(2, 1, "10mbit"), Mode.AGGRESSIVE, bursts=0.15)
+    assert all(polluting_share(each.plan, cluster(2, 1, "10mbit")) <= 0.15 for each in choice.runners)
 
 
 def test_a_choice_tells_what_the_others_cost():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS, cross_entropy
-from judged import judge_by_dense
 from plans import TWO_HOSTS, plan_in_turns
 from ranks import run_ranks
 from replicas import replica_fingerprint
@@ -23,8 +23,6 @@ from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, parse_com
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.search.decision import Decision
-from fxcomp.step.monitor import SWITCH_STEPS, WARM_STEPS
 
 JOB = JOBS["mlp"]
 MOMENTUM, RATE = 0.9, 0.05
@@ -304,24 +302,19 @@ def test_a_saved_state_has_the_velocities_whatever_the_buckets():
     assert run_ranks(3, resumed, ["topk(0.05)"], 4) == [True] * 3
 
 
+STEPS = 22
+
+
 def switched_back(strategies: list[Strategy], others: list[Strategy], cluster: Any) -> dict[str, Any]:
     """A compressed plan becomes dense; the mean velocity over all ranks before and behind it, and what was owed."""
     step, dense = (compiled(plan, 1, cluster=cluster, verify_every=7) for plan in (strategies, others))
-    judge_by_dense(step, dense.plan, 1e-6)
-    seen: list[Tensor] = []
-    switch = step.in_force.switch
-
-    def watched(decision: Decision, topic: str) -> None:
-        seen.extend((mean_of(step, "velocities"), mean_of(step, "residuals")))
-        switch(decision, topic)
-        seen.append(mean_of(step, "velocities"))
-
-    step.in_force.switch = watched
-    for i in range(SWITCH_STEPS + WARM_STEPS):
+    for i in range(STEPS):
         step(JOB.batch(i, dist.get_rank()))
+    before, owed = mean_of(step, "velocities"), mean_of(step, "residuals")
+    step.in_force.switch(replace(step.in_force.decision, plan=dense.plan), "going back to dense")
+    after = mean_of(step, "velocities")
     start = parameters(step.training.model)
-    step(JOB.batch(SWITCH_STEPS + WARM_STEPS, dist.get_rank()))
-    before, owed, after = seen
+    step(JOB.batch(STEPS, dist.get_rank()))
     applied = (start - parameters(step.training.model)) / RATE
     return {
         "dense": step.plan == dense.plan,

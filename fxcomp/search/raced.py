@@ -1,0 +1,85 @@
+"""What a race of plans has found: plain data, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxcomp.search.runners import Runner
+
+JUDGED_STEPS = 1000
+"""The first steps of a job, of which the race is to cost little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A runner with what was measured of it."""
+
+    runner: Runner
+    measured_ms: float | None
+    """The median of its counted steps, by the slowest rank of each; None if it has not run."""
+    steps: int
+    """The number of counted steps."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON; the plan by its digest, times in ms."""
+        return {
+            "name": self.runner.name,
+            "plan": self.runner.plan.digest,
+            "predicted_ms": self.runner.step_us / 1e3,
+            "measured_ms": self.measured_ms,
+            "steps": self.steps,
+            "wins": self.runner.wins,
+            "loss": self.runner.loss,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Raced:
+    """A race that is over."""
+
+    lanes: tuple[Lane, ...]
+    """In the order in which they ran first; the first one's plan was in force."""
+    winner: int
+    """The place of the lane whose plan stays."""
+    first_step: int
+    last_step: int
+    """The number of steps after which the race was over."""
+    cost_ms: float
+    """What its timed steps took beyond as many of the winner's."""
+
+    @property
+    def stays(self) -> Lane:
+        """The lane of the plan that stays."""
+        return self.lanes[self.winner]
+
+    @property
+    def share(self) -> float:
+        """The cost as a share of the first thousand steps under the winner."""
+        ms = self.stays.measured_ms
+        return self.cost_ms / (JUDGED_STEPS * ms) if ms else 0.0
+
+    def to_json(self) -> Mapping[str, Any]:
+        return {
+            "lanes": [lane.to_json() for lane in self.lanes],
+            "winner": self.stays.runner.name,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "cost_ms": self.cost_ms,
+            "share_of_1000_steps": self.share,
+        }
+
+    def __str__(self) -> str:
+        others = ", ".join(
+            f"{lane.runner.name} {_ms(lane.measured_ms)}" for k, lane in enumerate(self.lanes) if k != self.winner
+        )
+        return (
+            f"raced {len(self.lanes)} plans in steps {self.first_step} to {self.last_step}: {self.stays.runner.name}"
+            f" stays with {_ms(self.stays.measured_ms)} ms a step; {others}. Racing cost {self.cost_ms:.4g} ms,"
+            f" {self.share:.1%} of the first thousand steps."
+        )
+
+
+def _ms(measured_ms: float | None) -> str:
+    return "not timed" if measured_ms is None else f"{measured_ms:.4g}"

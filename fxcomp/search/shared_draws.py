@@ -1,0 +1,92 @@
+"""Compare plans when the costs are as wrong as they may be: every plan meets the same errors.
+
+    the step of a draw = simulate(tasks, each × the error of what it is: compute, a link, copies, or a compressor)
+
+An error is log-normal with median 1 and belongs to the draw, not to the plan. What two plans share, such as compute and
+a link that is slower than its table, moves both of them, so it does not hide which one is faster. `DRAWS` draws have
+fixed seeds: every rank and every run finds the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Task, step_times_us
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.streams import WIRES, Stream
+
+DRAWS = 64
+
+COMPUTE_ERROR = 0.05  # assumed: compute is timed in the job's own step
+COMPRESSOR_ERROR = (
+    0.25  # assumed: compressors are timed by themselves, with caches that the step's compute does not fill
+)
+
+COMPRESSING = ("compress", "decompress", "propose", "mask")
+"""The first words of a compressor's tasks."""
+
+LEAST_GAIN = 0.01
+"""A plan beats another one if it saves this share of its step: a race can hardly measure less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Standard deviations of the logarithms of costs."""
+
+    compute: float
+    links: float
+    compressors: float
+
+    @classmethod
+    def of(cls, costs: CostTable) -> Errors:
+        """Return a table's errors. Most of a prediction's error is the links'."""
+        return cls(
+            COMPUTE_ERROR + costs.compute_error,
+            costs.error,
+            max(COMPRESSOR_ERROR, costs.error) + costs.compute_error,
+        )
+
+    def of_kind(self, kind: str) -> float:
+        """Return the error of compute, of a link or a copy, or of compressors."""
+        if kind == Stream.COMPUTE.value:
+            return self.compute
+        return self.links if kind in _MOVING else self.compressors
+
+
+def steps_in_draws(plan: Plan, tasks: Sequence[Task], costs: CostTable) -> list[float]:
+    """Simulate a plan's tasks once in each draw, in µs."""
+    errors, kinds = Errors.of(costs), [_kind_of(task, plan) for task in tasks]
+    factors = {kind: np.exp(errors.of_kind(kind) * _normals(kind)) for kind in dict.fromkeys(kinds)}
+    durations = np.array([task.duration_us for task in tasks])
+    varied = durations * np.stack([factors[kind] for kind in kinds], axis=1)
+    return step_times_us(tasks, varied.tolist(), costs.processors)
+
+
+def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
+    """Return the share of draws in which the first plan is faster by LEAST_GAIN."""
+    return sum(a < b * (1 - LEAST_GAIN) for a, b in zip(mine, others, strict=True)) / len(mine)
+
+
+_MOVING = tuple(stream.value for stream in (*WIRES, Stream.D2H, Stream.H2D))
+
+
+def _kind_of(task: Task, plan: Plan) -> str:
+    """Name the error that a task has: its link's, its compressors', else compute's."""
+    if task.stream.value in _MOVING:
+        return task.stream.value
+    words = task.name.split()
+    if words[0] in COMPRESSING:
+        return ", ".join(dict.fromkeys(map(str, plan.buckets[int(words[-1])].strategy.compressors)))
+    return Stream.COMPUTE.value
+
+
+@cache
+def _normals(kind: str) -> np.ndarray:
+    """Draw standard normals that belong to a name, whatever else is drawn."""
+    return np.random.default_rng((0, zlib.crc32(kind.encode()))).standard_normal(DRAWS)

@@ -1,0 +1,319 @@
+"""Plans race: all ranks take the same turns, nothing owed is lost, and the measured best stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from drifting import JOB, JUDGED, compiled, same, table
+from judged import plans_made
+from ranks import run_ranks
+from replicas import flat_parameters
+from torch import Tensor, nn
+from virtual_time import VirtualTime, slower, virtual_time
+
+import fxcomp
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
+from fxcomp.codegen.program import Program
+from fxcomp.compressors import parse_compressor
+from fxcomp.errors import BadOption
+from fxcomp.graph.lines import CostKind
+from fxcomp.options import StepOptions
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.search import choose as choosing
+from fxcomp.search.choose import uniform
+from fxcomp.search.raced import Raced
+from fxcomp.search.runners import Runner
+from fxcomp.search.workload import Workload
+from fxcomp.step.race import BUDGET, LONGEST, Race
+from fxcomp.step.steering import WARM_STEPS
+
+# The race by itself, on numbers
+
+
+def runner(name: str, predicted_ms: float, loss: float = 0.0) -> Runner:
+    strategy = DENSE if name == "dense" else Strategy.parse("compress(int8) > all_gather@world > decompress")
+    return Runner(name, Plan((Bucket((name,), (1,), strategy),)), 1e3 * predicted_ms, 0.5, loss)
+
+
+def raced(*entrants: tuple[Runner, float], verified: Callable[[int], bool] = lambda _: False, **more: Any) -> Raced:
+    """The end of a race whose steps take exactly so long, but for what `noise` multiplies them by."""
+    noise: Callable[[int], float] = more.get("noise", lambda _: 1.0)
+    race = Race([each for each, _ in entrants], WARM_STEPS, verified)
+    while race.result is None:
+        ms = entrants[race.current][1]
+        race.end_turn([ms * noise(step) for step in race.timed_steps])
+    return race.result
+
+
+def test_the_fastest_stays_whatever_was_predicted():
+    found = raced((runner("int8", 10.0), 30.0), (runner("bf16", 14.0), 15.0), (runner("dense", 20.0), 20.0))
+    assert found.stays.runner.name == "bf16"
+    assert [lane.measured_ms for lane in found.lanes] == [30.0, 15.0, 20.0]
+
+
+def test_a_tie_goes_to_the_plan_that_loses_less():
+    found = raced(
+        (runner("int8", 10.0, 1e-4), 19.98), (runner("bf16", 14.0, 1e-6), 19.99), (runner("dense", 20.0), 20.0)
+    )
+    assert found.stays.runner.name == "dense"
+
+
+def test_what_is_slow_is_out_early_and_a_race_costs_little():
+    """Dense takes five times as long as the winner, bf16 three times: as dear as the docstring says."""
+    found = raced((runner("int8", 10.0, 1e-4), 10.0), (runner("bf16", 30.0), 30.0), (runner("dense", 50.0), 50.0))
+    assert found.stays.runner.name == "int8"
+    assert [lane.steps for lane in found.lanes][1:] == [1, 1]
+    assert found.cost_ms / 10.0 <= 12.0 < BUDGET
+    assert found.share <= 0.02
+
+
+@pytest.mark.parametrize("times", [8.0, 15.0, 25.0, 200.0])
+def test_a_race_keeps_to_its_budget_whatever_is_slow(times: float):
+    slow = [runner(name, 10.0 * times) for name in ("bf16", "dense")]
+    found = raced((runner("int8", 10.0, 1e-4), 10.0), *((each, 10.0 * times) for each in slow))
+    assert found.stays.runner.name == "int8"
+    assert found.share <= 0.02
+    assert (found.lanes[1].measured_ms is None) is (times > BUDGET + 1)
+
+
+def test_noise_does_not_decide():
+    draw = torch.Generator().manual_seed(0)
+    factors = (1 + 0.05 * torch.randn(1000, generator=draw)).tolist()
+    found = raced(
+        (runner("int8", 18.0, 1e-4), 17.0), (runner("bf16", 14.0, 1e-6), 19.0), (runner("dense", 20.0), 20.0),
+        noise=factors.__getitem__,
+    )  # fmt: skip
+    assert found.stays.runner.name == "int8"
+    assert found.last_step - found.first_step <= LONGEST
+
+
+def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
+    seen: list[int] = []
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, lambda step: step % 2 == 0)
+    while race.result is None:
+        seen += race.timed_steps
+        race.end_turn([None] * len(race.timed_steps))
+    assert all(step % 2 for step in seen)
+    assert race.result.last_step <= WARM_STEPS + LONGEST
+    assert race.result.winner == 0, "nobody knows better: the plan in force stays"
+
+
+def test_one_of_several_batches_is_enough():
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, lambda _: False)
+    while race.result is None:
+        ms = (30.0, 20.0)[race.current]
+        race.end_turn([None if step % 3 else ms for step in race.timed_steps])
+    assert race.result.stays.runner.name == "dense"
+
+
+def test_a_bad_option_is_refused():
+    with pytest.raises(BadOption, match="race must be 'auto', 'off'; it is 'fast'"):
+        StepOptions.checked(race="fast")
+
+
+# On real ranks, in virtual time
+
+
+def trained(gbit: float, factor: float, options: dict[str, Any], steps: int = LONGEST) -> dict[str, Any]:
+    """Steps of a job whose compression and decompression take `factor` times what the table says."""
+    clock = VirtualTime(sees_threads=True)
+    clock.factor = slower({(CostKind.COMPRESS, ""): factor, (CostKind.DECOMPRESS, ""): factor})
+    with virtual_time(clock):
+        step = compiled(table(gbit), **{"race": "auto", **options})
+        plans, parameters = [step.plan.digest], []
+        for i in range(steps):
+            step(JOB.batch(i, dist.get_rank()))
+            if step.plan.digest != plans[-1]:
+                plans.append(step.plan.digest)
+                parameters.append(flat_parameters(step.training.model).tolist())
+        choice = step.in_force.decision.choice
+    assert choice is not None
+    return {
+        "raced": step.raced,
+        "predicted": choice.plan.digest,
+        "plans": plans,
+        "text": step.explain() if dist.get_rank() == 0 else "",
+        "notes": step.notes,
+        "plan": step.plan.digest,
+        "parameters": [*parameters, flat_parameters(step.training.model).tolist()],
+        "rows": {},
+    }
+
+
+@pytest.mark.parametrize(("gbit", "factor"), [(1.2, 0.5), (0.8, 1.0), (0.8, 2.0)], ids=["dear", "right", "cheap"])
+def test_the_race_ends_on_the_measured_best_whatever_the_table_says_of_compression(gbit: float, factor: float):
+    """The table's compression is twice too dear, right, or twice too cheap."""
+    found = same(run_ranks(2, trained, gbit, factor, {}))
+    result: Raced = found["raced"]
+    known = [lane for lane in result.lanes if lane.measured_ms is not None]
+    assert len(known) >= 3
+    best = min(known, key=lambda lane: lane.measured_ms or 0.0)
+    assert result.stays.measured_ms == pytest.approx(best.measured_ms, rel=0.02)
+    assert found["plan"] == result.stays.runner.plan.digest
+    assert (result.stays.runner.plan.digest == found["predicted"]) is (factor == 1)
+    assert len(found["plans"]) >= len(known)
+    assert result.share <= 0.02
+    assert "raced" in found["notes"][0]
+    for lane in known:
+        assert lane.runner.name in found["text"]
+
+
+def test_without_a_race_the_predicted_plan_is_followed():
+    found = same(run_ranks(2, trained, 0.8, 2.0, {"race": "off"}, 12))
+    assert found["raced"] is None
+    assert found["plans"] == [found["predicted"]]
+    assert not found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({"error_feedback": ErrorFeedback(dense_steps=6)}, 6 + WARM_STEPS),
+        ({"optimizer": "plain", "error_feedback": ErrorFeedback(momentum=0.9)}, WARM_STEPS),
+        ({"verify_every": 2}, WARM_STEPS),
+    ],
+    ids=["after the warm-up", "momentum travels", "every other step is verified"],
+)
+def test_plans_race_with(options: dict[str, Any], first: int):
+    found = same(run_ranks(2, trained, 0.8, 2.0, options))
+    assert found["raced"].first_step == first
+    assert found["raced"].last_step <= first + LONGEST
+    assert found["plan"] != found["predicted"]
+
+
+# Drift
+
+
+def drifted(replan: str, unexplained: float) -> dict[str, Any]:
+    """After the first race the link becomes ten times slower; compressed steps take `unexplained` times their lines."""
+
+    def surprise(program: Program) -> float:
+        return unexplained if "rt.compress" in program.source else 1.0
+
+    clock = VirtualTime(sees_threads=True, surprise=surprise)
+    with virtual_time(clock):
+        step = compiled(table(2.0), race="auto", replan=replan)
+        for i in range(4 * JUDGED + LONGEST):
+            is_slow = step.raced is not None and not plans_made(step)
+            clock.factor = slower({(CostKind.COLLECTIVE, ""): 10.0 if is_slow else 1.0})
+            step(JOB.batch(i, dist.get_rank()))
+    return {
+        "notes": [" ".join(note.split()[:2]) for note in step.notes],
+        "plan": step.plan.digest,
+        "is dense": step.plan.is_dense,
+        "parameters": flat_parameters(step.training.model).tolist(),
+        "rows": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("replan", "unexplained", "stays_dense"),
+    [("auto", 1.0, False), ("auto", 100.0, True), ("offer", 1.0, False)],
+    ids=["another plan", "one that disappoints", "the same ones"],
+)
+def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dense: bool):
+    found = same(run_ranks(2, drifted, replan, unexplained))
+    assert found["notes"][0].startswith("raced ")
+    assert found["notes"][-1].startswith("raced ")
+    assert len(found["notes"]) >= 3
+    assert ("planned anew" in found["notes"]) is (replan == "auto")
+    assert found["is dense"] is stays_dense
+
+
+# The books: what was applied and what is owed are the gradients, after every step of a race
+
+
+def owed(step: fxcomp.CompiledStep) -> dict[str, Tensor]:
+    """What this rank would save of each parameter, as its part of the mean gradient."""
+    saved, sizes = step.state_dict(), step.in_force.inputs.sizes
+    found = {name: torch.zeros(size) for name, size in sizes.items()}
+    for name, pieces in saved["residuals"].items():
+        for piece in pieces:
+            above, below = piece["weight"]
+            part = found[name][piece["start"] : piece["start"] + piece["values"].numel()]
+            part.add_(piece["values"], alpha=above / below)
+    for name, value in saved["owed"].items():
+        found[name] += value / dist.get_world_size()
+    return found
+
+
+def books(cluster: Cluster | None, gbit: float) -> dict[str, Any]:
+    """How far Σ mean + owed is from Σ gradients after each step of a race.
+
+    The loss is linear in the parameters, so that gradients do not depend on them. In the middle a state is saved; two
+    steps later it is loaded again, with the parameters of that time.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def linear(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return sum((batch[name] * p).sum() for name, p in model.named_parameters())  # pyright: ignore
+
+    def draw(number: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+
+    def exact(always: Mapping[str, Plan], _: Any, workload: Workload, costs: Any, where: Cluster) -> tuple[Runner, ...]:
+        """Dense, and compressors that all have feedback: what bf16's sums are rounded by is owed by nobody."""
+        named = [Strategy.flat(parse_compressor(name)) for name in ("int4", "topk(0.1)")]
+        if where.has_levels:
+            named += [Strategy.hierarchical(parse_compressor("topk(0.3)"))]
+        plans = [always["dense"], *(uniform(str(strategy), workload, costs, where) for strategy in named)]
+        return tuple(Runner(str(plan.buckets[-1]), plan, 1e3, 0.5, 0.1) for plan in plans)
+
+    model = JOB.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    off, plans = [0.0], list[str]()
+    with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
+        step = fxcomp.compile_step(
+            model, linear, optimizer, draw(0), costs=table(gbit), cluster=cluster, verify_every=5,
+        )  # fmt: skip
+        start = flat_parameters(model).double()
+        due = torch.zeros_like(start)
+        saved: tuple[Any, Tensor, Tensor] | None = None
+        while step.raced is None:
+            if step.steps == 7:
+                saved = step.state_dict(), due.clone(), flat_parameters(model)
+            if len(plans) == 9 and saved is not None:
+                step.load_state_dict(saved[0])
+                due = saved[1]
+                nn.utils.vector_to_parameters(saved[2], model.parameters())
+            gradients = draw(len(plans))
+            due += torch.cat([gradients[name].flatten() for name, _ in model.named_parameters()]).double()
+            step(gradients)
+            plans.append(step.plan.digest)
+            mine = owed(step)
+            left = torch.cat([mine[name] for name, _ in model.named_parameters()]).double()
+            both = torch.stack([due, left])
+            dist.all_reduce(both)
+            applied = start - flat_parameters(model).double()
+            off.append(((applied + both[1] - both[0] / ranks).abs().max() / due.abs().max()).item())
+        return {
+            "off": max(off),
+            "plans": plans,
+            "plan": "",
+            "notes": step.notes,
+            "parameters": flat_parameters(model).tolist(),
+            "rows": {},
+            "first": step.raced.first_step,
+        }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cluster"),
+    [(2, None), (4, Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1)))],
+    ids=["flat", "by level"],
+)
+def test_at_every_switch_of_a_race_nothing_owed_is_lost(ranks: int, cluster: Cluster | None):
+    found = run_ranks(ranks, books, cluster, 0.3)
+    assert max(rank["off"] for rank in found) <= 1e-5
+    seen = same(found)
+    assert len(set(seen["plans"])) >= 3
+    assert seen["first"] == 7 + WARM_STEPS, "a race that was not over begins again where a state was loaded"
