@@ -35,6 +35,16 @@ class Contestant:
     steps_taken: int = 0
 
     @property
+    def is_racing(self) -> bool:
+        """Whether fxcomp still lets plans take turns; what is measured is the one that stays."""
+        return isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
+
+    def settle(self) -> None:
+        """Take the plan that stays after a race, and its prediction."""
+        if isinstance(self.step, fxcomp.CompiledStep) and self.plan is not None:
+            self.plan, self.predicted_ms = self.step.plan, self.step.timeline.step_time_us / 1e3
+
+    @property
     def is_synchronised(self) -> bool:
         """Whether ranks wait for each other inside the step."""
         return self.name not in FREE

@@ -139,6 +139,9 @@ class Rank:
         made = {name + self.suffix: self.make(name) for name in names}
         for contestant in made.values():
             self.run_each([contestant], VERIFIED_STEPS if contestant.name in COMPILED else WARM_UP_STEPS)
+            while contestant.is_racing:
+                self.run_each([contestant], 1)
+            contestant.settle()
         return made
 
     def run_each(self, contestants: Iterable[Contestant], steps: int) -> float:

@@ -62,7 +62,8 @@ class Runner:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Runner:
         """Build one from `to_json`'s data."""
-        return cls(**{**data, "plan": Plan.from_json(data["plan"])})
+        values: dict[str, Any] = {**data, "plan": Plan.from_json(data["plan"])}
+        return cls(**values)
 
 
 def pick_runners(

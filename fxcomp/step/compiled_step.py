@@ -164,6 +164,11 @@ class CompiledStep:
         return self.in_force.decision.costs
 
     @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will soon."""
+        return self._steering.is_racing
+
+    @property
     def raced(self) -> Raced | None:
         """The last race of plans, with what each was predicted and measured at; None before one is over."""
         return self._steering.raced

@@ -52,9 +52,9 @@ class PlanInForce:
         self.decision = decision
         self.stages = compiler.feedback.stages(decision.plan)
         """The plans that are followed one after the other; the last one stays."""
-        self._stage = 0
+        self._stage: int = 0
         self._numbers = itertools.count(len(self.stages))
-        self._followed = 0
+        self._followed: int = 0
         """The number of the plan that is followed: of a stage its place, of any later plan one of its own."""
         self._lanes: list[_Lane] = []
         """The plans that race, the one that was in force first; empty if none do."""

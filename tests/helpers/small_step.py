@@ -27,7 +27,7 @@ def batch(number: int = 0) -> tuple[Tensor, Tensor]:
 def compiled(**options: Any) -> CompiledStep:
     model = nn.Linear(20, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given: dict[str, Any] = {"costs": table(2.0), **options}
+    given: dict[str, Any] = {"costs": table(2.0), "race": "off", **options}
     return fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **given)
 
 

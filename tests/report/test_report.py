@@ -26,6 +26,8 @@ from fxcomp.report.sections import short
 from fxcomp.report.terminal import encodable, to_text
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.raced import Lane, Raced
+from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Gradient, Workload
 
 COSTS = CostTable(
@@ -120,6 +122,10 @@ def by_hand(**changes: object) -> Explanation:
             (Alternative(int8, math.inf),),
             (Alternative(DENSE, 31_000.0), Alternative(int8, math.inf)),
         ),
+        runners=(
+            Runner("fastest", plan, timeline.step_time_us, 0.95, 1e-4),
+            Runner("dense", dense, 40_000.0, 0.0, 0.0),
+        ),
     )
     where = cluster("1gbit", 4, 2)
     explained = Explanation(
@@ -146,11 +152,30 @@ def test_a_plan_that_stays_dense_names_the_faster_one(golden: Callable[[str, str
     tasks = [Task("region 0", Stream.COMPUTE, 200_000.0), Task("all_reduce 0", Stream.INTER, 9_000.0, ("region 0",))]
     others = tuple((Alternative(Strategy.hierarchical(None), us),) for us in (208_500.0, 209_000.0, 209_000.0))
     dense = replace(
-        known, plan=known.dense, dense_us=209_000.0, fastest_us=205_000.0, bf16_us=207_000.0, alternatives=others
-    )
+        known, plan=known.dense, dense_us=209_000.0, fastest_us=205_000.0, bf16_us=207_000.0, alternatives=others,
+        runners=(replace(known.runners[0], step_us=205_000.0, wins=0.4), replace(known.runners[1], step_us=209_000.0)),
+    )  # fmt: skip
     golden(
         "report/dense.txt", to_text(by_hand(choice=dense, plan=known.dense, timeline=simulate(tasks), flip_gbit=None))
     )
+
+
+def test_a_race_shows_what_each_runner_was_predicted_and_measured_at_and_what_it_cost():
+    choice = by_hand().choice
+    assert choice is not None
+    fastest, dense = choice.runners
+    idle = replace(dense, name="bf16")
+    lanes = (Lane(fastest, 21.5, 12), Lane(dense, 40.5, 1), Lane(idle, None, 0))
+    explained = by_hand(raced=Raced(lanes, 0, 2, 17, 43.0))
+    text = " ".join(to_text(explained).split())
+    assert "fastest 19.96 ms 21.50 ms 12 stays" in text
+    assert "dense 40.00 ms 40.50 ms 1" in text
+    assert "bf16 40.00 ms not timed 0" in text
+    assert "The plans took turns in steps 2 to 17, which cost 43.00 ms: 0.2% of the first 1,000 steps." in text
+    data = to_json(explained)
+    assert [lane["measured_ms"] for lane in data["race"]["lanes"]] == [21.5, 40.5, None]
+    assert data["race"]["winner"] == "fastest"
+    assert [each["wins"] for each in data["runners"]] == [0.95, 0.0]
 
 
 def test_a_measured_step_stands_beside_its_prediction():

@@ -122,7 +122,7 @@ def test_a_gain_below_the_predictions_error_is_followed_where_both_plans_have_th
 
 def test_a_gain_that_may_as_well_be_a_loss_is_not_followed_but_worth_trying():
     """Compression that saves nearly what it costs, which may be a quarter more or less."""
-    slow = {key: CompressorCost.of(CompressorPoint(1_000_000, 2_850.0, 2_850.0)) for key in COSTS.compressors}
+    slow = {key: CompressorCost.of(CompressorPoint(1_000_000, 7_000.0, 7_000.0)) for key in COSTS.compressors}
     where = cluster(2, 1, "5gbit")
     choice = choose(matrices(10_000_000, backward_us=1_000.0), replace(COSTS, compressors=slow), where, Mode.BALANCED)
     assert not choice.fastest.is_dense
