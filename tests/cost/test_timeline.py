@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import kernels
-from fxcomp.cost.timeline import Task, Timeline, simulate, step_time_us
+from fxcomp.cost.timeline import Task, Timeline, simulate, step_time_us, step_times_us
 from fxcomp.plan.streams import Stream
 
 ONE = Processors(1.0, 1.0)
@@ -167,6 +167,14 @@ def test_the_kernel_gives_the_references_bits(tasks: list[Task], processors: Pro
 def test_without_kernels_the_reference_answers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert step_time_us([Task("a", Stream.COMPUTE, 2.0)], ONE) == 2.0
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_rows_of_durations_are_steps_of_their_own(has_kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    tasks = [Task("a", Stream.COMPUTE, 2.0), Task("b", Stream.INTER, 5.0, ("a",)), Task("c", Stream.COMPUTE, 1.0)]
+    if not has_kernels:
+        monkeypatch.setattr(kernels, "available", lambda: False)
+    assert step_times_us(tasks, [[2.0, 5.0, 1.0], [3.0, 0.5, 4.0], [0.0, 0.0, 0.0]], ONE) == [7.0, 7.0, 0.0]
 
 
 @settings(max_examples=300)

@@ -514,6 +514,7 @@ def test_without_a_process_group_it_is_eager():
     ("options", "text"),
     [
         ({"plann": "dense"}, "there is no option 'plann'; did you mean 'plan'?"),
+        ({"race": "auto"}, "options['race'] is 'off' here: the backend sees backward passes and times no steps"),
         ({"mode": "lossles"}, "there is no mode 'lossles'; did you mean 'lossless'?"),
         ({"model": "mlp"}, "options['model'] must be the module that is compiled; it is a str"),
         ({"ignore": ["bias"]}, "needs options['model']"),
