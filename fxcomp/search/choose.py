@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
-from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.given import strategy_named
-from fxcomp.plan.modes import Content, Mode, compressors_of, error_limit, strategies, ways
+from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.exact_plans import ExactPlans
@@ -27,19 +26,15 @@ from fxcomp.search.runners import (
     WORTH_FOLLOWING,
     Runner,
     is_worth_following,
-    main_strategies,
     pick_runners,
 )
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # how many of the best plans are priced exactly
+_UNIFORM = 4  # how many uniform plans are looked at
 _ALTERNATIVES = 24  # how many are told in all, at least one for each bucket
 _FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
-
-
-SIMPLE = ("int8", "int4")
-"""Compressors of which one plan everywhere may race, beside bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +125,9 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
     bf16 = bf16_everywhere(workload, costs, cluster)
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
-        always = {DENSE: dense.plan, **({BF16: bf16} if mode is not Mode.LOSSLESS else {}), FASTEST: least.plan}
-        uniforms = _uniform_plans(least.plan, mode, workload, costs, cluster)
-        others = [plan for plan in uniforms if _is_allowed(plan, mode, cluster, bursts)]
-        runners = pick_runners(always, others, workload, costs, cluster)
+        always = {DENSE: dense.plan, FASTEST: least.plan, **({BF16: bf16} if mode is not Mode.LOSSLESS else {})}
+        uniforms = _uniform_plans(searches[0], least.found)
+        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), workload, costs, cluster)
     chosen = least if is_worth_following(least.plan, runners) else dense
     return Choice(
         plan=chosen.plan,
@@ -150,20 +144,14 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
     )
 
 
-def _uniform_plans(fastest: Plan, mode: Mode, workload: Workload, costs: CostTable, cluster: Cluster) -> list[Plan]:
-    """Make the simple plans beside the fastest: dense, int8 and int4 if the mode has them, its own main strategies."""
-    by = next(iter(ways(cluster)), None)
-    simple = [each for each in map(parse_compressor, SIMPLE) if each in compressors_of(mode)]
-    named = [
-        DENSE,
-        *(str(Strategy.flat(each) if by is None else Strategy.hierarchical(each, by=by)) for each in simple),
-    ]
-    named += [str(strategy) for strategy in main_strategies(fastest)[:2]]
-    return [uniform(name, workload, costs, cluster) for name in dict.fromkeys(named)]
-
-
-def _is_allowed(plan: Plan, mode: Mode, cluster: Cluster, bursts: float) -> bool:
-    return plan_error(plan, cluster) <= error_limit(mode) and polluting_share(plan, cluster) <= bursts
+def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
+    """Yield plans of one strategy everywhere that lose less than all that are faster, with their steps."""
+    starts = [search.starts([number])[0] for number in range(len(search.options[0]))]
+    least = fastest.value.lost
+    for found in sorted(starts, key=lambda each: each.value):
+        if math.isfinite(found.value.us) and found.value.lost < least:
+            least = found.value.lost
+            yield search.plan(found), found.value.us
 
 
 @dataclass(frozen=True, slots=True)

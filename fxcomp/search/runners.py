@@ -40,6 +40,12 @@ OTHERS = 2
 DIFFERENT = 0.25
 """The least share of all elements that other compressors carry, or over other levels, than in every other runner."""
 
+NEARLY_ALL = 0.02
+"""bf16 everywhere does not race beside a plan that differs from it in less than this."""
+
+SAME = 1e-3
+"""Relative: predictions that are closer than this are equal."""
+
 DENSE, BF16, FASTEST = "dense", "bf16", "fastest"
 
 
@@ -67,11 +73,17 @@ class Runner:
 
 
 def pick_runners(
-    always: Mapping[str, Plan], others: Iterable[Plan], workload: Workload, costs: CostTable, cluster: Cluster
+    always: Mapping[str, Plan],
+    others: Iterable[tuple[Plan, float]],
+    workload: Workload,
+    costs: CostTable,
+    cluster: Cluster,
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
 
-    `always` has dense among them. `others` run if they differ and are worth trying, the fastest first.
+    `always` has dense among them; bf16 is left out where the fastest plan is nearly that. `others` come with their
+    steps, the fastest first. They run if they differ, if they win often enough, and if no runner is both as fast and as
+    precise.
     """
 
     def tasks_of(plan: Plan) -> tuple[Task, ...]:
@@ -86,14 +98,18 @@ def pick_runners(
 
     picked: list[Runner] = []
     for name, plan in always.items():
-        if all(plan != known.plan for known in picked):
+        if any(plan == known.plan for known in picked):
+            continue
+        if name != BF16 or _differs(plan, picked, NEARLY_ALL):
             picked.append(runner(name, plan))
-    more = sorted((runner(_name_of(plan), plan) for plan in others), key=lambda each: each.step_us)
     most = len(picked) + OTHERS
-    for each in more:
-        is_another = all(_share_that_differs(each.plan, known.plan) >= DIFFERENT for known in picked)
-        if len(picked) < most and is_another and each.wins >= WORTH_TRYING:
-            picked.append(each)
+    for plan, step_us in others:
+        loss = plan_error(plan, cluster)
+        is_worse = any(known.loss <= loss and known.step_us <= step_us * (1 + SAME) for known in picked)
+        if len(picked) < most and not is_worse and _differs(plan, picked, DIFFERENT):
+            each = runner(_name_of(plan), plan)
+            if each.wins >= WORTH_TRYING:
+                picked.append(each)
     return tuple(sorted(picked, key=lambda each: each.step_us))
 
 
@@ -102,33 +118,29 @@ def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:
     return any(each.plan == plan and each.wins >= WORTH_FOLLOWING for each in runners)
 
 
-def main_strategies(plan: Plan) -> list[Strategy]:
-    """List a plan's strategies, those of most elements first."""
-    elements = Counter[Strategy]()
-    for bucket in plan.buckets:
-        elements[bucket.strategy] += bucket.elements
-    return [strategy for strategy, _ in elements.most_common()]
+def kind_of(strategy: Strategy) -> tuple[object, ...]:
+    """Say what makes strategies differ: their compressors and levels, not the device."""
+    return (strategy.compressors, strategy.is_hierarchical)
 
 
 def _name_of(plan: Plan) -> str:
     """Name a plan after the compressors of most of its elements."""
-    return ", then ".join(map(str, main_strategies(plan)[0].compressors)) or DENSE
+    largest = max(plan.buckets, key=lambda bucket: bucket.elements)
+    return ", then ".join(map(str, largest.strategy.compressors)) or DENSE
+
+
+def _differs(plan: Plan, picked: Sequence[Runner], least: float) -> bool:
+    return all(_share_that_differs(plan, known.plan) >= least for known in picked)
 
 
 def _share_that_differs(plan: Plan, other: Plan) -> float:
-    """Return the share of all elements that other compressors carry, or over other levels; devices do not count."""
-    elements, same = sum(bucket.elements for bucket in plan.buckets), 0
-    by_name: dict[str, list[tuple[range, Strategy]]] = {}
-    for bucket in other.buckets:
-        for name, extent in zip(bucket.names, bucket.extents, strict=True):
-            by_name.setdefault(name, []).append((extent, bucket.strategy))
+    """Return the share of all elements that other compressors carry, or over other levels, whichever elements."""
+    mine, theirs = _elements_by_kind(plan), _elements_by_kind(other)
+    return 1.0 - (mine & theirs).total() / max(1, mine.total())
+
+
+def _elements_by_kind(plan: Plan) -> Counter[tuple[object, ...]]:
+    found = Counter[tuple[object, ...]]()
     for bucket in plan.buckets:
-        for name, extent in zip(bucket.names, bucket.extents, strict=True):
-            for its, strategy in by_name.get(name, ()):
-                if _kind_of(strategy) == _kind_of(bucket.strategy):
-                    same += max(0, min(extent.stop, its.stop) - max(extent.start, its.start))
-    return 1.0 - same / elements if elements else 0.0
-
-
-def _kind_of(strategy: Strategy) -> tuple[object, ...]:
-    return (strategy.compressors, strategy.is_hierarchical)
+        found[kind_of(bucket.strategy)] += bucket.elements
+    return found
