@@ -2,7 +2,8 @@
 
     python -m fxcomp.testing.describe_decisions > docs/how_fxcomp_decides.md
 
-The job is in `decision_example.py`. Words are here; every number, plan and timeline is made.
+The job is in `decision_example.py`, the race in `describe_race.py`. Words are there and here; every number, plan and
+timeline is made.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.oracle import EXACT, optimum
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.testing.decision_example import CLUSTER, COMPRESSOR_START_US, COSTS, LINK, MODE, WORKLOAD
+from fxcomp.testing.describe_race import gate, race
 
 WIDTH = 110  # of a drawn timeline
 UNIFORM = ("bf16", "int8", "int4")
@@ -29,7 +31,8 @@ UNIFORM = ("bf16", "int8", "int4")
 HEAD = """\
 # How fxcomp decides
 
-Made by `python -m fxcomp.testing.describe_decisions`: edit that file, not this page.
+Made by `python -m fxcomp.testing.describe_decisions`: edit that file or `describe_race.py` beside it,
+not this page.
 
 A plan says which gradients travel together (buckets) and how each bucket travels (its [strategy](strategies.md)). A
 plan is judged by one number: when the simulated step ends. Bytes do not count, and neither does time on the wire, if
@@ -140,7 +143,7 @@ def describe() -> str:
     """Write the whole page."""
     choice = choose(WORKLOAD, COSTS, CLUSTER, MODE)
     decided = [_candidates(choice), _dense(choice), _chosen(choice)]
-    return "".join([_step(), _costs(), *decided, _bound(choice), _budget(choice)])
+    return "".join([_step(), _costs(), *decided, _bound(choice), _budget(choice), gate(choice), race(choice)])
 
 
 def timeline_of(plan: Plan) -> Timeline:

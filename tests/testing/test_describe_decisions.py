@@ -9,6 +9,7 @@ from fxcomp.plan.modes import error_limit
 from fxcomp.search.choose import choose, predict_us, uniform
 from fxcomp.testing.decision_example import CLUSTER, COSTS, MODE, WORKLOAD
 from fxcomp.testing.describe_decisions import UNIFORM, describe, timeline_of
+from fxcomp.testing.describe_race import right_costs, run_race, step_ms
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_fxcomp_decides.md"
 
@@ -29,3 +30,11 @@ def test_the_example_shows_a_choice_between_dense_and_four_bits_that_beats_every
         assert choice.step_us < predict_us(WORKLOAD, uniform(name, WORKLOAD, COSTS, CLUSTER), COSTS, CLUSTER)
     assert plan_error(choice.plan, CLUSTER) < error_limit(MODE)
     assert timeline_of(choice.plan).exposed_us < timeline_of(choice.dense).exposed_us
+
+
+def test_the_race_ends_on_the_plan_that_is_fastest_by_the_right_costs() -> None:
+    choice = choose(WORKLOAD, COSTS, CLUSTER, MODE)
+    turns, raced = run_race(choice)
+    fastest = min(choice.runners, key=lambda runner: step_ms(runner, right_costs()))
+    assert raced.stays.runner.plan == fastest.plan != choice.plan
+    assert turns[0].runner.plan == choice.plan
