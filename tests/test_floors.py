@@ -15,8 +15,8 @@ FLOORS = [
     ["cost", "graph", "ranks"],
     ["capture", "codegen", "options", "passes", "search", "site"],
     ["pipeline", "report", "state"],
-    ["planning", "step", "testing"],
-    ["frontends"],
+    ["planning", "step"],
+    ["frontends", "testing"],
     ["__init__", "commands"],
     ["__main__"],
 ]
