@@ -30,8 +30,6 @@ from pathlib import Path
 
 import optimality_published as published
 from optimality_workloads import COSTS, Case, drawn, read
-from rich.console import Console
-from rich.markdown import Markdown
 
 from fxcomp.errors import BadOption
 from fxcomp.plan.modes import Mode
@@ -178,7 +176,7 @@ def against_published(schedules: Sequence[published.Published], out: Path | None
         rows.append({**asdict(record), "published_ms": theirs_us / 1e3})
         if out:
             out.write_text(json.dumps(rows, indent=1) + "\n")
-    Console().print(Markdown(published.to_markdown(rows)))
+    print(published.to_markdown(rows))
     slower = [str(row["workload"]) for row in rows if row["step_ms"] > row["published_ms"]]
     print(f"slower than published: {', '.join(slower) or 'none'}")
     return 1 if slower else 0
@@ -218,7 +216,7 @@ def main() -> int:
         records.append(judge(case, mode, is_exact=is_exact, shows=arguments.plans))
         if arguments.json:
             arguments.json.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
-    Console().print(Markdown(to_markdown(records)))
+    print(to_markdown(records))
     for line in worst(records):
         print(line)
     return verdict(records)

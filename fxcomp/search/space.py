@@ -36,6 +36,7 @@ class Row:
     ) -> None:
         self.members, self.choices = members, choices
         self._atoms, self._job, self._prunes, self._limits = atoms, job, prunes, limits
+        self._errors = [(strategy_error(each, job[2]), is_bursty(each, job[2])) for each in choices]
         self._known: dict[tuple[int, int], tuple[Option, ...]] = {}
 
     def options(self, start: int, stop: int) -> tuple[Option, ...]:
@@ -51,11 +52,10 @@ class Row:
         gradients = [gradient for gradient, _ in members]
         elements = sum(len(extent) for _, extent in members)
         found: list[Option] = []
-        for strategy in self.choices:
+        for strategy, (error, bursts) in zip(self.choices, self._errors, strict=True):
             blocks = Blocks.of(price_bucket(0, gradients, strategy, workload, costs, cluster))
             assert blocks is not None, f"{strategy} has tasks that run beside each other"
-            lost = elements * strategy_error(strategy, cluster)
-            bursting = elements if is_bursty(strategy, cluster) else 0
+            lost, bursting = elements * error, elements if bursts else 0
             option = Option(blocks, strategy, tuple(members), lost, bursting, workload.updates_wait)
             if not self._prunes:
                 found.append(option)
