@@ -20,17 +20,17 @@ inline void share(const double* demands, const double* limits, double* rates, in
     for (int k = 0; k < size; ++k) sum += demands[k] * limits[k];
     std::copy(limits, limits + size, rates);
     if (sum <= count) return;
-    double weights[kStreams];
+    double weights[kStreams], keys[kStreams];
     int order[kStreams];
     double left = count, weight = 0.0;
     for (int k = 0; k < size; ++k) {
         weights[k] = std::max(1.0, demands[k]);
         weight += weights[k];
-        order[k] = k;
+        keys[k] = demands[k] * limits[k] / weights[k];
+        int place = k;  // sorted by insertion: std::stable_sort allocates
+        for (; place > 0 && keys[order[place - 1]] > keys[k]; --place) order[place] = order[place - 1];
+        order[place] = k;
     }
-    std::stable_sort(order, order + size, [&](int a, int b) {
-        return demands[a] * limits[a] / weights[a] < demands[b] * limits[b] / weights[b];
-    });
     for (int i = 0; i < size; ++i) {
         const int k = order[i];
         if (demands[k] > kLeast) {
