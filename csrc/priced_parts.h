@@ -44,6 +44,7 @@ struct Problem {
     const int32_t* task_terms;      // starts
     const int32_t* term_curve;
     const double* term_factor;
+    const double* term_more;
     const int32_t* term_feature;
     const int32_t* curve_points;    // starts
     const double* sizes;
@@ -119,7 +120,7 @@ class PricedParts {
             const int32_t task = first + k, stream = p.task_stream[task];
             double sum = 0.0, size = 0.0;
             for (int32_t t = p.task_terms[task]; t < p.task_terms[task + 1]; ++t) {
-                size = p.term_factor[t] * (after[p.term_feature[t]] - before[p.term_feature[t]]);
+                size = p.term_factor[t] * (after[p.term_feature[t]] - before[p.term_feature[t]]) + p.term_more[t];
                 sum += at(p.term_curve[t], size);
             }
             us[k] = sum;

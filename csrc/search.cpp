@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kSame = 1e-9;          // times that are relatively closer are equal
 constexpr double kWorthARound = 1e-4;   // relative: a round that gains less is the last
-constexpr int kCuts = 6;                // a bucket with more places inside is split near its ends and in the middle
+constexpr int kCuts = 6;                // even parts that a bucket is split into, and near its ends
 constexpr int32_t kBorders[] = {-4, -2, -1, 1, 2, 4};
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -148,7 +148,7 @@ class Descent {
         }
     }
 
-    // The places to split a bucket at: everywhere if it is short, else 1, 2, 4, ... cells from its ends, and the middle.
+    // The places to split a bucket at: everywhere if it is short, else 1, 2, 4, ... cells from its ends, and evenly.
     static std::vector<int32_t> cuts_of(const Part& part) {
         std::vector<int32_t> cuts;
         const int32_t size = part.stop - part.start;
@@ -156,10 +156,11 @@ class Descent {
             for (int32_t cut = part.start + 1; cut < part.stop; ++cut) cuts.push_back(cut);
             return cuts;
         }
-        int32_t inside = 1;
-        for (; 2 * inside < size; inside *= 2) cuts.push_back(part.start + inside);
-        cuts.push_back(part.start + size / 2);
-        while (inside > 1) cuts.push_back(part.stop - (inside /= 2));
+        for (int32_t inside = 1; inside * kCuts < size; inside *= 2) {
+            cuts.push_back(part.start + inside);
+            cuts.push_back(part.stop - inside);
+        }
+        for (int32_t number = 1; number < kCuts; ++number) cuts.push_back(part.start + size * number / kCuts);
         return cuts;
     }
 

@@ -17,7 +17,7 @@ from fxcomp.search.priced_parts import PricedParts, Record
 from fxcomp.search.problem import DENSE, Problem
 
 _WORTH_A_ROUND = 1e-4  # relative: a round that gains less is the last
-_CUTS = 6  # a bucket with more places inside is split near its ends and in the middle
+_CUTS = 6  # even parts that a bucket is split into, and near its ends
 _BORDERS = (-4, -2, -1, 1, 2, 4)  # cells by which a border is moved
 
 _NEVER = Value(math.inf, math.inf)
@@ -150,13 +150,13 @@ class Descent:
         return [part.option, *(option for _, option in ranked)][: max(1, self.limits.options)]
 
     def _cuts(self, part: Part) -> list[int]:
-        """The places to split a bucket at: everywhere if it is short, else 1, 2, 4, ... cells from its ends."""
+        """The places to split a bucket at: all if it is short, else 1, 2, 4, ... cells from its ends, and evenly."""
         size = part.stop - part.start
         if size <= _CUTS + 1:
             return list(range(part.start + 1, part.stop))
-        steps = [1 << k for k in range(size.bit_length()) if 2 << k < size]
-        after, before = [part.start + step for step in steps], [part.stop - step for step in reversed(steps)]
-        return [*after, part.start + size // 2, *before]
+        steps = [1 << k for k in range(size.bit_length()) if (1 << k) * _CUTS < size]
+        near_ends = [cut for step in steps for cut in (part.start + step, part.stop - step)]
+        return [*near_ends, *(part.start + size * number // _CUTS for number in range(1, _CUTS))]
 
     def _split(self, k: int, options: Sequence[int]) -> None:
         """Split a bucket, and give one side another option."""

@@ -8,9 +8,10 @@ so error is spent only where it shortens the step. Thousands of gradients are jo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.error_budget import is_bursty, strategy_error
@@ -32,10 +33,52 @@ CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 
 Choices = Mapping[Content, tuple[Strategy, ...]]
 """The strategies that buckets of each content may have."""
 
-_STARTS = 3  # how many of the best starts are improved
+_CLOSE = 3  # how many starts are priced exactly, if they are about as fast as what is found
+_KEPT = 128  # starts that are looked at again
 _ERROR = 5e-3  # relative: how far the search's own prices may be off
+
+
+class _Effort(NamedTuple):
+    """How much is searched; all are counts."""
+
+    starts: int
+    """Starts that are improved."""
+    first: Limits
+    improved: int
+    """Ends that are improved further, two changes at a time."""
+    then: Limits
+    in_full: Limits
+    """With a cell for each atom, of the best end and of as many starts as ends are improved."""
+    kicked: Limits
+    rounds: int
+    """Times that kicks are tried."""
+    tails: int
+    """Options that a kick gives to the end of the last bucket."""
+
+
+_ALONE = _Effort(
+    8,
+    Limits(evaluations=2500, options=5, pairs=False),
+    2,
+    Limits(evaluations=5000),
+    Limits(evaluations=6000, options=5),
+    Limits(evaluations=700, options=3, pairs=False),
+    3,
+    3,
+)
+_SHARED = _Effort(
+    4,
+    Limits(evaluations=1000, options=4, pairs=False),
+    1,
+    Limits(evaluations=2000),
+    Limits(evaluations=1200, options=4, pairs=False),
+    Limits(evaluations=250, options=2, pairs=False),
+    1,
+    1,
+)
+"""Where processors are shared a simulation takes ten times as long."""
+
 _QUICK = Limits(evaluations=300, pairs=False)
-_IN_FULL = Limits(evaluations=2000, options=2, pairs=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +124,9 @@ class PlanSearch:
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
         self.problems = Problems(workload, self.lanes, self.options, self.setting)
-        self.engine = engine_of(self.problems.at(traced, question.bounds))
+        problem = self.problems.at(traced, question.bounds)
+        self.shares = bool(problem.shares)
+        self.engine = engine_of(problem)
 
     def at(self, traced: TracedPrices) -> None:
         """Ask the same at other prices, for links of another bandwidth."""
@@ -90,13 +135,16 @@ class PlanSearch:
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
         """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
-        limits = Limits(dense_only=dense_only)
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
-        ends = [self._improved(found.parts, limits) for found in starts[:_STARTS]]
+        effort = _SHARED if self.shares else _ALONE
+        first = effort.first._replace(dense_only=dense_only)
+        ends = sorted((self._improved(found.parts, first) for found in _varied(starts, effort.starts)), key=_value_of)
+        then = effort.then._replace(dense_only=dense_only)
+        ends += [self._improved(found.parts, then) for found in ends[: effort.improved]]
         best_us = min(found.value.us for found in ends)
-        close = [found for found in starts[:_STARTS] if found.value.us <= best_us * (1 + _ERROR)]
+        close = [found for found in starts[:_CLOSE] if found.value.us <= best_us * (1 + _ERROR)]
         distinct = {found.parts: found for found in (*close, *ends)}
-        return sorted(distinct.values(), key=lambda found: found.value)
+        return sorted(distinct.values(), key=_value_of)
 
     def quick(self, *, dense_only: bool) -> Found:
         """Find a fast plan, without searching to the end."""
@@ -118,10 +166,9 @@ class PlanSearch:
             for shape in shapes
             for value, each in zip(self.engine.with_options(shape, options), options, strict=True)
         ]
-        values.sort(key=lambda start: start[0])
         return [
             Found(tuple(part._replace(option=each[part.lane]) for part in shape), value, self.lanes)
-            for value, shape, each in values[:_STARTS]
+            for value, shape, each in sorted(values, key=lambda start: start[0])[:_KEPT]
         ]
 
     def plan(self, found: Found) -> Plan:
@@ -146,17 +193,34 @@ class PlanSearch:
         return answers
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
-        """Improve a plan with a cell for each atom."""
+        """Improve a plan, and the best starts, with a cell for each atom, and get out of where it ends by kicks."""
         lanes = tuple(lane.whole() for lane in self.lanes)
-        if all(each.cells == lane.cells for each, lane in zip(lanes, self.lanes, strict=True)):
-            return found
-        engine, borders = self._engine_of(lanes), [lane.borders for lane in self.lanes]
-        parts = tuple(
-            part._replace(start=borders[part.lane][part.start], stop=borders[part.lane][part.stop])
-            for part in found.parts
+        is_joined = any(each.cells > lane.cells for each, lane in zip(lanes, self.lanes, strict=True))
+        engine, effort = self._engine_of(lanes) if is_joined else self.engine, _SHARED if self.shares else _ALONE
+        offered = self._dense_options() if dense_only else range(len(self.options[0]))
+        starts = self.starts(offered)
+
+        def improved(parts: Parts, limits: Limits) -> Found:
+            parts, _ = engine.improve(parts, limits._replace(dense_only=dense_only))
+            return Found(parts, engine.values([parts])[0], lanes)
+
+        again = starts[: effort.improved] if is_joined else ()
+        best = min([improved(self._spread(each.parts), effort.in_full) for each in (found, *again)], key=_value_of)
+        tails = list(dict.fromkeys(start.parts[0].option for start in starts if start.parts))[: effort.tails]
+        for _ in range(effort.rounds):
+            ends = [improved(parts, effort.kicked) for parts in kicks(best.parts, lanes, tails)]
+            kicked = min(ends, key=_value_of, default=best)
+            if not kicked.value.beats(best.value):
+                break
+            best = kicked
+        return best
+
+    def _spread(self, parts: Parts) -> Parts:
+        """Count atoms instead of cells."""
+        borders = [lane.borders for lane in self.lanes]
+        return tuple(
+            part._replace(start=borders[part.lane][part.start], stop=borders[part.lane][part.stop]) for part in parts
         )
-        parts, _ = engine.improve(parts, _IN_FULL._replace(dense_only=dense_only))
-        return Found(parts, engine.values([parts])[0], lanes)
 
     def _shape(self, borders: Sequence[Sequence[tuple[int, int]]]) -> Parts:
         parts = [Part(lane, start, stop, 0) for lane, each in enumerate(borders) for start, stop in each]
@@ -187,6 +251,59 @@ class PlanSearch:
 @lru_cache(maxsize=4096)
 def _option(strategy: Strategy, cluster: Cluster) -> Option:
     return Option(strategy, strategy_error(strategy, cluster), is_bursty(strategy, cluster))
+
+
+def kicks(parts: Parts, lanes: Sequence[Lane], tails: Sequence[int]) -> list[Parts]:
+    """Change a plan as no single change does: halves, pairs, and other options at the end or the start."""
+
+    def ordered(found: Iterable[Part]) -> Parts:
+        return tuple(sorted(found, key=lambda part: lanes[part.lane].last(part.stop - 1)))
+
+    def halves(part: Part) -> tuple[Part, ...]:
+        middle = (part.start + part.stop) // 2
+        return (part._replace(stop=middle), part._replace(start=middle)) if middle > part.start else (part,)
+
+    by_lane = [[part for part in parts if part.lane == lane] for lane in range(len(lanes))]
+    found = [
+        ordered(half for part in parts for half in halves(part)),
+        ordered(
+            pair[-1]._replace(start=pair[0].start)
+            for each in by_lane
+            for pair in (each[k : k + 2] for k in range(0, len(each), 2))
+        ),
+    ]
+    if not by_lane[0]:
+        return found
+    last, first = by_lane[0][-1], by_lane[0][0]
+    rest_of_last, rest_of_first = ([part for part in parts if part != one] for one in (last, first))
+    for share in _KICKED_SHARES:
+        cut = last.stop - max(1, int((last.stop - last.start) * share))
+        if cut > last.start:
+            for option in tails:
+                found.append(ordered([*rest_of_last, last._replace(stop=cut), last._replace(start=cut, option=option)]))
+        cut = first.start + max(1, int((first.stop - first.start) * share))
+        if cut < first.stop:
+            found.append(ordered([*rest_of_first, first._replace(stop=cut), first._replace(start=cut)]))
+    return [each for each in dict.fromkeys(found) if each != parts]
+
+
+_KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
+
+
+def _value_of(found: Found) -> Value:
+    return found.value
+
+
+def _varied(starts: Sequence[Found], count: int) -> list[Found]:
+    """Take the best starts, and the best ones with other strategies."""
+    taken = list(starts[: (count + 1) // 2])
+    strategies = {found.parts[:1] and found.parts[0].option for found in taken}
+    for found in starts:
+        option = found.parts[:1] and found.parts[0].option
+        if len(taken) < count and option not in strategies:
+            strategies.add(option)
+            taken.append(found)
+    return taken
 
 
 def _may_hold(content: Content, atom: Atom) -> bool:

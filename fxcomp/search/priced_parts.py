@@ -62,7 +62,7 @@ class PricedParts:
             took = size = 0.0
             for term in range(p.task_terms[task], p.task_terms[task + 1]):
                 feature = p.term_feature[term]
-                size = p.term_factor[term] * (p.sums[after + feature] - p.sums[before + feature])
+                size = p.term_factor[term] * (p.sums[after + feature] - p.sums[before + feature]) + p.term_more[term]
                 took += self._at(p.term_curve[term], size)
             load, beside, curve = p.task_load[task], 1.0, p.task_collective[task]
             if p.shares and curve >= 0 and took >= NO_TIME_US:

@@ -86,6 +86,7 @@ class Problem:
     task_terms: array[int]
     term_curve: array[int]
     term_factor: array[float]
+    term_more: array[float]
     term_feature: array[int]
     curve_points: array[int]
     sizes: array[float]
@@ -195,6 +196,7 @@ class Problems:
             task_terms=starts_of_terms,
             term_curve=_ints(term_curves),
             term_factor=_floats(term.factor for term in terms),
+            term_more=_floats(term.more for term in terms),
             term_feature=_ints(place[term.feature] for term in terms),
             curve_points=_starts(len(curve.sizes) for curve in curves.found),
             sizes=_floats(size for curve in curves.found for size in curve.sizes),
@@ -227,7 +229,7 @@ class Problems:
         for template in self.templates:
             for task in template.tasks:
                 for term in task.terms:
-                    size = max(1.0, term.factor * totals[term.feature])
+                    size = max(1.0, term.factor * totals[term.feature] + term.more)
                     found[term.question] = max(size, found.get(term.question, 0.0))
         return found
 

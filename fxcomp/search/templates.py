@@ -9,16 +9,18 @@
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 `price_bucket` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
-proportion to a feature that adds up over gradients: their elements, or what a compressor makes of each. That leaves
-out how borders of shards are rounded to a compressor's blocks.
+proportion to a feature that adds up over gradients: their elements, or what a compressor makes of each. The largest of
+several shards is larger than that, because borders are rounded to a compressor's blocks: by as much as it is in buckets
+of odd sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -34,7 +36,11 @@ from fxcomp.search.workload import Gradient, Workload
 REGION, BACKWARD = -1, -2
 """In a task's predecessors: the compute down to the bucket's last gradient, and the end of backward."""
 
-_PROBE = (4096, 4096)  # large, and without a remainder by any block or number of shards
+_PROBE = ((4096, 4096),)  # large, and without a remainder by any block or number of shards
+_ODD = (
+    ((301, 383), (77, 1001), (511, 129)),
+    ((613, 257), (384,), (1003, 301), (129, 129), (701, 511), (65, 999)),
+)
 
 
 class Question(NamedTuple):
@@ -88,11 +94,12 @@ def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: 
 
 
 class Term(NamedTuple):
-    """A part of a task's time: the answer to a question about so many times a feature."""
+    """A part of a task's time: the answer to a question about so many times a feature, and some more."""
 
     question: Question
     factor: float
     feature: Feature
+    more: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +146,19 @@ class Setting:
 @lru_cache(maxsize=4096)
 def template_of(strategy: Strategy, setting: Setting) -> Template:
     """Write a strategy's tasks down for buckets of any size."""
-    probe = Gradient("probe", _PROBE, 0.0, 0.0)
-    step = Workload((probe,), 0.0, commits=setting.commits, keeps_velocity=setting.keeps_velocity)
-    bucket = price_bucket(0, [probe], strategy, step, _Recorder(copies=setting.copies), setting.cluster)
-    return _Reader(bucket, setting.cluster.world_size).template()
+    smooth = _Reader(_recorded(strategy, setting, _PROBE), setting.cluster.world_size)
+    if not any(step.kind.splits for step in strategy.collectives):
+        return smooth.template({})
+    odd = [_Reader(_recorded(strategy, setting, shapes), setting.cluster.world_size) for shapes in _ODD]
+    beyond = [each.beyond(smooth, shapes) for each, shapes in zip(odd, _ODD, strict=True)]
+    return smooth.template({number: max(0.0, fmean(each[number] for each in beyond)) for number in beyond[0]})
+
+
+def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, ...]]) -> BucketTasks:
+    """Write the tasks of a bucket of these shapes."""
+    probe = [Gradient(f"probe {k}", shape, 0.0, 0.0) for k, shape in enumerate(shapes)]
+    step = Workload(tuple(probe), 0.0, commits=setting.commits, keeps_velocity=setting.keeps_velocity)
+    return price_bucket(0, probe, strategy, step, _Recorder(copies=setting.copies), setting.cluster)
 
 
 class _Price(float):
@@ -217,24 +233,37 @@ class _Reader:
 
     def __init__(self, bucket: BucketTasks, ranks: int) -> None:
         self.bucket, self.ranks = bucket, ranks
-        tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final]
-        self.numbers = {task.name: number for number, task in enumerate(tasks)}
-        self.numbers |= {"region 0": REGION, END_OF_BACKWARD: BACKWARD}
+        self.tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final]
+        self.numbers = {task.name: number for number, task in enumerate(self.tasks)}
+        self.after = self.numbers | {"region 0": REGION, END_OF_BACKWARD: BACKWARD}
 
-    def template(self) -> Template:
-        stages = tuple(tuple(map(self._task, stage)) for stage in self.bucket.stages)
-        return Template(stages, tuple(map(self._task, self.bucket.final)), self._numbers(self.bucket.update))
+    def template(self, more: Mapping[int, float]) -> Template:
+        """Make the template; the collectives with these numbers are about so much more."""
+        made = [self._task(task, more.get(number, 0.0)) for number, task in enumerate(self.tasks)]
+        stages = [tuple(made[self.numbers[task.name]] for task in stage) for stage in self.bucket.stages]
+        return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
 
-    def _numbers(self, task: Task) -> tuple[int, ...]:
-        return tuple(self.numbers[name] for name in task.after)
+    def beyond(self, smooth: _Reader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
+        """Return for each collective by how much its size is above what the smooth bucket's tells."""
+        found: dict[int, float] = {}
+        for number, (task, like) in enumerate(zip(self.tasks, smooth.tasks, strict=True)):
+            price = like.duration_us
+            if isinstance(price, _Price) and price.asked[0][0].is_collective:
+                assert isinstance(task.duration_us, _Price), "buckets of one strategy have the same tasks"
+                term, size = smooth.term(*price.asked[0]), task.duration_us.asked[0][1]
+                found[number] = size - term.factor * sum(term.feature.of(shape, self.ranks) for shape in shapes)
+        return found
 
-    def _task(self, task: Task) -> TaskTemplate:
-        price = task.duration_us
-        terms = tuple(self._term(*asked) for asked in price.asked) if isinstance(price, _Price) else ()
-        is_collective = bool(terms) and terms[0].question.is_collective
-        return TaskTemplate(task.stream, self._numbers(task), terms, task.load, is_collective)
-
-    def _term(self, question: Question, size: Size) -> Term:
+    def term(self, question: Question, size: Size, more: float = 0.0) -> Term:
         feature = ELEMENTS if size.compressor is None else Feature(size.measure, size.compressor, size.is_whole)
-        whole = feature.of(_PROBE, self.ranks)
-        return Term(question, size / whole if whole else 0.0, feature)
+        whole = feature.of(_PROBE[0], self.ranks)
+        return Term(question, size / whole if whole else 0.0, feature, more)
+
+    def _follows(self, task: Task) -> tuple[int, ...]:
+        return tuple(self.after[name] for name in task.after)
+
+    def _task(self, task: Task, more: float) -> TaskTemplate:
+        price = task.duration_us
+        terms = tuple(self.term(*asked, more) for asked in price.asked) if isinstance(price, _Price) else ()
+        is_collective = bool(terms) and terms[0].question.is_collective
+        return TaskTemplate(task.stream, self._follows(task), terms, task.load, is_collective)
