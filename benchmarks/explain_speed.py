@@ -2,6 +2,7 @@
 
     python benchmarks/explain_speed.py              a table
     python benchmarks/explain_speed.py --json       records: job, cache, wall_s, cpu_s, phases
+    python benchmarks/explain_speed.py --decide     how long a choice takes; records have gradients, cluster, mode
 
 Every run is a process of its own, from the start of Python to the printed report, pinned to one processor. `warm` finds
 what earlier runs measured of the machine in the cache, `empty` measures it. What else runs on the machine shows in
@@ -14,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,9 @@ JOBS = {"resnet": f"{DEEP}:job", "gpt": f"{DEEP}:gpt"}
 CLUSTER = "128x8"
 LIMIT_S = 5.0
 """What the report promises, on an otherwise idle machine."""
+DECIDED = {314: 0.15, 3000: 1.5}
+"""Numbers of gradients, and how many seconds a choice among their plans may take."""
+DECIDED_FOR = ("2x1", "8x8")
 
 
 def ask(job: str) -> None:
@@ -86,6 +91,51 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     return records
 
 
+def gradients(count: int) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Shapes and ready times: a bias and a matrix a layer, 14 million values; forward takes a third of 80 ms."""
+    chance = random.Random(0)
+    shares = [chance.choice((0.3, 0.3, 1, 1, 2, 4)) for _ in range(count // 2)]
+    found: list[tuple[tuple[int, ...], float]] = []
+    for k, share in enumerate(shares):
+        ready_us = 80_000.0 * (1 + 2 * (k + 1) / len(shares)) / 3.001
+        found += [((384,), ready_us), ((int(14e6 * share / sum(shares)), 1), ready_us)]
+    return tuple(found)
+
+
+def decide(repeats: int) -> list[dict[str, Any]]:
+    """Time choices between 1 Gbit/s links, in turns; the first of each kind includes what is kept for later ones."""
+    from fxcomp.cluster.cluster import Cluster
+    from fxcomp.cluster.processors import Processors
+    from fxcomp.cost.table import CostTable
+    from fxcomp.plan.modes import Mode
+    from fxcomp.search.choose import choose
+    from fxcomp.search.workload import Gradient, Workload
+
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    tables = {"own": CostTable(), "shared": CostTable(processors=Processors(1.0, 1.0))}
+    records: list[dict[str, Any]] = []
+    for repeat, count, shape, mode, processors in itertools.product(range(repeats), DECIDED, DECIDED_FOR, Mode, tables):
+        drawn = [Gradient(f"g{k}", *each, 2.0) for k, each in enumerate(gradients(count))]
+        where = Cluster.parse(f"{shape}, inter 1gbit@50us, intra 100gbit@5us")
+        wall, cpu = time.perf_counter(), time.process_time()
+        choice = choose(Workload(tuple(drawn), 80_000.0), tables[processors], where, mode)
+        spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        what = {"gradients": count, "cluster": shape, "mode": mode.value, "processors": processors, "repeat": repeat}
+        records.append({**what, **spent, "step_ms": choice.fastest_us / 1e3, "dense_ms": choice.dense_us / 1e3})
+    return records
+
+
+def show_decisions(records: list[dict[str, Any]]) -> None:
+    print("| gradients | cluster | mode | compute's processors | median s | s of the processor | the first | limit |")
+    print("|---|---|---|---|---|---|---|---|")
+    keys = ("gradients", "cluster", "mode", "processors")
+    for kind in dict.fromkeys(tuple(record[key] for key in keys) for record in records):
+        runs = [record for record in records if tuple(record[key] for key in keys) == kind]
+        wall, cpu = (statistics.median(run[key] for run in runs) for key in ("wall_s", "cpu_s"))
+        times = f"{wall:.3f} | {cpu:.3f} | {runs[0]['wall_s']:.3f} | {DECIDED[kind[0]]:g}"
+        print(f"| {' | '.join(map(str, kind))} | {times} |")
+
+
 def show(records: list[dict[str, Any]]) -> None:
     print(f"explain --cluster {CLUSTER}, seconds: the median of the runs (the fastest), limit {LIMIT_S:g} s\n")
     for name in JOBS:
@@ -103,10 +153,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind (default: 3)")
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
+    parser.add_argument("--decide", action="store_true", help="time choices alone")
     parser.add_argument("--ask", metavar="JOB", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ask:
         ask(arguments.ask)
+        return
+    if arguments.decide:
+        decided = decide(arguments.repeats)
+        if arguments.json:
+            print(json.dumps({"limits_s": DECIDED, "records": decided}, indent=1))
+        else:
+            show_decisions(decided)
         return
     records = measure(arguments.repeats)
     if arguments.json:
