@@ -60,11 +60,11 @@ _ALONE = _Effort(
     8,
     Limits(evaluations=2500, options=5, pairs=False),
     2,
-    Limits(evaluations=5000),
+    Limits(evaluations=4000),
     Limits(evaluations=6000, options=5),
-    Limits(evaluations=700, options=3, pairs=False),
-    3,
-    3,
+    Limits(evaluations=500, options=3, pairs=False),
+    2,
+    2,
 )
 _SHARED = _Effort(
     4,
