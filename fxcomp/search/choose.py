@@ -170,6 +170,8 @@ def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: b
     found.sort(key=lambda pair: pair[0].value)
     first, search = found[0]
     found = [(search.in_full(first, dense_only=dense_only), search), *found[: _PRICED - 1]]
+    if not dense_only:  # what lies close together by the search's prices may not do so exactly
+        found += [(search.starts(numbers)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
     best: list[_Best] = []
     for each, search in found:
         plan = search.plan(each)
@@ -207,13 +209,23 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
 
 def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
     """Make the fastest plan of bf16 everywhere, over all ranks at once or level by level."""
-    offered = strategies(Mode.BALANCED, cluster, Content.VECTORS, offload=costs.offloads)
-    bf16 = tuple(each for each in offered if not each.is_dense) or offered
+    bf16 = _bf16_strategies(costs, cluster) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
     traced = TracedPrices(costs, cluster)
     searches = [PlanSearch(Question(workload, choices), traced) for choices in groupings[: 1 + _has_both(workload)]]
     search, start = min(((each, each.starts(range(len(bf16)))[0]) for each in searches), key=lambda one: one[1].value)
     return search.plan(start)
+
+
+def _bf16_strategies(costs: CostTable, cluster: Cluster) -> tuple[Strategy, ...]:
+    offered = strategies(Mode.BALANCED, cluster, Content.VECTORS, offload=costs.offloads)
+    return tuple(each for each in offered if not each.is_dense)
+
+
+def _bf16_numbers(search: PlanSearch) -> list[int]:
+    """Number the bf16 strategies that a search may give to every bucket."""
+    bf16 = _bf16_strategies(search.traced.costs, search.traced.cluster)
+    return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
 
 def searches_of_mode(workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0) -> list[PlanSearch]:
