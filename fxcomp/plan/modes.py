@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, ByLevel, Device, Strategy
@@ -132,7 +132,7 @@ def ways(cluster: Cluster) -> tuple[ByLevel, ...]:
     by_host = (HOSTS,) if cluster.ranks_per_host > 1 else ()
     if not cluster.has_racks:
         return by_host
-    return (*by_host, RACKS if by_host else ByLevel((Level.RACK,), Level.RACKS))
+    return (*by_host, RACKS)
 
 
 def _compressed(entry: Entry, device: Device, cluster: Cluster) -> Iterator[Strategy]:
