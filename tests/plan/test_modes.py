@@ -145,3 +145,13 @@ def test_a_plan_loses_the_mean_of_its_elements():
     plan = Plan((Bucket(("a",), (300,), DENSE), Bucket(("b",), (100,), sign)))
     assert plan_error(plan, FLAT) == pytest.approx((1 - 2 / math.pi) / 4, rel=0.01)
     assert plan_error(Plan(()), FLAT) == 0.0
+
+
+@pytest.mark.parametrize("shape", ["2x3x1", "2x2x1", "2x2x2"])
+def test_every_strategy_fits_racks_of_any_hosts(shape: str):
+    racks = Cluster.parse(shape, intra=LEVELS.intra, inter=LEVELS.inter)
+    for mode in Mode:
+        offered = strategies(mode, racks)
+        assert any("racks" in str(strategy) for strategy in offered)
+        for strategy in offered:
+            Plan((Bucket(("a",), (300,), strategy),)).check_fits(racks)

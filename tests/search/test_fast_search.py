@@ -104,7 +104,7 @@ def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: b
 
 @pytest.mark.parametrize("hosts", [(2, 1), (2, 4)], ids=str)
 @pytest.mark.parametrize("rate", ["300mbit", "10gbit"])
-def test_a_choice_is_never_slower_than_a_uniform_plan(rate: str, hosts: tuple[int, int]):
+def test_what_is_found_is_never_slower_than_a_uniform_plan(rate: str, hosts: tuple[int, int]):
     where, costs, workload = cluster(*hosts, rate), replace(COSTS, error=0.0), layers(12)
     choice = choose(workload, costs, where, Mode.BALANCED)
     names = ["dense", "bf16", "int8", *map(str, strategies(Mode.BALANCED, where))]
