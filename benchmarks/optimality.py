@@ -77,16 +77,16 @@ def judge(case: Case, mode: Mode, *, is_exact: bool, shows: bool = False) -> Rec
     begun = time.process_time()
     choice = choose(workload, costs, cluster, mode)
     decide_s = time.process_time() - begun
-    step_us = predict_us(workload, choice.plan, costs, cluster)
+    step_us = predict_us(workload, choice.fastest, costs, cluster)
     best_us, best = None, None
     if is_exact:
         try:
-            found = optimum(workload, costs, cluster, mode, known=choice.plan, most=MOST_LABELS)
+            found = optimum(workload, costs, cluster, mode, known=choice.fastest, most=MOST_LABELS)
             best_us, best = found.step_us, found.plan
         except TooLarge as error:
             print(f"{case.name}, {mode.value}: {error}", file=sys.stderr)
     if shows:
-        _show("chosen", choice.plan, step_us)
+        _show("chosen", choice.fastest, step_us)
         if best is not None and best_us is not None:
             _show("best", best, best_us)
     return Record(

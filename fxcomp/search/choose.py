@@ -15,6 +15,7 @@ from fxcomp.plan.given import strategy_named
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.search.atoms import atoms_of
 from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.plan_tasks import plan_tasks
@@ -229,12 +230,17 @@ def _bf16_numbers(search: PlanSearch) -> list[int]:
 
 
 def searches_of_mode(workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0) -> list[PlanSearch]:
-    """Search plans of vectors apart, and if there are both, of vectors with matrices.
+    """Search plans of vectors apart and of vectors with matrices, with large gradients cut and with all of them whole.
 
-    Where latency rules, one bucket less is worth more than the vectors' precision.
+    Where latency rules, one bucket less is worth more than the vectors' precision, or than stages that overlap.
     """
-    ways = (False, True) if _has_both(workload) else (False,)
-    asked = [question_of_mode(workload, traced, mode, bursts=bursts, mixed=mixed) for mixed in ways]
+    groupings = (False, True) if _has_both(workload) else (False,)
+    has_parts = len(atoms_of(workload, traced.cluster.world_size)) > len(workload.gradients)
+    asked = [
+        question_of_mode(workload, traced, mode, bursts=bursts, mixed=mixed, cuts=cuts)
+        for cuts in ((True, False) if has_parts else (True,))
+        for mixed in groupings
+    ]
     return [PlanSearch(question, traced) for question in asked]
 
 

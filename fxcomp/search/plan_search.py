@@ -88,18 +88,20 @@ class Question:
     workload: Workload
     choices: Choices
     bounds: Bounds = NO_BOUNDS
+    cuts: bool = True
+    """Large gradients are cut. The sizes of parts add up, which prices the factors of a joined matrix too high."""
 
 
 def question_of_mode(
-    workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0, mixed: bool = False
+    workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0, mixed: bool = False, cuts: bool = True
 ) -> Question:
-    """Ask for what a mode offers: vectors apart, or in buckets with matrices."""
+    """Ask for what a mode offers: vectors apart, or in buckets with matrices; large gradients cut, or not."""
     contents = (Content.MIXED,) if mixed else (Content.MATRICES, Content.VECTORS)
     offload = traced.costs.offloads
     choices = {content: strategies(mode, traced.cluster, content, offload=offload) for content in contents}
     elements = workload.dense_bytes // 4
     bursting = math.inf if bursts >= 1 else elements * bursts
-    return Question(workload, choices, Bounds(elements * error_limit(mode) * (1 + SAME), bursting))
+    return Question(workload, choices, Bounds(elements * error_limit(mode) * (1 + SAME), bursting), cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class PlanSearch:
     def __init__(self, question: Question, traced: TracedPrices) -> None:
         self.question, self.traced = question, traced
         workload, cluster = question.workload, traced.cluster
-        atoms = atoms_of(workload, cluster.world_size)
+        atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
         self.options = [[_option(each, cluster) for each in offered] for offered in question.choices.values()]
         places = [[k for k, atom in enumerate(atoms) if _may_hold(content, atom)] for content in question.choices]
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)

@@ -24,6 +24,7 @@ from fxcomp.search.choose import bf16_everywhere, choose, flip_gbit, predict_us,
 from fxcomp.search.descent import Descent
 from fxcomp.search.engine import Compiled
 from fxcomp.search.exact_plans import ExactPlans
+from fxcomp.search.oracle import optimum
 from fxcomp.search.parts import Limits, Part, Parts
 from fxcomp.search.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.problem import TracedPrices
@@ -175,3 +176,15 @@ def test_where_the_verdict_flips_is_known_above_2_gib():
     small, large = (layers(20, elements=size, backward_us=size / 175) for size in (14_000_000, 2_800_000_000))
     flips = [flip_gbit(workload, COSTS, where, Mode.BALANCED) for workload in (small, large)]
     assert flips[0] == pytest.approx(flips[1], rel=0.25)
+
+
+def test_a_large_matrix_travels_whole_where_its_factors_are_dearer_in_parts():
+    shapes = {"t0": (64, 15683), "t1": (384, 10429), "t3": (896, 1075), "t4": (1444, 1584), "t5": (1272, 1296)}
+    ready_us = (50.0, 700.0, 840.0, 1280.0, 1780.0)
+    gradients = tuple(
+        Gradient(name, shape, us, 1.0) for (name, shape), us in zip(shapes.items(), ready_us, strict=True)
+    )
+    workload, where = Workload(gradients, 1800.0), cluster(2, 1, "100mbit")
+    assert len(atoms_of(workload, 2)) > len(gradients)
+    choice = choose(workload, COSTS, where, Mode.AGGRESSIVE)
+    assert choice.fastest_us <= optimum(workload, COSTS, where, Mode.AGGRESSIVE, known=choice.fastest).step_us * 1.001
