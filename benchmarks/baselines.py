@@ -36,7 +36,7 @@ class Contestant:
 
     @property
     def is_racing(self) -> bool:
-        """Whether fxcomp still lets plans take turns; what is measured is the one that stays."""
+        """True while plans still take turns: only the one that stays is measured."""
         return isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
 
     def settle(self) -> None:

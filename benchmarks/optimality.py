@@ -1,4 +1,4 @@
-"""How far the search's plans are from the best possible: against an exact search, and against a proved lower bound.
+"""Compare the search's plans with the best of all, found by an exact search, and with a proved lower bound.
 
     python benchmarks/optimality.py                          600 drawn workloads of 5 to 8 tensors, then 20 larger ones
     python benchmarks/optimality.py --json optimality.json   the same, each record written as it is made
@@ -63,7 +63,7 @@ class Record:
 
     @property
     def gap(self) -> float | None:
-        """How much longer the step is than the best possible, relative."""
+        """The relative excess of the step over the best possible; None if that is not known."""
         return None if self.oracle_ms is None else self.step_ms / self.oracle_ms - 1
 
     @property

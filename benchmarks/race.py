@@ -127,7 +127,7 @@ def block(step: Any, job: Any, rank: int, first: int) -> list[float]:
 
 
 def is_same(model: Any) -> bool:
-    """Whether all ranks have the same parameters, to the bit."""
+    """Tell whether all ranks have the same parameters, to the bit."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -41,7 +41,7 @@ class Replan(Enum):
 
 
 class RaceOption(Enum):
-    """Whether the running job decides between the few best plans."""
+    """True if the running job decides between the few best plans."""
 
     AUTO = "auto"  # they take turns, and the fastest stays
     OFF = "off"  # the predicted one is followed

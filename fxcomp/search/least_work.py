@@ -32,7 +32,7 @@ _CPU, _ARRIVING = STREAMS.index(Stream.CPU), STREAMS.index(Stream.CPU_ARRIVING)
 
 @dataclass(frozen=True)
 class Least:
-    """What a bucket with one strategy takes at least, by stream."""
+    """The least work of a bucket with one strategy, by stream."""
 
     fixed_us: tuple[float, ...]
     """Of any bucket."""

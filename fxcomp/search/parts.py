@@ -35,7 +35,7 @@ class Value(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How long a descent may take. All are counts: every rank must stop at the same plan."""
+    """The effort of a descent. All are counts: every rank must stop at the same plan."""
 
     evaluations: int = 4000
     """Simulated plans."""

@@ -39,7 +39,7 @@ _ERROR = 5e-3  # relative: how far the search's own prices may be off
 
 
 class _Effort(NamedTuple):
-    """How much is searched; all are counts."""
+    """The effort of a search; all are counts."""
 
     starts: int
     """Starts that are improved."""
@@ -111,7 +111,7 @@ class Found:
     parts: Parts
     value: Value
     lanes: tuple[Lane, ...]
-    """What the parts count."""
+    """The cells that the parts count."""
 
 
 class PlanSearch:

@@ -12,7 +12,7 @@ from fxcomp.plan.strategy import Device
 
 
 class Measure(Enum):
-    """What of a bucket a size counts."""
+    """The property of a bucket that a size counts."""
 
     VALUES = "values"
     PAYLOAD = "payload"

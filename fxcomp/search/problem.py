@@ -45,7 +45,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a plan may lose, and how many of its values may come in bursts, in elements."""
+    """Limits of a plan, in elements: its error, and the values that come in bursts."""
 
     lost: float = math.inf
     bursting: float = math.inf

@@ -1,4 +1,4 @@
-"""What a race of plans has found: plain data, the same on all ranks."""
+"""Hold the result of a race of plans: plain data, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Raced:
     last_step: int
     """The number of steps after which the race was over."""
     cost_ms: float
-    """What its timed steps took beyond as many of the winner's."""
+    """The time of its timed steps beyond as many of the winner's."""
 
     @property
     def stays(self) -> Lane:

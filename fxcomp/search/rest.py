@@ -24,7 +24,7 @@ _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class _Left(NamedTuple):
-    """What one place leaves."""
+    """The remainder behind one place."""
 
     last: int
     """The last atom that is dealt."""
@@ -35,7 +35,7 @@ class _Left(NamedTuple):
 
 
 class Rest:
-    """What the atoms that are not dealt must add, by place."""
+    """Bound the work that atoms add which are in no bucket yet, by place."""
 
     def __init__(self, workload: Workload, rows: Rows) -> None:
         self.workload, self.rows = workload, rows

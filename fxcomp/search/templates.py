@@ -121,7 +121,7 @@ class Template:
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
     arrival: tuple[int, ...]
-    """What the update waits for."""
+    """The tasks that the update waits for."""
 
     @property
     def tasks(self) -> tuple[TaskTemplate, ...]:
@@ -130,7 +130,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the tasks of a strategy depend on besides sizes."""
+    """The facts besides sizes that the tasks of a strategy depend on."""
 
     cluster: Cluster
     commits: bool

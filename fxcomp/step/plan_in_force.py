@@ -37,7 +37,7 @@ class _Lane:
     program: Program
     """Of the first capture."""
     state: GradientState | None = None
-    """What it left out while it was followed; None before its first turn."""
+    """The values left out while it was followed; None before its first turn."""
 
 
 class PlanInForce:

@@ -38,7 +38,7 @@ LONGEST = 100
 """A race ends after so many steps, whatever is known."""
 
 BUDGET = 0.02 * 1000
-"""What a race may cost, in steps of the best runner."""
+"""The most that a race may cost, in steps of the best runner."""
 
 SPREAD = 0.05
 """The relative standard deviation of a step's time (assumed), until ENOUGH steps are counted."""

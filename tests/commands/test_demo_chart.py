@@ -1,4 +1,4 @@
-"""What the demo says of contestants written by hand, and the chart below it."""
+"""The demo's text and chart, of contestants written by hand."""
 
 import random
 

@@ -146,6 +146,7 @@ def _written(path: Path) -> str:
 
 def _start_server() -> None:
     """Start the process that ranks are forked from, unless it runs. It finds modules where this process does."""
+    # The standard library has no public way to tell a process that was forked from the server.
     server = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_alive_fd is not None and server._forkserver_pid is None:
         # This process was forked from the server. It knows the way there, but the standard library would start another.

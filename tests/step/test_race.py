@@ -232,7 +232,7 @@ def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dens
 
 
 def owed(step: fxcomp.CompiledStep) -> dict[str, Tensor]:
-    """What this rank would save of each parameter, as its part of the mean gradient."""
+    """Return this rank's saved residual of each parameter, as its part of the mean gradient."""
     saved, sizes = step.state_dict(), step.in_force.inputs.sizes
     found = {name: torch.zeros(size) for name, size in sizes.items()}
     for name, pieces in saved["residuals"].items():

@@ -1,4 +1,4 @@
-"""What the demo measures: each contestant's steps, bytes and losses, and how two compare."""
+"""Hold what the demo measured: each contestant's steps, bytes and losses; compare two of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast one is as another, by the medians of their steps, with a 95 % interval."""
+    """Divide the median of another's steps by one's: the speed-up, with a 95 % interval."""
 
     ratio: float
     low: float
