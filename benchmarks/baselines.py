@@ -3,7 +3,7 @@
 A *contestant* owns a fresh copy of the job's model and optimizer, and makes one training step when called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class Contestant:
     plan: object = None
     predicted_ms: float | None = None
     predicted_free_ms: float | None = None
+    race: Mapping[str, Any] | None = None
     steps_taken: int = 0
 
     @property
@@ -40,9 +41,10 @@ class Contestant:
         return isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
 
     def settle(self) -> None:
-        """Take the plan that stays after a race, and its prediction."""
+        """Take the plan that stays after a race, its prediction, and what the race was like."""
         if isinstance(self.step, fxcomp.CompiledStep) and self.plan is not None:
             self.plan, self.predicted_ms = self.step.plan, self.step.timeline.step_time_us / 1e3
+            self.race = self.step.raced.to_json() if self.step.raced else None
 
     @property
     def is_synchronised(self) -> bool:

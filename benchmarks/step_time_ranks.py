@@ -188,7 +188,7 @@ def take_turns(rank: Rank, contestants: dict[str, Contestant]) -> dict[str, Turn
     """Run blocks of all groups' contestants, round after round. Return what this group's did."""
     groups = rank.groups
     turns = {
-        name: Turns(name, predicted_ms=c.predicted_ms, predicted_free_ms=c.predicted_free_ms)
+        name: Turns(name, predicted_ms=c.predicted_ms, predicted_free_ms=c.predicted_free_ms, race=c.race)
         for name, c in contestants.items()
     }
     round_s = sum(groups.gather(everywhere(groups, lambda: rank.run_each(contestants.values(), 1))))

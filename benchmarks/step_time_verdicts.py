@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baselines import BASELINES, FREE, FXCOMP
 
@@ -30,6 +31,7 @@ class Turns:
     predicted_ms: float | None = None
     predicted_free_ms: float | None = None
     final_loss: float | None = None
+    race: Mapping[str, Any] | None = None
 
     @property
     def pairs(self) -> list[list[float]]:
@@ -66,6 +68,8 @@ def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[
             "measured_ms": quantiles(flat(turn.pairs)),
             "predicted_ms": turn.predicted_ms,
             "final_loss": turn.final_loss,
+            "race": turn.race,
+            "rounds_ms": [[round(ms, 3) for ms in pair] for pair in turn.pairs],
             "wire_bytes": round(turn.wire_bytes),
             "aa_spread": spread,
             "ratios": {

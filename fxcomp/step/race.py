@@ -2,11 +2,15 @@
 
     heats    every runner, the plan in force first: HEAT steps
     rounds   those that may still win, TURN steps each, until one is left or all have COUNTED steps
+    appeals  those that are out after a heat alone, though predicted to be near the best: HEAT steps once more
     end      the least median stays; of those that noise hides from it, the one that loses least of the gradient
 
 A turn's first step is not counted: it allocates. Steps that are verified belong to no turn. A step counts only where
 every rank timed it, by the slowest rank's time. All ranks keep the same numbers, so they turn at the same steps.
 Nothing here communicates.
+
+What else the machine does makes steps longer, never shorter. So until FEW steps of a runner are counted its shortest
+one stands for it, and a heat in a bad moment is run again in another one.
 
 What a race costs, in steps of the winner, is what the others' steps take beyond it. A runner that takes x times as
 long runs its heat, which costs HEAT · (x - 1), and is out. A turn that is expected to bring the whole above BUDGET is
@@ -52,6 +56,12 @@ OUT = 3.0
 OUT_AT_FIRST = 0.5
 """Relative: a runner of which there is only a turn's first step is out if it is further behind the best."""
 
+FEW = 8
+"""A runner with fewer counted steps is judged by the shortest of all its steps."""
+
+NEAR = 0.25
+"""Relative: a runner that is predicted to be no further behind the best is heard a second time."""
+
 TIE = 0.02
 """Relative: a runner that is further behind the best never ties with it, however noisy the steps are."""
 
@@ -65,8 +75,10 @@ class _Entrant:
     """The counted steps."""
     first_ms: list[float] = field(default_factory=list[float])
     """The first steps of turns."""
-    has_run: bool = False
-    is_out: bool = False
+    turns: int = 0
+    is_beaten: bool = False
+    is_too_dear: bool = False
+    """The budget has not one more step of it."""
 
     @property
     def is_known(self) -> bool:
@@ -76,6 +88,15 @@ class _Entrant:
     def median_ms(self) -> float:
         """The median of counted steps; of first steps where there are no others."""
         return statistics.median(self.times_ms or self.first_ms)
+
+    @property
+    def is_out(self) -> bool:
+        return self.is_beaten or self.is_too_dear
+
+    @property
+    def at_best_ms(self) -> float:
+        """The median; the shortest of all steps where FEW are not counted yet."""
+        return self.median_ms if len(self.times_ms) >= FEW else min(self.times_ms + self.first_ms)
 
 
 class Race:
@@ -104,7 +125,7 @@ class Race:
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
         """Note what the timed steps of a turn took, None where it is not known; then it is another one's turn."""
         entrant, step = self._entrants[self.current], self.turn_ends
-        entrant.has_run = True
+        entrant.turns += 1
         first, *counted = slowest_ms
         entrant.first_ms += [ms for ms in (first,) if ms is not None]
         entrant.times_ms += [ms for ms in counted if ms is not None]
@@ -121,7 +142,7 @@ class Race:
             if length:
                 self.current, self.timed_steps = number, self._timed(step, length)
                 return
-            self._entrants[number].is_out = True
+            self._entrants[number].is_too_dear = True
 
     def _timed(self, step: int, length: int) -> tuple[int, ...]:
         steps: list[int] = []
@@ -133,7 +154,7 @@ class Race:
 
     def _length_for(self, entrant: _Entrant) -> int:
         """Choose the length of a turn by what it is expected to cost; 0 if the budget has not one step of it."""
-        best_ms, length = self._best_ms, TURN if entrant.has_run else HEAT
+        best_ms, length = self._best_ms, HEAT if entrant.turns == 0 or entrant.is_beaten else TURN
         if best_ms is None:
             return length
         expected_ms = entrant.median_ms if entrant.is_known else entrant.runner.step_us / 1e3
@@ -143,6 +164,10 @@ class Race:
     @property
     def _known(self) -> list[_Entrant]:
         return [entrant for entrant in self._entrants if entrant.is_known]
+
+    @property
+    def _left(self) -> list[int]:
+        return [number for number, entrant in enumerate(self._entrants) if not entrant.is_out]
 
     @property
     def _best(self) -> _Entrant | None:
@@ -155,21 +180,32 @@ class Race:
 
     def _end_round(self, step: int) -> None:
         """See who is out; begin another round, or end the race."""
-        best = self._best
+        best, left = self._best, self._left
         if best is not None:
             for entrant in self._known:
-                margin_ms = OUT * self._standard_error(entrant, best)
-                if not entrant.times_ms:
-                    margin_ms = max(margin_ms, OUT_AT_FIRST * best.median_ms)
-                entrant.is_out |= entrant.median_ms - best.median_ms > margin_ms
-        left = [k for k, entrant in enumerate(self._entrants) if not entrant.is_out]
-        is_settled = best is not None and (
-            len(left) == 1 or all(len(self._entrants[k].times_ms) >= COUNTED for k in left)
-        )
-        if is_settled or self._timed(step, TURN * len(left))[-1] >= self._begun + LONGEST:
+                entrant.is_beaten = self._is_beaten(entrant, best)
+            left = self._left
+            if len(left) == 1 or all(len(self._entrants[k].times_ms) >= COUNTED for k in left):
+                left = self._appeals(best)
+        if not left or self._timed(step, TURN * len(left))[-1] >= self._begun + LONGEST:
             self._finish(step)
         else:
             self._order = left
+
+    def _is_beaten(self, entrant: _Entrant, best: _Entrant) -> bool:
+        margin_ms = OUT * self._standard_error(entrant, best)
+        if not entrant.times_ms:
+            margin_ms = max(margin_ms, OUT_AT_FIRST * best.median_ms)
+        return entrant.at_best_ms - best.median_ms > margin_ms
+
+    def _appeals(self, best: _Entrant) -> list[int]:
+        """Name those that are out after one heat, though predicted to be near the best."""
+        most_us = (1 + NEAR) * best.runner.step_us
+        return [
+            k
+            for k, each in enumerate(self._entrants)
+            if each.is_beaten and not each.is_too_dear and each.turns == 1 and each.runner.step_us <= most_us
+        ]
 
     def _finish(self, step: int) -> None:
         winner = self._winner()

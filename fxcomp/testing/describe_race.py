@@ -53,6 +53,9 @@ RACE = """
 In the running job these plans take turns, and the measured best stays. All ranks take the same turns: a heat of {heat}
 steps for every runner, then {turn} steps for each that may still win, until those have {counted} counted steps. After
 {longest} steps it ends in any case. A turn's first step does not count (it allocates), nor do steps that are verified.
+A machine that is disturbed for a moment makes steps longer, never shorter: a runner with few counted steps is judged by
+its shortest one, and a runner that is out after its heat, though predicted to be near the best, runs another
+at the end.
 
 Suppose that the table came from another machine, and compressors take {dearer:.0f} times as long here:
 

@@ -95,6 +95,23 @@ def test_noise_does_not_decide():
     assert found.last_step - found.first_step <= LONGEST
 
 
+@pytest.mark.parametrize("moment", range(12))
+@pytest.mark.parametrize("lasts", [1, 2, 4])
+def test_a_machine_that_is_disturbed_for_a_moment_does_not_decide(moment: int, lasts: int):
+    """Every step of the moment takes three times as long, a whole heat's if it lasts."""
+    disturbed = range(WARM_STEPS + moment, WARM_STEPS + moment + lasts)
+    found = raced(
+        (runner("int8", 16.0, 1e-4), 16.0), (runner("bf16", 18.0, 1e-6), 18.5), (runner("dense", 20.0), 21.0),
+        noise=lambda step: 3.0 if step in disturbed else 1.0,
+    )  # fmt: skip
+    assert found.stays.runner.name == "int8"
+
+
+def test_what_is_predicted_to_be_far_behind_is_not_heard_again():
+    found = raced((runner("int8", 10.0, 1e-4), 10.0), (runner("bf16", 13.0), 30.0), (runner("dense", 12.0), 24.0))
+    assert [lane.steps for lane in found.lanes][1:] == [1, 2]
+
+
 def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
     seen: list[int] = []
     race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, lambda step: step % 2 == 0)
