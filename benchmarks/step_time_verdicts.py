@@ -14,6 +14,11 @@ TWICE = "ddp_fp32"  # measured against itself
 BEFORE = "_before"  # ends the names of another checkout's contestants
 BASELINES_OF = {name: ("ddp_bf16", "ddp_powersgd")[: 2 if mode == "aggressive" else 1] for name, mode in FXCOMP.items()}
 """The baselines of each fxcomp contestant, besides the best of all and itself before."""
+AS_PRECISE = {
+    name: {"lossless": BASELINES[:1], "balanced": BASELINES[:3], "aggressive": BASELINES}[mode]
+    for name, mode in FXCOMP.items()
+}
+"""The baselines that lose no more than each fxcomp contestant may: low rank is beyond the limit of `balanced`."""
 ENOUGH_BLOCKS = 20
 MARGIN = 1.02  # "never slower" allows this factor, plus the A/A spread
 LARGEST_SPREAD = 0.10  # no verdict above
@@ -146,7 +151,10 @@ def analyse(inter: str, turns: Sequence[Turns]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"A/A spread {spread:.1%}." if spread is not None else "No A/A measurement.", ""]
-    lines += [verdict(turn, by_name, spread) for turn in turns if turn.name in FXCOMP]
+    for turn in turns:
+        if turn.name in FXCOMP:
+            said = [str(each) for each in verdicts(turn, by_name, spread)]
+            lines += said or [f"- {turn.name}: nothing to compare with."]
     lines += [f"- {found}{verdict_on_before(found)}." for found in ratios(turns)]
     lines += [prediction_line(turn, by_name) for turn in turns if turn.predicted_ms is not None]
     lines += [line for turn in turns if (line := loss_line(turn, by_name))]
@@ -162,20 +170,48 @@ def recovered(turn: Turns, by_name: dict[str, Turns]) -> float | None:
     return (plain - turn.median_ms) / (plain - min(free)) if plain > min(free) else None
 
 
-def verdict(turn: Turns, by_name: dict[str, Turns], spread: float | None) -> str:
-    """Compare with the best alternative: chosen on odd rounds, compared on even ones."""
-    rivals = [by_name[name] for name in BASELINES if name in by_name]
+@dataclass(frozen=True)
+class Verdict:
+    """A contestant against the best of its rivals: chosen on odd rounds, compared on even ones."""
+
+    found: Ratio
+    rounds: int
+    spread: float | None
+
+    @property
+    def is_known(self) -> bool:
+        return self.spread is not None and self.spread <= LARGEST_SPREAD
+
+    @property
+    def holds(self) -> bool:
+        """No slower than the best alternative, as far as can be told."""
+        return self.found.low < MARGIN + (self.spread or 0.0)
+
+    def __str__(self) -> str:
+        text = f"- {self.found} ({self.rounds // 2} pairs), the best alternative: "
+        if not self.is_known:
+            return text + "no verdict, the A/A spread is too large or unknown."
+        if self.rounds < ENOUGH_BLOCKS:
+            text += f"provisional, {self.rounds} rounds of {ENOUGH_BLOCKS}; "
+        return text + ("never slower: holds." if self.holds else "SLOWER than the best alternative.")
+
+
+def verdict(turn: Turns, rivals: Sequence[Turns], spread: float | None) -> Verdict | None:
+    """Compare with the best of these; None if there is nothing to compare with."""
     if not rivals or len(turn.blocks) < 2:
-        return f"- {turn.name}: nothing to compare with."
+        return None
     best = min(rivals, key=lambda rival: statistics.median(flat(rival.pairs[0::2])))
-    found = ratio(turn, best, slice(1, None, 2))
-    text = f"- {found} ({len(turn.blocks) // 2} pairs), the best alternative: "
-    if spread is None or spread > LARGEST_SPREAD:
-        return text + "no verdict, the A/A spread is too large or unknown."
-    if len(turn.blocks) < ENOUGH_BLOCKS:
-        text += f"provisional, {len(turn.blocks)} rounds of {ENOUGH_BLOCKS}; "
-    holds = found.low < MARGIN + spread
-    return text + ("never slower: holds." if holds else "SLOWER than the best alternative.")
+    return Verdict(ratio(turn, best, slice(1, None, 2)), len(turn.blocks), spread)
+
+
+def verdicts(turn: Turns, by_name: Mapping[str, Turns], spread: float | None) -> list[Verdict]:
+    """Compare with the best alternative that loses no more, and with the best of all where that is another one."""
+    found = [
+        verdict(turn, [by_name[name] for name in names if name in by_name], spread)
+        for names in (AS_PRECISE[turn.name], BASELINES)
+    ]
+    known = [each for each in found if each is not None]
+    return known[:1] if len({each.found.to for each in known}) == 1 else known
 
 
 def verdict_on_before(found: Ratio) -> str:

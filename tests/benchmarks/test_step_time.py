@@ -9,6 +9,7 @@ import pytest
 import step_time
 from baselines import FXCOMP
 from step_time_start import enter_group
+from step_time_table import table
 from step_time_verdicts import BASELINES_OF, Turns, analyse, ratios, records
 
 CHECKOUT = Path(__file__).parents[2]
@@ -62,6 +63,31 @@ def test_the_final_loss_is_set_beside_that_of_dense_training():
     turns = turns_of(ddp_fp32=200, fxcomp=90)
     turns[0].final_loss, turns[1].final_loss = 2.0, 2.01
     assert "- fxcomp: final loss +0.50% of that of ddp_fp32." in analyse("1gbit", turns)
+
+
+def test_a_contestant_is_judged_beside_what_loses_no_more_and_beside_the_best_of_all():
+    turns = turns_of(ddp_fp32=200, ddp_bf16=150, ddp_powersgd=80, fxcomp=100, fxcomp_aggressive=81)
+    turns[0].again = turns[0].blocks
+    text = analyse("1gbit", turns)
+    assert "fxcomp / ddp_bf16 = 0.667, 95 % interval" in text
+    assert text.count("never slower: holds") == 2, "balanced beside bf16, aggressive beside PowerSGD"
+    assert "fxcomp / ddp_powersgd = 1.250" in text
+    assert text.count("SLOWER") == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "summary"),
+    [
+        (199, "2 have a verdict and 2 hold. Slower than plain DDP: none."),
+        (210, "2 have a verdict and 1 hold. Slower than plain DDP: fxcomp on mlp, 2 hosts, 1gbit."),
+    ],
+)
+def test_the_table_counts_what_holds_and_names_what_is_slower_than_plain_ddp(ours: float, summary: str):
+    turns = turns_of(ddp_fp32=200, ddp_bf16=250, fxcomp=ours, fxcomp_aggressive=190)
+    turns[0].again = turns[0].blocks
+    found = table(records("mlp", 2, "1gbit", turns))
+    assert summary in found
+    assert found.count("| mlp |") == 2
 
 
 @pytest.mark.parametrize("ranks_here", [1, 3])
