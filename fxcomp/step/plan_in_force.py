@@ -166,6 +166,7 @@ class PlanInForce:
         self.take_lane(number)
         winner = self._lanes[number]
         others = [lane for lane in self._lanes if lane is not winner]
+        self._scale_to_rates(self.state)
         for lane in others:
             if lane.state is not None:
                 self.state.also_owe(self._owed(lane.state))
@@ -179,6 +180,8 @@ class PlanInForce:
     @property
     def whole_state(self) -> GradientState:
         """The state to save: what the plan in force keeps, and what is owed under plans that race with it."""
+        if self._lanes:
+            self._scale_to_rates(self.state)
         whole = replace(self.state, undelivered=dict(self.state.undelivered))
         for lane in self._lanes:
             if lane.state is not None and lane.state is not self.state:
@@ -187,9 +190,13 @@ class PlanInForce:
 
     def _owed(self, state: GradientState) -> dict[str, Tensor]:
         """List what a state that goes on no more owes, in today's learning rates."""
+        self._scale_to_rates(state)
+        return state.owed_here(self.inputs.sizes, self._site.ranks.world_size)
+
+    def _scale_to_rates(self, state: GradientState) -> None:
+        """Let a state be in today's learning rates: what states owe is added up only in the same ones."""
         if self._compiler.feedback.scale_with_lr:
             state.scale_to_rates(self.inputs.rates(), self.inputs.names_by_group())
-        return state.owed_here(self.inputs.sizes, self._site.ranks.world_size)
 
     def _start_over(self) -> None:
         """Follow the plan that was in force again; forget what others left out, because a state is loaded."""

@@ -24,7 +24,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.graph.lines import CostKind
 from fxcomp.options import StepOptions
-from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.search import choose as choosing
@@ -249,7 +249,7 @@ def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dens
 
 
 def owed(step: fxcomp.CompiledStep) -> dict[str, Tensor]:
-    """Return this rank's saved residual of each parameter, as its part of the mean gradient."""
+    """Return this rank's saved residual of each parameter, as its part of the next update."""
     saved, sizes = step.state_dict(), step.in_force.inputs.sizes
     found = {name: torch.zeros(size) for name, size in sizes.items()}
     for name, pieces in saved["residuals"].items():
@@ -259,11 +259,12 @@ def owed(step: fxcomp.CompiledStep) -> dict[str, Tensor]:
             part.add_(piece["values"], alpha=above / below)
     for name, value in saved["owed"].items():
         found[name] += value / dist.get_world_size()
-    return found
+    rate = saved["learning_rates"].get(0, 1.0)
+    return {name: rate * value for name, value in found.items()}
 
 
-def books(cluster: Cluster | None, gbit: float) -> dict[str, Any]:
-    """How far Σ mean + owed is from Σ gradients after each step of a race.
+def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict[str, Any]:
+    """How far Σ updates + owed is from Σ gradients after each step of a race, in today's learning rates if they count.
 
     The loss is linear in the parameters, so that gradients do not depend on them. In the middle a state is saved; two
     steps later it is loaded again, with the parameters of that time.
@@ -285,12 +286,16 @@ def books(cluster: Cluster | None, gbit: float) -> dict[str, Any]:
         plans = [always["dense"], *(uniform(str(strategy), workload, costs, where) for strategy in named)]
         return tuple(Runner(str(plan.buckets[-1]), plan, 1e3, 0.5, 0.1) for plan in plans)
 
+    def rate(step: int) -> float:
+        return 0.1 * (step + 1) if feedback.scale_with_lr else 1.0
+
     model = JOB.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate(0))
     off, plans = [0.0], list[str]()
     with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
         step = fxcomp.compile_step(
             model, linear, optimizer, draw(0), costs=table(gbit), cluster=cluster, verify_every=5,
+            error_feedback=feedback,
         )  # fmt: skip
         start = flat_parameters(model).double()
         due = torch.zeros_like(start)
@@ -302,9 +307,11 @@ def books(cluster: Cluster | None, gbit: float) -> dict[str, Any]:
                 step.load_state_dict(saved[0])
                 due = saved[1]
                 nn.utils.vector_to_parameters(saved[2], model.parameters())
-            gradients = draw(len(plans))
-            due += torch.cat([gradients[name].flatten() for name, _ in model.named_parameters()]).double()
+            gradients, lr = draw(len(plans)), rate(step.steps)
+            due += lr * torch.cat([gradients[name].flatten() for name, _ in model.named_parameters()]).double()
+            optimizer.param_groups[0]["lr"] = lr
             step(gradients)
+            optimizer.param_groups[0]["lr"] = rate(step.steps)
             plans.append(step.plan.digest)
             mine = owed(step)
             left = torch.cat([mine[name] for name, _ in model.named_parameters()]).double()
@@ -324,12 +331,16 @@ def books(cluster: Cluster | None, gbit: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cluster"),
-    [(2, None), (4, Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1)))],
-    ids=["flat", "by level"],
+    ("ranks", "cluster", "feedback"),
+    [
+        (2, None, CLASSIC),
+        (4, Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1)), CLASSIC),
+        (2, None, ErrorFeedback(scale_with_lr=True)),
+    ],
+    ids=["flat", "by level", "learning rates that rise"],
 )
-def test_at_every_switch_of_a_race_nothing_owed_is_lost(ranks: int, cluster: Cluster | None):
-    found = run_ranks(ranks, books, cluster, 0.3)
+def test_at_every_switch_of_a_race_nothing_owed_is_lost(ranks: int, cluster: Cluster | None, feedback: ErrorFeedback):
+    found = run_ranks(ranks, books, cluster, 0.3, feedback)
     assert max(rank["off"] for rank in found) <= 1e-5
     seen = same(found)
     assert len(set(seen["plans"])) >= 3
