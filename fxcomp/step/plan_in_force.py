@@ -207,7 +207,8 @@ class PlanInForce:
                 lane.state = None
 
     def _follow_lane(self, lane: _Lane) -> None:
-        self._followed, self.standing = lane.number, lane.program
+        self._followed = lane.number
+        self.program = self.standing = lane.program
         self.stages = (*self.stages[:-1], replace(self.stages[-1], plan=lane.plan))
         self.runtime.forget_buffers()
         self._share_undelivered()
@@ -266,7 +267,7 @@ class PlanInForce:
         self.programs.adopt(self._capture.kind, stage, self._key, program)
         if stage == self._stage:
             self.program = program
-            """The program that ran last."""
+            """The program that ran last, or runs next."""
         if stage == len(self.stages) - 1:
             self.standing = program
             """The first capture under the plan that stays: what predictions are of."""

@@ -145,9 +145,11 @@ def trained(gbit: float, factor: float, options: dict[str, Any], steps: int = LO
     clock.factor = slower({(CostKind.COMPRESS, ""): factor, (CostKind.DECOMPRESS, ""): factor})
     with virtual_time(clock):
         step = compiled(table(gbit), **{"race": "auto", **options})
-        plans, parameters = [step.plan.digest], []
+        plans, parameters, when_over = [step.plan.digest], [], dict[str, Any]()
         for i in range(steps):
             step(JOB.batch(i, dist.get_rank()))
+            if step.raced is not None and not when_over:
+                when_over = {"source": step.source, "predicted_us": step.timeline.step_time_us}
             if step.plan.digest != plans[-1]:
                 plans.append(step.plan.digest)
                 parameters.append(flat_parameters(step.training.model).tolist())
@@ -155,6 +157,8 @@ def trained(gbit: float, factor: float, options: dict[str, Any], steps: int = LO
     assert choice is not None
     return {
         "raced": step.raced,
+        "when_over": when_over,
+        "source": step.source,
         "predicted": choice.plan.digest,
         "plans": plans,
         "text": step.explain() if dist.get_rank() == 0 else "",
@@ -179,6 +183,8 @@ def test_the_race_ends_on_the_measured_best_whatever_the_table_says_of_compressi
     assert len(found["plans"]) >= len(known)
     assert result.share <= 0.02
     assert "raced" in found["notes"][0]
+    assert found["when_over"]["source"] == found["source"], "what is shown is the winner, also before it runs again"
+    assert found["when_over"]["predicted_us"] == pytest.approx(result.stays.runner.step_us, rel=0.1)
     for lane in known:
         assert lane.runner.name in found["text"]
 
