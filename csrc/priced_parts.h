@@ -65,14 +65,31 @@ struct Part {
     int32_t lane, start, stop, option;
 };
 
+constexpr int kInter = 2;
+constexpr int kIntra = 1;
+
+// The time that streams are occupied.
+struct Work {
+    double compute_us = 0.0, inter_us = 0.0, intra_us = 0.0;
+
+    void operator+=(const Work& other) {
+        compute_us += other.compute_us;
+        inter_us += other.inter_us;
+        intra_us += other.intra_us;
+    }
+};
+
 // A bucket's tasks with prices. Task k of its template takes us[k].
 struct Record {
     int32_t pattern;
     int32_t last;
+    int32_t tasks, stages;
+    const int32_t* ends;  // of its stages: the number of tasks up to there
     double ready_us;
     const double *us, *demand, *beside;
+    const Work* works;  // of its stages
+    Work work;          // in all, with its update
     double update_us;
-    double compute_us, inter_us, intra_us;  // that it occupies these streams
     double lost, bursting;
 };
 
@@ -81,12 +98,16 @@ struct Bucket {
     const Record* record;
 };
 
-constexpr int kInter = 2;
-constexpr int kIntra = 1;
-
 class PricedParts {
   public:
-    explicit PricedParts(const Problem& problem) : p(problem) {}
+    explicit PricedParts(const Problem& problem) : p(problem) {
+        for (int32_t pattern = 0; pattern < patterns(); ++pattern) {
+            int32_t tasks = 0;
+            for (int32_t k = p.template_stages[pattern]; k < p.template_stages[pattern + 1]; ++k) {
+                stage_ends_.push_back(tasks += p.stage_tasks[k]);
+            }
+        }
+    }
 
     const Record* of(const Part& part) {
         const uint64_t key = (static_cast<uint64_t>(part.lane) << 60) | (static_cast<uint64_t>(part.start) << 40) |
@@ -99,6 +120,11 @@ class PricedParts {
     const Problem& p;
 
   private:
+    int32_t patterns() const {
+        const int32_t* begin = p.option_template;
+        return 1 + *std::max_element(begin, begin + p.lane_options[p.lanes]);
+    }
+
     double at(int32_t curve, double size) const {
         const double *begin = p.sizes + p.curve_points[curve], *end = p.sizes + p.curve_points[curve + 1];
         const ptrdiff_t number = std::upper_bound(begin, end, size) - p.sizes - 1;
@@ -111,10 +137,14 @@ class PricedParts {
         const double* before = p.sums + static_cast<ptrdiff_t>(row + part.start) * p.features;
         const double* after = p.sums + static_cast<ptrdiff_t>(row + part.stop) * p.features;
         const int32_t first = p.template_tasks[pattern], tasks = p.template_tasks[pattern + 1] - first;
+        const int32_t first_stage = p.template_stages[pattern], stages = p.template_stages[pattern + 1] - first_stage;
         numbers_.emplace_back(3 * static_cast<size_t>(tasks));
         double *us = numbers_.back().data(), *demand = us + tasks, *beside = demand + tasks;
+        works_.emplace_back(stages + 1);
         records_.emplace_back();
         Record& record = records_.back();
+        Work* works = works_.back().data();
+        int32_t stage = 0;
         double busy[kStreams] = {};
         for (int32_t k = 0; k < tasks; ++k) {
             const int32_t task = first + k, stream = p.task_stream[task];
@@ -132,6 +162,8 @@ class PricedParts {
             }
             demand[k] = stream == kCompute ? p.compute : std::min(load, p.processors);
             busy[stream] += sum;
+            while (stage < stages && k >= stage_ends_[first_stage + stage]) ++stage;
+            works[stage] += {stream == kCompute ? sum : 0.0, stream == kInter ? sum : 0.0, stream == kIntra ? sum : 0.0};
         }
         double update_us = p.updates_us[row + part.stop] - p.updates_us[row + part.start];
         if (p.join_last[cell] >= part.start && p.join_last[cell] < part.stop) update_us += p.join_us[cell];
@@ -139,14 +171,16 @@ class PricedParts {
         const int32_t end = p.lane_cells[part.lane] + part.stop - 1;
         record = {pattern,
                   p.last[end],
+                  tasks,
+                  stages,
+                  stage_ends_.data() + first_stage,
                   p.ready_us[end],
                   us,
                   demand,
                   beside,
+                  works,
+                  {busy[kCompute] + update_us, busy[kInter], busy[kIntra]},
                   update_us,
-                  busy[kCompute] + update_us,
-                  busy[kInter],
-                  busy[kIntra],
                   elements * p.option_error[option],
                   (p.option_traits[option] & kBursty) != 0 ? elements : 0.0};
         return &record;
@@ -155,6 +189,8 @@ class PricedParts {
     std::unordered_map<uint64_t, const Record*> known_;
     std::deque<Record> records_;
     std::deque<std::vector<double>> numbers_;
+    std::deque<std::vector<Work>> works_;  // of stages, and of what no stage has
+    std::vector<int32_t> stage_ends_;
 };
 
 }  // namespace fxcomp

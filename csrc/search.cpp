@@ -40,33 +40,15 @@ class Descent {
         return plan;
     }
 
-    // A plan's value if it beats `best`; else something that does not.
-    Value value(const std::vector<Bucket>& plan, const Value& best) {
-        double lost = 0.0, bursting = 0.0, compute = p.backward_us + p.finish_us, inter = 0.0, intra = 0.0;
-        for (const Bucket& bucket : plan) {
-            lost += bucket.record->lost;
-            bursting += bucket.record->bursting;
-            compute += bucket.record->compute_us;
-            inter += bucket.record->inter_us;
-            intra += bucket.record->intra_us;
-        }
-        if (lost > p.lossable || bursting > p.bursty) return {kInfinity, lost};
-        const double wires = plan.empty() ? 0.0 : plan.front().record->ready_us + std::max(inter, intra);
-        double us = std::max(compute, wires);
-        if (us > best.us * (1 + kSame)) return {us, lost};
-        ++evaluations;
-        if (p.shares != 0) {
-            us = clock_.alone_us(plan);
-            if (us > best.us * (1 + kSame)) return {us, lost};
-        }
-        return {clock_.step_us(plan), lost};
-    }
+    // A plan's value.
+    Value value(const std::vector<Bucket>& plan) { return value(plan, {kInfinity, kInfinity}, 0, true); }
 
     void improve(std::vector<Bucket>& plan, const Limits& allowed) {
         limits = allowed;
         limits.evaluations += evaluations;
         plan_ = plan;
-        value_ = value(plan_, {kInfinity, kInfinity});
+        value_ = value(plan_);
+        is_base_ = false;
         while (evaluations < limits.evaluations) {
             double before = value_.us;
             round();
@@ -84,10 +66,56 @@ class Descent {
     int64_t evaluations = 0;
 
   private:
+    // What adds up over buckets.
+    struct Sums {
+        double lost = 0.0, bursting = 0.0;
+        Work work;
+
+        void operator+=(const Record& record) {
+            lost += record.lost;
+            bursting += record.bursting;
+            work += record.work;
+        }
+    };
+
+    // A plan's value if it beats `best`; else something that does not, which is its step still if `in_full`. The first
+    // `same` buckets are the base's.
+    Value value(const std::vector<Bucket>& plan, const Value& best, int32_t same, bool in_full) {
+        Sums sums;
+        if (same > 0) sums = sums_[same];
+        else sums.work.compute_us = p.backward_us + p.finish_us;
+        for (size_t k = same; k < plan.size(); ++k) sums += *plan[k].record;
+        const double lost = sums.lost;
+        if (lost > p.lossable || sums.bursting > p.bursty) return {kInfinity, lost};
+        const Work& work = sums.work;
+        const double wires = plan.empty() ? 0.0 : plan.front().record->ready_us + std::max(work.inter_us, work.intra_us);
+        double us = std::max(work.compute_us, wires);
+        if (us > best.us * (1 + kSame)) return {us, lost};
+        ++evaluations;
+        const double limit = best.us * (lost < best.lost ? 1 + kSame : 1 - kSame);
+        us = clock_.alone_us(plan, same, in_full ? kInfinity : limit);
+        if (p.shares == 0 || us > best.us * (1 + kSame) || (!in_full && us > limit)) return {us, lost};
+        return {clock_.shared_us(plan), lost};
+    }
+
+    // Begin to look at the neighbours of the plan.
+    void rebase() {
+        if (is_base_) return;
+        is_base_ = true;
+        base_ = plan_;
+        clock_.keep(base_);
+        sums_.assign(1, {});
+        sums_[0].work.compute_us = p.backward_us + p.finish_us;
+        for (const Bucket& bucket : base_) {
+            sums_.push_back(sums_.back());
+            sums_.back() += *bucket.record;
+        }
+    }
+
     // Change one bucket at a time, the last one first.
     void round() {
         for (auto k = static_cast<int32_t>(plan_.size()) - 1; k >= 0 && evaluations < limits.evaluations; --k) {
-            base_ = plan_;
+            rebase();
             rank_options(k);
             split(k);
             join(k);
@@ -95,10 +123,10 @@ class Descent {
         }
     }
 
-    // Try `trial_`: keep it if it beats what is known.
-    Value attempt() {
-        const Value found = value(trial_, value_);
-        if (found.beats(value_)) plan_ = trial_, value_ = found;
+    // Try `trial_`, the first buckets of which are the base's: keep it if it beats what is known.
+    Value attempt(int32_t same, bool in_full = false) {
+        const Value found = value(trial_, value_, same, in_full);
+        if (found.beats(value_)) plan_ = trial_, value_ = found, is_base_ = false;
         return found;
     }
 
@@ -110,11 +138,12 @@ class Descent {
         }
     }
 
-    void insert(const Part& part) {
+    // Returns its place.
+    int32_t insert(const Part& part) {
         const Record* record = parts_.of(part);
         auto at = trial_.end();
         while (at != trial_.begin() && (at - 1)->record->last > record->last) --at;
-        trial_.insert(at, {part, record});
+        return static_cast<int32_t>(trial_.insert(at, {part, record}) - trial_.begin());
     }
 
     int32_t options_of(int32_t lane) const { return p.lane_options[lane + 1] - p.lane_options[lane]; }
@@ -136,7 +165,7 @@ class Descent {
             if (option == part.option || !is_offered(part.lane, option)) continue;
             trial_ = base_;
             trial_[k] = {with_option(part, option), parts_.of(with_option(part, option))};
-            const Value found = attempt();
+            const Value found = attempt(k, true);
             ranked_.push_back({found, option});
         }
         std::stable_sort(ranked_.begin(), ranked_.end(), [](const Ranked& a, const Ranked& b) {
@@ -178,9 +207,9 @@ class Descent {
     void split_at(int32_t k, int32_t cut, int32_t first, int32_t second) {
         const Part part = base_[k].part;
         without(k, k);
-        insert({part.lane, part.start, cut, first});
+        const int32_t at = insert({part.lane, part.start, cut, first});
         insert({part.lane, cut, part.stop, second});
-        attempt();
+        attempt(std::min(k, at));
     }
 
     // Join a bucket with the next one of its lane, move the border between them, or exchange their options.
@@ -210,21 +239,21 @@ class Descent {
         const Part part = base_[k].part, after = base_[other].part;
         without(k, other);
         insert({part.lane, part.start, after.stop, option});
-        attempt();
+        attempt(k);
     }
 
     void bordered(int32_t k, int32_t other, int32_t border, int32_t first, int32_t second) {
         const Part part = base_[k].part, after = base_[other].part;
         if (border <= part.start || border >= after.stop) return;
         without(k, other);
-        insert({part.lane, part.start, border, first});
+        const int32_t at = insert({part.lane, part.start, border, first});
         insert({part.lane, border, after.stop, second});
-        attempt();
+        attempt(std::min(k, at));
     }
 
     // Change two buckets at a time: other options for both, an exchange of theirs, and one option for another everywhere.
     void pairs() {
-        base_ = plan_;
+        rebase();
         const auto count = static_cast<int32_t>(base_.size());
         std::vector<std::vector<int32_t>> options;
         for (int32_t k = 0; k < count; ++k) {
@@ -250,7 +279,7 @@ class Descent {
         trial_ = base_;
         trial_[k] = {with_option(base_[k].part, one), parts_.of(with_option(base_[k].part, one))};
         trial_[other] = {with_option(base_[other].part, two), parts_.of(with_option(base_[other].part, two))};
-        attempt();
+        attempt(std::min(k, other));
     }
 
     void exchanged(int32_t k, int32_t other) {
@@ -284,11 +313,14 @@ class Descent {
             for (int32_t option = 0; option < options_of(part.lane); ++option) {
                 if (option == part.option || !is_offered(part.lane, option)) continue;
                 trial_ = base_;
-                for (Bucket& bucket : trial_) {
+                int32_t same = -1;
+                for (size_t k = 0; k < trial_.size(); ++k) {
+                    Bucket& bucket = trial_[k];
                     if (bucket.part.lane != part.lane || bucket.part.option != part.option) continue;
+                    if (same < 0) same = static_cast<int32_t>(k);
                     bucket = {with_option(bucket.part, option), parts_.of(with_option(bucket.part, option))};
                 }
-                attempt();
+                attempt(same);
             }
         }
     }
@@ -304,6 +336,8 @@ class Descent {
     PlanClock clock_;
     std::vector<Bucket> plan_, base_, trial_;
     Value value_{kInfinity, kInfinity};
+    std::vector<Sums> sums_;  // over so many of the base's buckets
+    bool is_base_ = false;    // the base is the plan
     std::vector<Ranked> ranked_;
     std::vector<int32_t> best_options_;
 };
@@ -327,9 +361,8 @@ FXCOMP_EXPORT void fxcomp_search_close(void* search) { delete static_cast<Descen
 FXCOMP_EXPORT void fxcomp_search_evaluate(void* search, int32_t plans, const int32_t* counts, const Part* parts,
                                           Value* values) {
     auto& descent = *static_cast<Descent*>(search);
-    const double infinity = std::numeric_limits<double>::infinity();
     for (int32_t k = 0; k < plans; ++k) {
-        values[k] = descent.value(descent.bound(parts, counts[k]), {infinity, infinity});
+        values[k] = descent.value(descent.bound(parts, counts[k]));
         parts += counts[k];
     }
 }
@@ -338,11 +371,10 @@ FXCOMP_EXPORT void fxcomp_search_evaluate(void* search, int32_t plans, const int
 FXCOMP_EXPORT void fxcomp_search_with_options(void* search, int32_t count, const Part* parts, int32_t times,
                                               const int32_t* options, Value* values) {
     auto& descent = *static_cast<Descent*>(search);
-    const double infinity = std::numeric_limits<double>::infinity();
     std::vector<Part> plan(parts, parts + count);
     for (int32_t k = 0; k < times; ++k) {
         for (Part& part : plan) part.option = options[k * descent.lanes() + part.lane];
-        values[k] = descent.value(descent.bound(plan.data(), count), {infinity, infinity});
+        values[k] = descent.value(descent.bound(plan.data(), count));
     }
 }
 
