@@ -23,6 +23,10 @@ class BadPlan(FxcompError):
     """A plan file that cannot be read, or a plan made for another model."""
 
 
+class BadErrorTable(FxcompError, ValueError):
+    """An error table that says nothing: of other gradients, or no table at all."""
+
+
 class BadOption(FxcompError):
     """An option that does not exist or has a value that it cannot have."""
 

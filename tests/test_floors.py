@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fxcomp"
 FLOORS = [
     ["compat", "errors", "gc_paused"],
     ["cluster", "compressors"],
+    ["error_tables"],
     ["plan", "runtime"],
     ["cost", "graph", "ranks"],
     ["capture", "codegen", "options", "passes", "search", "site"],

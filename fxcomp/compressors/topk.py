@@ -35,7 +35,7 @@ from fxcomp.compressors.facts import BadCompressor, Bias, Case, Facts, Feedback,
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.places import bytes_of, read, write
 
-_MOST_VALUES = 2**31 - 1  # of one segment
+MOST_VALUES = 2**31 - 1  # of one segment
 
 
 def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> Tensor:
@@ -75,7 +75,7 @@ def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _counts(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    if segments and max(segments) > _MOST_VALUES:
+    if segments and max(segments) > MOST_VALUES:
         index = max(range(len(segments)), key=segments.__getitem__)
         raise BadCompressor(
             f"nothing can be selected from {segments[index]} values: their places are numbers of 31 bits.\n"

@@ -1,0 +1,14 @@
+"""What compressors lose of each gradient: measured in the running job, or assumed to be as of Gaussian values.
+
+- table: the numbers, and `error_of`, which says whether they are measured.
+- columns: which entries there are, and which serves a compressor.
+- measure: one look at gradients and residuals; largest, low_rank, codecs: a family each.
+- smooth: the mean over looks.
+"""
+
+from fxcomp.error_tables.columns import Columns
+from fxcomp.error_tables.measure import Draw, measure
+from fxcomp.error_tables.smooth import smoothed
+from fxcomp.error_tables.table import ASSUMED, Error, ErrorTable, Row, Source, legal
+
+__all__ = ["ASSUMED", "Columns", "Draw", "Error", "ErrorTable", "Row", "Source", "legal", "measure", "smoothed"]

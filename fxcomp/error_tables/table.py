@@ -1,0 +1,204 @@
+"""Hold what compressors lose of each gradient, as measured in a running job: plain numbers, the same on every rank.
+
+    error   = |v - decoded|² / |v|²         v is a rank's gradient plus what compression has left out before
+    squares = |g|²                          of the gradient alone, so that a plan's residuals do not weigh in
+
+    a plan's error = sum of squares * error / sum of squares
+
+Both are means over the ranks and over samples in time. Of a gradient with no `samples` nothing has been measured:
+errors of Gaussian values stand for its own, as they do for a compressor that no column serves. `error_of` says which it
+was. So the empty table, `ASSUMED`, is the one without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from math import prod
+from typing import Any, NamedTuple
+
+from fxcomp.compressors import BadCompressor, Compressor, RandomK, parse_compressor
+from fxcomp.compressors.gaussian_error import gaussian_error
+from fxcomp.compressors.topk import counts
+from fxcomp.error_tables.columns import STANDARD, Columns
+from fxcomp.errors import BadErrorTable
+
+VERSION = 1
+
+_MOST = 1e150
+
+
+class Source(Enum):
+    """Where an error is from."""
+
+    MEASURED = "measured"
+    """In the running job."""
+    EXACT = "exact"
+    """It does not depend on the values."""
+    ASSUMED = "assumed"
+    """Of Gaussian values."""
+
+
+class Error(NamedTuple):
+    """A relative squared error."""
+
+    value: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One gradient."""
+
+    shape: tuple[int, ...]
+    squares: float
+    errors: tuple[float, ...]
+    """By column; of no meaning without samples."""
+    samples: int
+    """So many looks in time are in it."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ErrorTable:
+    """Errors by gradient and compressor. Make one by `legal` or `from_json`, which put right what cannot be."""
+
+    columns: Columns = STANDARD
+    rows: Mapping[str, Row] = field(default_factory=dict[str, Row])
+    notes: tuple[str, ...] = ()
+    """What was put right, and what to keep in mind."""
+
+    def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> Error:
+        """Look up what a compressor loses of a gradient, and whether that is measured."""
+        row = self.rows.get(gradient)
+        if row is not None and isinstance(compressor, RandomK) and row.size:
+            kept = counts((row.size,), compressor.ratio)[0] / row.size
+            return Error(1 / kept - 1 if compressor.scaled else 1 - kept, Source.EXACT)
+        if row is not None and row.samples:
+            found = self.columns.find(row.errors, compressor, row.shape)
+            if found is not None:
+                return Error(found, Source.MEASURED)
+        return Error(gaussian_error(compressor, ranks), Source.ASSUMED)
+
+    def errors_of(self, gradient: str) -> Callable[[Compressor, int], float]:
+        """Return the lookup of one gradient's errors, which takes a compressor and the number of ranks."""
+        return lambda compressor, ranks: self.error_of(gradient, compressor, ranks).value
+
+    def squares_of(self, gradient: str, elements: int) -> float:
+        """Return |g|² of a gradient; for one that is not in the table, of so many elements of the mean square."""
+        row = self.rows.get(gradient)
+        return row.squares if row is not None else elements * self.mean_square
+
+    @property
+    def mean_square(self) -> float:
+        """The mean of g² over all elements in the table; 1 if there are none, or all are zero."""
+        elements = sum(row.size for row in self.rows.values())
+        squares = sum(row.squares for row in self.rows.values())
+        return squares / elements if squares > 0 else 1.0
+
+    @property
+    def is_measured(self) -> bool:
+        return any(row.samples for row in self.rows.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "densities": list(self.columns.densities),
+            "ranks": list(self.columns.ranks),
+            "codecs": list(map(str, self.columns.codecs)),
+            "rows": {name: asdict(row) for name, row in self.rows.items()},
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ErrorTable:
+        """Build a table from `to_json`'s data; numbers that cannot be are put right. Raises BadErrorTable."""
+        try:
+            if data["version"] != VERSION:
+                raise BadErrorTable(
+                    f"this error table has version {data['version']!r}; this fxcomp reads version {VERSION}"
+                )
+            columns = Columns(
+                tuple(map(float, data["densities"])),
+                tuple(map(int, data["ranks"])),
+                tuple(map(parse_compressor, data["codecs"])),
+            )
+            rows = {str(name): _row_of(row) for name, row in data["rows"].items()}
+            return legal(columns, rows, tuple(map(str, data["notes"])))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, BadCompressor) as error:
+            raise BadErrorTable(f"this is not an error table: {type(error).__name__}: {error}") from None
+
+
+ASSUMED = ErrorTable()
+"""Nothing is measured."""
+
+
+def legal(columns: Columns, rows: Mapping[str, Row], notes: Sequence[str] = ()) -> ErrorTable:
+    """Make a table of numbers that may be anything: put right what cannot be, and note it.
+
+    A gradient with an error that is no number, or below zero, counts as not measured. Where keeping more would lose
+    more, the smaller entry is raised to the larger one: nothing is understated. Squares that are no number become
+    those of as many elements of the others.
+    """
+    made = {name: _repaired(columns, row) for name, row in rows.items()}
+    found = [f"{name}: {problem}" for name, (_, problems) in made.items() for problem in problems]
+    repaired = {name: row for name, (row, _) in made.items()}
+    known = [row for row in repaired.values() if _is_size(row.squares)]
+    elements, largest = sum(row.size for row in known), max((row.squares for row in known), default=0.0)
+    # Divided by the largest, so that no sum overflows.
+    mean = sum(row.squares / largest for row in known) / elements * largest if elements and largest else 1.0
+    for name, row in repaired.items():
+        if not _is_size(row.squares):
+            found.append(f"{name}: |g|² is {row.squares}, so that of as many elements of the others stands for it")
+            repaired[name] = Row(row.shape, min(row.size * mean, _MOST), row.errors, row.samples)
+    found += _alone(repaired)
+    return ErrorTable(columns, repaired, tuple(dict.fromkeys((*notes, *found))))
+
+
+def _alone(rows: Mapping[str, Row]) -> list[str]:
+    """Note a gradient beside which all others weigh nothing."""
+    name = max(rows, key=lambda each: rows[each].squares, default=None)
+    if name is None or len(rows) == 1 or rows[name].squares == 0:
+        return []
+    others = sum(row.squares / rows[name].squares for each, row in rows.items() if each != name)
+    if others > 0.01:
+        return []
+    return [f"{name}: it has more than 99 % of the squares of all gradients, so the others' errors hardly count"]
+
+
+def _repaired(columns: Columns, row: Row) -> tuple[Row, list[str]]:
+    if not row.samples or row.size == 0:
+        return Row(row.shape, row.squares, (0.0,) * columns.count, 0), []
+    if len(row.errors) != columns.count or not all(_is_size(error) for error in row.errors):
+        problem = "it has errors that are no numbers of 0 or more, so errors of Gaussian values are assumed"
+        return Row(row.shape, row.squares, (0.0,) * columns.count, 0), [problem]
+    errors, problems = list(row.errors), list[str]()
+    for number in range(columns.contractions()):
+        if errors[number] > 1:
+            problems.append(f"{columns.names[number]} cannot lose more than all, but lost {errors[number]:.3g} of it")
+            errors[number] = 1.0
+    for chain in columns.chains():
+        for finer, coarser in zip(chain[:0:-1], chain[-2::-1], strict=True):
+            if errors[coarser] < errors[finer]:
+                names = columns.names
+                problems.append(f"{names[coarser]} lost less than {names[finer]}, so it is taken to lose as much")
+                errors[coarser] = errors[finer]
+    return Row(row.shape, row.squares, tuple(errors), row.samples), problems
+
+
+def _is_size(value: float) -> bool:
+    """Sums of such are finite; fp32 values have no larger squares."""
+    return 0 <= value <= _MOST
+
+
+def _row_of(data: Mapping[str, Any]) -> Row:
+    return Row(
+        tuple(map(int, data["shape"])),
+        float(data["squares"]),
+        tuple(map(float, data["errors"])),
+        int(data["samples"]),
+    )
