@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.seating import Axis
+from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Bias
 from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.route import route_of
@@ -24,17 +27,23 @@ With 1 % top-k everywhere a char-LM ended at 2.308 nats, dense at 2.122. Of thes
 bits are allowed (measured at both ends; the proportion is assumed)."""
 
 
-def strategy_error(strategy: Strategy, cluster: Cluster) -> float:
-    """Return the relative squared error of a strategy on Gaussian gradients, which are orthogonal from rank to rank.
+ErrorOf = Callable[[Compressor, int], float]
+"""What a compressor among so many ranks loses of what it is given, relative and squared."""
 
-    One compression loses e of what it is given, and averaging loses none of that: sum and errors shrink alike. The next
-    compression is given the sum with the error in it. Rounding adds to it: (1 + e1) (1 + e2) - 1. What only leaves
-    values out keeps 1 - e1 of it, of which the next loses its share: 1 - (1 - e1) (1 - e2).
+
+def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
+    """Return the relative squared error of a strategy, by default on Gaussian gradients.
+
+    Gradients are taken to be orthogonal from rank to rank. One compression loses e of what it is given, and averaging
+    loses none of that: sum and errors shrink alike. The next compression is given the sum with the error in it.
+    Rounding adds to it: (1 + e1) (1 + e2) - 1. What only leaves values out keeps 1 - e1 of it, of which the next loses
+    its share: 1 - (1 - e1) (1 - e2). `ErrorTable.errors_of` has measured errors of one gradient; the next compression
+    is taken to lose as much of the sum as it would of that gradient.
     """
     kept = grown = 1.0
     for held, step in zip(strategy.held, strategy.steps, strict=False):
         if isinstance(step, Compress):
-            error = gaussian_error(step.compressor, _ranks_missing(held, cluster))
+            error = error_of(step.compressor, _ranks_missing(held, cluster))
             if step.compressor.bias is Bias.BIASED:
                 kept *= 1 - error
             else:
@@ -46,11 +55,24 @@ def _ranks_missing(held: Standing, cluster: Cluster) -> int:
     return math.prod(cluster.length_of(axis) for axis in Axis if axis not in held.summed)
 
 
-def plan_error(plan: Plan, cluster: Cluster) -> float:
-    """Return the relative squared error of the whole gradient, every element alike."""
-    elements = sum(bucket.elements for bucket in plan.buckets)
-    lost = sum(bucket.elements * strategy_error(bucket.strategy, cluster) for bucket in plan.buckets)
-    return lost / elements if elements else 0.0
+def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
+    """Return the relative squared error of the whole gradient.
+
+    Every gradient weighs as much as its squares in the table, a part of one as much as its share of the elements.
+    Without a table every element weighs the same.
+    """
+    if not table.rows:
+        elements = sum(bucket.elements for bucket in plan.buckets)
+        lost = sum(bucket.elements * strategy_error(bucket.strategy, cluster) for bucket in plan.buckets)
+        return lost / elements if elements else 0.0
+    sizes = plan.sizes
+    squares = lost = 0.0
+    for bucket in plan.buckets:
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+            part = table.squares_of(name, sizes[name]) * (size / sizes[name]) if size else 0.0
+            squares += part
+            lost += part * strategy_error(bucket.strategy, cluster, table.errors_of(name))
+    return lost / squares if squares else 0.0
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:

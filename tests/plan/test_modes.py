@@ -7,6 +7,7 @@ from workloads import cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
+from fxcomp.error_tables import Columns, Row, legal
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error
@@ -155,3 +156,35 @@ def test_every_strategy_fits_racks_of_any_hosts(shape: str):
         assert any("racks" in str(strategy) for strategy in offered)
         for strategy in offered:
             Plan((Bucket(("a",), (300,), strategy),)).check_fits(racks)
+
+
+INT4, TOPK = parse_compressor("int4"), parse_compressor("topk(0.01)")
+MEASURED = legal(
+    Columns((0.01,), (), (INT4,)),
+    {"large": Row((1000,), 9.0, (0.5, 0.02), 1), "small": Row((3000,), 1.0, (0.9, 0.2), 1)},
+)
+
+
+def test_a_measured_strategy_composes_its_shots_as_an_assumed_one_does():
+    error_of = MEASURED.errors_of("large")
+    assert strategy_error(Strategy.flat(INT4), FLAT, error_of) == 0.02
+    assert strategy_error(Strategy.two_shots(INT4, INT4), FLAT, error_of) == pytest.approx(1.02**2 - 1)
+    assert strategy_error(Strategy.two_shots(TOPK, INT4), FLAT, error_of) == pytest.approx(1 - 0.5 * (1 - 0.02))
+    assert strategy_error(DENSE, FLAT, error_of) == 0.0
+
+
+def test_a_measured_plan_weighs_gradients_by_their_squares():
+    flat = Strategy.flat(INT4)
+    plan = Plan((Bucket(("large", "small"), (1000, 3000), flat),))
+    assert plan_error(plan, FLAT, MEASURED) == pytest.approx((9 * 0.02 + 1 * 0.2) / 10)
+    assert plan_error(plan, FLAT) == strategy_error(flat, FLAT)
+
+
+def test_parts_of_a_gradient_share_its_squares_by_their_elements():
+    parts = [Bucket(("large",), (400,), DENSE), Bucket(("large", "small"), (600, 3000), Strategy.flat(INT4), (400, 0))]
+    assert plan_error(Plan(tuple(parts)), FLAT, MEASURED) == pytest.approx((9 * 0.6 * 0.02 + 1 * 0.2) / 10)
+
+
+def test_a_gradient_that_the_table_lacks_weighs_as_its_elements_do_elsewhere():
+    plan = Plan((Bucket(("large", "small"), (1000, 3000), DENSE), Bucket(("other",), (4000,), Strategy.flat(INT4))))
+    assert plan_error(plan, FLAT, MEASURED) == pytest.approx(strategy_error(Strategy.flat(INT4), FLAT) / 2)
