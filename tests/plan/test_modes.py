@@ -167,7 +167,7 @@ MEASURED = legal(
 
 def test_a_measured_strategy_composes_its_shots_as_an_assumed_one_does():
     error_of = MEASURED.errors_of("large")
-    assert strategy_error(Strategy.flat(INT4), FLAT, error_of) == 0.02
+    assert strategy_error(Strategy.flat(INT4), FLAT, error_of) == pytest.approx(0.02)
     assert strategy_error(Strategy.two_shots(INT4, INT4), FLAT, error_of) == pytest.approx(1.02**2 - 1)
     assert strategy_error(Strategy.two_shots(TOPK, INT4), FLAT, error_of) == pytest.approx(1 - 0.5 * (1 - 0.02))
     assert strategy_error(DENSE, FLAT, error_of) == 0.0
