@@ -32,10 +32,10 @@ import optimality_published as published
 from optimality_workloads import COSTS, Case, drawn, read
 
 from fxcomp.errors import BadOption
+from fxcomp.optimum.oracle import TooLarge, bound_us, optimum
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose, predict_us
-from fxcomp.search.oracle import TooLarge, bound_us, optimum
 
 SMALL, LARGE = 600, 20
 MOST_TENSORS = 8

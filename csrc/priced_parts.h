@@ -1,4 +1,4 @@
-// The numbers that a search compares plans by (fxcomp/search/problem.py makes them), and a bucket's tasks with prices.
+// The numbers that a search compares plans by (fxcomp/search/descent/problem.py makes them), and a bucket's tasks with prices.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ constexpr double kNoTime = 1e-9;  // us: nothing is divided by less
 constexpr int32_t kDense = 1;     // traits of an option
 constexpr int32_t kBursty = 2;
 
-// Fields as in fxcomp/search/problem.py. What is of each lane, template or task lies behind the one before it, from
+// Fields as in fxcomp/search/descent/problem.py. What is of each lane, template or task lies behind the one before it, from
 // its entry in an array of starts to the next one.
 struct Problem {
     const int32_t* lane_cells;      // starts

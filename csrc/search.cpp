@@ -1,4 +1,4 @@
-// The search among plans, as fxcomp/search/descent.py specifies it: the same operations in the same order.
+// The search among plans, as fxcomp/search/descent/descent.py specifies it: the same operations in the same order.
 #include <cmath>
 #include <limits>
 

@@ -15,6 +15,7 @@ FLOORS = [
     ["plan", "runtime"],
     ["cost", "graph", "ranks"],
     ["capture", "codegen", "options", "passes", "search", "site"],
+    ["optimum"],
     ["pipeline", "report", "state"],
     ["planning", "step"],
     ["frontends", "testing"],

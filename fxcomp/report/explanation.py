@@ -17,11 +17,11 @@ from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
+from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report.quantities import count
 from fxcomp.report.wire_arithmetic import sent_by
-from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.raced import Raced

@@ -16,10 +16,10 @@ from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import atoms_of
+from fxcomp.search.descent.plan_search import Found, PlanSearch, Question, question_of_mode
+from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exact_plans import ExactPlans
-from fxcomp.search.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.problem import TracedPrices
 from fxcomp.search.runners import (
     BF16,
     DENSE,

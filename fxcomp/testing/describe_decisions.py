@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxcomp.cost.timeline import Span, Timeline, simulate
+from fxcomp.optimum.bound import bound_us
+from fxcomp.optimum.oracle import EXACT, optimum
 from fxcomp.plan.error_budget import plan_error, strategy_error
 from fxcomp.plan.given import strategy_named
 from fxcomp.plan.modes import Content, error_limit, strategies
@@ -18,9 +20,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.streams import WIRES, Stream
 from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.wire_arithmetic import sent_by
-from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
-from fxcomp.search.oracle import EXACT, optimum
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.testing.decision_example import CLUSTER, COMPRESSOR_START_US, COSTS, LINK, MODE, WORKLOAD
 from fxcomp.testing.describe_race import gate, race
@@ -134,7 +134,7 @@ budget lets it. The best of these means bounds all plans of the mode from below:
 {gap:.1f} % longer. The report prints this gap for every plan that was chosen.
 
 The bound is proved but seldom reached, since an element may be cheap for each stream in another way. So small a job can
-also be solved exactly (`search/oracle.py`): {looked_at:,} partial plans later, the best of all takes {best:,.0f} µs,
+also be solved exactly (`optimum/oracle.py`): {looked_at:,} partial plans later, the best of all takes {best:,.0f} µs,
 {verdict}.
 """
 

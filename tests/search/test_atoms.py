@@ -8,9 +8,9 @@ import pytest
 from workloads import COSTS, cluster
 
 from fxcomp.plan.modes import Mode
-from fxcomp.search import plan_search
 from fxcomp.search.atoms import LARGE, MOST, atoms_of, joined
 from fxcomp.search.choose import choose, predict_us
+from fxcomp.search.descent import plan_search
 from fxcomp.search.workload import Gradient, Workload
 
 WHERE = cluster(4, 1, "1gbit@50us")

@@ -16,18 +16,18 @@ from fxcomp.compressors import kernels
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.curve import TOLERANCE, trace
 from fxcomp.cost.table import CostTable
+from fxcomp.optimum.oracle import optimum
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.search.atoms import atoms_of
-from fxcomp.search.cells import MOST_CELLS, lane_of
 from fxcomp.search.choose import bf16_everywhere, choose, flip_gbit, predict_us, searches_of_mode, uniform
-from fxcomp.search.descent import Descent
-from fxcomp.search.engine import Compiled
+from fxcomp.search.descent.cells import MOST_CELLS, lane_of
+from fxcomp.search.descent.descent import Descent
+from fxcomp.search.descent.engine import Compiled
+from fxcomp.search.descent.parts import Limits, Part, Parts
+from fxcomp.search.descent.plan_search import Found, PlanSearch, Question, question_of_mode
+from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exact_plans import ExactPlans
-from fxcomp.search.oracle import optimum
-from fxcomp.search.parts import Limits, Part, Parts
-from fxcomp.search.plan_search import Found, PlanSearch, Question, question_of_mode
-from fxcomp.search.problem import TracedPrices
 from fxcomp.search.workload import Gradient, Workload
 
 TRANSPORT = {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0, 0.8, 20.0)}

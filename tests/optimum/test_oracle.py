@@ -10,10 +10,10 @@ from workloads import COSTS, cluster
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.table import CostTable
+from fxcomp.optimum.oracle import EXACT, TooLarge, bound_us, optimum
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.choose import choose, predict_us, uniform
-from fxcomp.search.oracle import EXACT, TooLarge, bound_us, optimum
 from fxcomp.search.workload import Gradient, Workload
 
 EAGER = replace(COSTS, error=0.0, launch_us=5.0)

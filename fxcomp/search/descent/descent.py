@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fxcomp.search.parts import SAME, Limits, Part, Parts, Value
-from fxcomp.search.plan_clock import PlanClock
-from fxcomp.search.priced_parts import PricedParts, Record
-from fxcomp.search.problem import DENSE, Problem
+from fxcomp.search.descent.parts import SAME, Limits, Part, Parts, Value
+from fxcomp.search.descent.plan_clock import PlanClock
+from fxcomp.search.descent.priced_parts import PricedParts, Record
+from fxcomp.search.descent.problem import DENSE, Problem
 
 _WORTH_A_ROUND = 1e-4  # relative: a round that gains less is the last
 _CUTS = 6  # even parts that a bucket is split into, and near its ends

@@ -9,12 +9,12 @@ from functools import cached_property
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
+from fxcomp.optimum.blocks import Blocks
+from fxcomp.optimum.labels import Option
 from fxcomp.plan.error_budget import is_bursty, strategy_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
-from fxcomp.search.blocks import Blocks
-from fxcomp.search.labels import Option
 from fxcomp.search.plan_tasks import price_bucket
 from fxcomp.search.workload import Workload
 

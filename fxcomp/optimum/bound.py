@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
+from fxcomp.optimum.blocks import COMPUTE, STREAMS
+from fxcomp.optimum.least_work import Least, LeastWork
 from fxcomp.plan.error_budget import is_bursty, strategy_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of
-from fxcomp.search.blocks import COMPUTE, STREAMS
-from fxcomp.search.least_work import Least, LeastWork
 from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]

@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Protocol
 
 from fxcomp.compressors import kernels
-from fxcomp.search.descent import Descent
-from fxcomp.search.parts import Limits, Part, Parts, Value
-from fxcomp.search.problem import Problem
+from fxcomp.search.descent.descent import Descent
+from fxcomp.search.descent.parts import Limits, Part, Parts, Value
+from fxcomp.search.descent.problem import Problem
 
 
 class Engine(Protocol):

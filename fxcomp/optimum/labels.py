@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fxcomp.optimum.blocks import COMPUTE, POOLS, STREAMS, Blocks, Stage, stage_within
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.blocks import COMPUTE, POOLS, STREAMS, Blocks, Stage, stage_within
 from fxcomp.search.workload import Gradient, Workload
 
 

@@ -19,11 +19,11 @@ from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
-from fxcomp.search.cells import Lane, lane_of
-from fxcomp.search.engine import Engine, engine_of
-from fxcomp.search.parts import SAME, Limits, Part, Parts, Value
-from fxcomp.search.problem import NO_BOUNDS, Bounds, Option, Problems, TracedPrices
-from fxcomp.search.templates import Setting
+from fxcomp.search.descent.cells import Lane, lane_of
+from fxcomp.search.descent.engine import Engine, engine_of
+from fxcomp.search.descent.parts import SAME, Limits, Part, Parts, Value
+from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Option, Problems, TracedPrices
+from fxcomp.search.descent.templates import Setting
 from fxcomp.search.workload import Workload
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Find the best plan of a small workload exactly, to judge searches by. `bound_us`, for any size, is in `bound`.
+"""Find the best plan of a small workload exactly, to judge searches by.
 
 The space is `choose`'s: gradients, the large ones cut into atoms, stand in ready order, vectors apart from matrices or
 together with them. Every way to cut each row into buckets is looked at, with every strategy that the mode gives to a
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
+from fxcomp.optimum.bound import bound_us
+from fxcomp.optimum.labels import Label, Option
+from fxcomp.optimum.rest import Rest
+from fxcomp.optimum.space import Rows, rows_of
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.search.bound import bound_us
-from fxcomp.search.labels import Label, Option
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.rest import Rest
-from fxcomp.search.space import Rows, rows_of
 from fxcomp.search.workload import Workload
 
 __all__ = ["EXACT", "MOST_LABELS", "Optimum", "TooLarge", "bound_us", "optimum"]

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from fxcomp.cost.table import CostTable
 from fxcomp.search.atoms import Atom
-from fxcomp.search.templates import Feature, feature_sizes
+from fxcomp.search.descent.templates import Feature, feature_sizes
 
 MOST_CELLS = 64
 """Of a lane, while a plan is looked for. A plan that was found is improved with a cell for each atom."""

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fxcomp.search.blocks import COMPUTE, STREAMS
-from fxcomp.search.labels import Label, Option
-from fxcomp.search.space import Row, Rows
+from fxcomp.optimum.blocks import COMPUTE, STREAMS
+from fxcomp.optimum.labels import Label, Option
+from fxcomp.optimum.space import Row, Rows
 from fxcomp.search.workload import Workload
 
 Weights = tuple[tuple[int, float], ...]

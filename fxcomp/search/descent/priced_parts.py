@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from fxcomp.cost.contention import NO_TIME_US
 from fxcomp.plan.streams import Stream
-from fxcomp.search.parts import Part
-from fxcomp.search.problem import BURSTY, PLACE, Problem
+from fxcomp.search.descent.parts import Part
+from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
 
 
 class Record(NamedTuple):

@@ -20,9 +20,9 @@ from fxcomp.cost.curve import Curve, trace
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
-from fxcomp.search.cells import Lane
+from fxcomp.search.descent.cells import Lane
+from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.plan_tasks import broadcast_task
-from fxcomp.search.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.workload import Workload
 
 NOTHING = -3

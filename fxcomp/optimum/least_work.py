@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
+from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
-from fxcomp.search.blocks import COMPUTE, STREAMS
 
 _CANONICAL = ((1 << 15, 1 << 15),) * 16  # a bucket so large that what is rounded up in it hardly counts
 _ROUNDED = 8  # grains by which a shard's part may be rounded up, more than it is
