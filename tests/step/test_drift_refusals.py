@@ -23,10 +23,12 @@ from fxcomp.errors import BadOption, CannotReplan
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.lines import TIMED_METHODS, CostKind
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
-from fxcomp.step.drift.correct_links import link_factors
-from fxcomp.step.drift.judge import Finding, Row, agreed_rows, judge
+from fxcomp.step.drift.correct import describe
+from fxcomp.step.drift.correct_links import link_factors, with_links
+from fxcomp.step.drift.judge import LEAST_RATIO, Finding, Row, agreed_rows, judge
 from fxcomp.step.drift.predicted_costs import Cost, predict_costs
 from fxcomp.step.drift.watch import Schedule
 
@@ -140,6 +142,22 @@ def test_a_links_latency_and_bandwidth_are_told_apart(latency: float, wire: floa
         parts.append((size, whole_us, latency * alpha_us + wire * (whole_us - alpha_us)))
     finding = Finding(Cost(CostKind.COLLECTIVE, "all_reduce@world", 10_000_000), 1.0, 2.0, tuple(parts))
     assert link_factors(finding, costs, CLUSTER) == pytest.approx((latency, wire), rel=0.16)
+
+
+@pytest.mark.parametrize("sizes", [(10_000_000,), (1_000, 10_000_000)])
+def test_a_collective_that_seems_to_take_no_time_is_corrected_to_the_least_that_is_believed(sizes: tuple[int, ...]):
+    """A rank that comes late sees only the end of a collective, and the shortest time of all ranks counts."""
+    costs = CostTable()
+    rows = [Row(Cost(CostKind.COLLECTIVE, "all_reduce@world", size), 200.0 + size / 100.0, 0.0, 0.0) for size in sizes]
+    (finding,) = judge(rows, 200_000.0, 0.01)
+    assert finding.ratio == pytest.approx(LEAST_RATIO)
+    assert "a rank's link is" in describe(finding, costs, CLUSTER)
+    for size in sizes:
+        before, after = (
+            table.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, size, CLUSTER)
+            for table in (costs, with_links(costs, [finding], CLUSTER))
+        )
+        assert 0.0 < after < before
 
 
 def row(kind: CostKind, predicted: float, first: float | None, second: float | None, what: str = "") -> Row:

@@ -118,13 +118,18 @@ def judge(rows: Sequence[Row], step_us: float, error: float) -> tuple[Finding, .
 
 def _finding(members: Sequence[Row], off: float) -> Finding:
     if members[0].cost.kind is CostKind.COLLECTIVE:
-        parts = tuple((row.cost.size, row.predicted_us, row.second_us or 0.0) for row in members)
+        parts = tuple((row.cost.size, row.predicted_us, _at_least(row.predicted_us, row.second_us)) for row in members)
         largest = max(members, key=lambda row: row.cost.size)
         predicted, measured = (sum(part[k] for part in parts) for k in (1, 2))
         return Finding(largest.cost, predicted, measured, parts)
     worst = max(members, key=lambda row: math.copysign(1.0, off) * ((row.second_us or 0.0) - row.predicted_us))
     # What the other members gained is booked here too, and nothing takes less than no time.
-    return Finding(worst.cost, worst.predicted_us, max(LEAST_RATIO * worst.predicted_us, worst.predicted_us + off))
+    return Finding(worst.cost, worst.predicted_us, _at_least(worst.predicted_us, worst.predicted_us + off))
+
+
+def _at_least(predicted_us: float, measured_us: float | None) -> float:
+    """Return what was measured, but not less than the least correction: a late rank sees a collective take no time."""
+    return max(LEAST_RATIO * predicted_us, measured_us or 0.0)
 
 
 def step_with(findings: Sequence[Finding], predicted: PredictedCosts, processors: Processors) -> float:
