@@ -62,8 +62,8 @@ class Workload:
 
     @property
     def updates_wait(self) -> bool:
-        """For every gradient, and not only for those of their own bucket."""
-        return self.clips or self.commits
+        """For every gradient, and not only for those of their own bucket: what `finish_us` takes stands before them."""
+        return self.clips or self.commits or self.finish_us > 0
 
     @property
     def free_us(self) -> float:
