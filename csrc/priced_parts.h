@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <limits>
 #include <unordered_map>
 #include <vector>
 
@@ -32,6 +33,8 @@ struct Problem {
     const int32_t* option_template;
     const double* option_error;
     const int32_t* option_traits;
+    const int32_t* option_reach;    // where its entries in `reach` begin; -1 if it carries any bucket
+    const int32_t* reach;           // of an option and a cell: where a bucket from there on must end at the latest
     const int32_t* template_tasks;  // starts
     const int32_t* template_stages; // starts
     const int32_t* stage_tasks;     // of each stage: its number of tasks
@@ -168,6 +171,8 @@ class PricedParts {
         double update_us = p.updates_us[row + part.stop] - p.updates_us[row + part.start];
         if (p.join_last[cell] >= part.start && p.join_last[cell] < part.stop) update_us += p.join_us[cell];
         const double elements = after[0] - before[0];
+        const int32_t reach = p.option_reach[option];
+        const bool is_carried = reach < 0 || part.stop <= p.reach[reach + part.start];
         const int32_t end = p.lane_cells[part.lane] + part.stop - 1;
         record = {pattern,
                   p.last[end],
@@ -181,7 +186,7 @@ class PricedParts {
                   works,
                   {busy[kCompute] + update_us, busy[kInter], busy[kIntra]},
                   update_us,
-                  elements * p.option_error[option],
+                  is_carried ? elements * p.option_error[option] : std::numeric_limits<double>::infinity(),
                   (p.option_traits[option] & kBursty) != 0 ? elements : 0.0};
         return &record;
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import Blocks
 from fxcomp.optimum.labels import Option
@@ -53,7 +54,11 @@ class Row:
         elements = sum(len(extent) for _, extent in members)
         found: list[Option] = []
         for strategy, (error, bursts) in zip(self.choices, self._errors, strict=True):
-            blocks = Blocks.of(price_bucket(0, gradients, strategy, workload, costs, cluster))
+            try:
+                tasks = price_bucket(0, gradients, strategy, workload, costs, cluster)
+            except BadCompressor:  # it cannot carry one of them
+                continue
+            blocks = Blocks.of(tasks)
             assert blocks is not None, f"{strategy} has tasks that run beside each other"
             lost, bursting = elements * error, elements if bursts else 0
             option = Option(blocks, strategy, tuple(members), lost, bursting, workload.updates_wait)

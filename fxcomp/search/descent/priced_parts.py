@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from typing import NamedTuple
 
@@ -78,6 +79,8 @@ class PricedParts:
         if part.start <= p.join_last[first_cell + part.start] < part.stop:
             update_us += p.join_us[first_cell + part.start]
         elements = p.sums[after] - p.sums[before]
+        reach = p.option_reach[option]
+        is_carried = reach < 0 or part.stop <= p.reach[reach + part.start]
         return Record(
             pattern=pattern,
             last=p.last[first_cell + part.stop - 1],
@@ -89,6 +92,6 @@ class PricedParts:
             compute_us=busy[PLACE[Stream.COMPUTE]] + update_us,
             inter_us=busy[PLACE[Stream.INTER]],
             intra_us=busy[PLACE[Stream.INTRA]],
-            lost=elements * p.option_error[option],
+            lost=elements * p.option_error[option] if is_carried else math.inf,
             bursting=elements if p.option_traits[option] & BURSTY else 0.0,
         )

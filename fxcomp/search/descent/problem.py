@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from fxcomp.cost.curve import Curve, trace
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
+from fxcomp.search.descent.carried import reach
 from fxcomp.search.descent.cells import Lane
 from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.plan_tasks import broadcast_task
@@ -30,6 +32,9 @@ NOTHING = -3
 
 DENSE, BURSTY = 1, 2
 """Traits of an option."""
+
+_MOST = sys.float_info.max
+"""A bucket that is not carried loses infinitely much, which is above every limit."""
 
 PLACE = {stream: place for place, stream in enumerate(Stream)}
 
@@ -72,6 +77,10 @@ class Problem:
     option_template: array[int]
     option_error: array[float]
     option_traits: array[int]
+    option_reach: array[int]
+    """Where an option's entries in `reach` begin; -1 if it carries any bucket."""
+    reach: array[int]
+    """Of an option and a cell: the cell where a bucket that starts there must end at the latest."""
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
@@ -152,6 +161,11 @@ class Problems:
         self.features = list(dict.fromkeys([ELEMENTS, *(term.feature for term in terms)]))
         ranks = setting.cluster.world_size
         self.sums = [lane.sums(self.features, ranks) for lane in lanes]
+        self.reaches = [
+            reach(template_of(option.strategy, setting), lane, ranks)
+            for lane, each in zip(lanes, options, strict=True)
+            for option in each
+        ]
 
     def at(self, traced: TracedPrices, bounds: Bounds) -> Problem:
         """Write the problem at these prices."""
@@ -184,6 +198,8 @@ class Problems:
             option_traits=_ints(
                 (DENSE if option.strategy.is_dense else 0) | (BURSTY if option.is_bursty else 0) for option in flat
             ),
+            option_reach=_places(self.reaches),
+            reach=_ints(stop for stops in self.reaches if stops for stop in stops),
             template_tasks=_starts(len(template.tasks) for template in self.templates),
             template_stages=_starts(len(template.stages) for template in self.templates),
             stage_tasks=_ints(len(stage) for template in self.templates for stage in template.stages),
@@ -209,7 +225,7 @@ class Problems:
             broadcast_ready_us=workload.broadcast_ready_us,
             broadcast_load=broadcast.load if broadcast else 0.0,
             broadcast_beside=broadcast.overlap_speed if broadcast and not processors.has_spare else 1.0,
-            lossable=float(bounds.lost),
+            lossable=min(float(bounds.lost), _MOST),
             bursty=float(bounds.bursting),
             processors=float(processors.count),
             compute=float(processors.compute),
@@ -301,3 +317,12 @@ def _floats(numbers: Iterable[float]) -> array[float]:
 
 def _starts(counts: Iterable[int]) -> array[int]:
     return array("i", [0, *accumulate(counts)])
+
+
+def _places(lists: Iterable[list[int] | None]) -> array[int]:
+    """Return where each list begins if they lie one behind another; -1 for none."""
+    found, count = array("i"), 0
+    for each in lists:
+        found.append(count if each else -1)
+        count += len(each or ())
+    return found

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device, Strategy
@@ -69,7 +69,7 @@ class Feature(NamedTuple):
     is_whole: bool = True
 
     def of(self, shape: Sequence[int], ranks: int) -> int:
-        """Count it in a gradient of this shape."""
+        """Count it in a gradient of this shape. Raises BadCompressor where the compressor cannot carry that."""
         elements = math.prod(shape)
         if self.compressor is None:
             return elements
@@ -88,9 +88,17 @@ ELEMENTS = Feature(Measure.VALUES)
 
 @lru_cache(maxsize=256)
 def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: int) -> tuple[float, ...]:
-    """Count a feature in gradients of these shapes."""
-    known = {shape: float(feature.of(shape, ranks)) for shape in dict.fromkeys(shapes)}
+    """Count a feature in gradients of these shapes; 0 where the compressor cannot carry one."""
+    known = {shape: size_of(feature, shape, ranks) or 0.0 for shape in dict.fromkeys(shapes)}
     return tuple(known[shape] for shape in shapes)
+
+
+def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
+    """Count a feature in a gradient; None where the compressor cannot carry that."""
+    try:
+        return float(feature.of(shape, ranks))
+    except BadCompressor:
+        return None
 
 
 class Term(NamedTuple):
@@ -126,6 +134,11 @@ class Template:
     @property
     def tasks(self) -> tuple[TaskTemplate, ...]:
         return (*(task for stage in self.stages for task in stage), *self.final)
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The sizes that its tasks' times depend on."""
+        return tuple(dict.fromkeys(term.feature for task in self.tasks for term in task.terms))
 
 
 @dataclass(frozen=True, slots=True)

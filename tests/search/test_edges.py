@@ -1,0 +1,85 @@
+"""The search where numbers are extreme: gradients that a compressor cannot carry, steps that wait for everything."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from workloads import COSTS, cluster, layers
+
+from fxcomp.compressors import BadCompressor, kernels
+from fxcomp.optimum.bound import bound_us
+from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.plan import Plan
+from fxcomp.search.choose import choose, flip_gbit, predict_us, searches_of_mode, uniform
+from fxcomp.search.descent.descent import Descent
+from fxcomp.search.descent.engine import Compiled
+from fxcomp.search.descent.parts import Limits, Part
+from fxcomp.search.descent.plan_search import PlanSearch, Question
+from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.workload import Gradient, Workload
+
+WHERE = cluster(2, 1, "1gbit")
+
+
+def workload_of(*shapes: tuple[int, ...], **options: object) -> Workload:
+    gradients = tuple(Gradient(f"w{k}", shape, 100.0 * (k + 1), 10.0) for k, shape in enumerate(shapes))
+    return Workload(gradients, 100.0 * len(shapes), **options)
+
+
+def selections(plan: Plan) -> list[range]:
+    """The parts of gradients that a selection carries."""
+    chosen = [bucket for bucket in plan.buckets if any(each.facts.sends_values for each in bucket.strategy.compressors)]
+    return [extent for bucket in chosen for extent in bucket.extents]
+
+
+@pytest.mark.parametrize("shape", [(3_000_000_000,), (60_000, 50_000), (2, 2_200_000_000)], ids=str)
+def test_no_selection_carries_more_places_than_it_has_numbers_for(shape: tuple[int, ...]):
+    workload = workload_of((100, 100), shape, (1000, 1000))
+    choice = choose(workload, COSTS, WHERE, Mode.AGGRESSIVE)
+    choice.fastest.check_covers(workload.sizes)
+    assert all(len(extent) < 2**31 for plan in (choice.fastest, choice.plan) for extent in selections(plan))
+    assert choice.fastest_us <= choice.dense_us
+    assert bound_us(workload, COSTS, WHERE, Mode.AGGRESSIVE) <= choice.fastest_us
+
+
+def test_where_the_verdict_flips_is_known_for_gradients_beyond_31_bits():
+    vector, matrix = workload_of((3_000_000_000,)), workload_of((60_000, 50_000))
+    for workload in (vector, matrix):
+        workload = replace(workload, backward_us=5e6)
+        assert flip_gbit(workload, COSTS, WHERE, Mode.AGGRESSIVE)
+
+
+def test_a_selection_that_is_asked_for_by_name_is_refused_with_the_reason():
+    workload = workload_of((2, 2_200_000_000))
+    with pytest.raises(BadCompressor, match=r"nothing can be selected from [24]200000000 values"):
+        predict_us(workload, uniform("topk(0.01)", workload, COSTS, WHERE), COSTS, WHERE)
+
+
+def test_dense_is_left_where_nothing_else_is_carried():
+    """Two atoms of a matrix fit into one bucket, all four do not."""
+    workload = workload_of((60_000, 50_000))
+    topk = next(each for each in strategies(Mode.AGGRESSIVE, WHERE) if "topk" in str(each))
+    dense = next(each for each in strategies(Mode.AGGRESSIVE, WHERE) if each.is_dense)
+    question = Question(workload, {Content.MATRICES: (dense, topk)})
+    search = PlanSearch(question, TracedPrices(COSTS, WHERE))
+    problem = search.problems.at(search.traced, question.bounds)
+    plans = [(Part(0, 0, 4, 1),), (Part(0, 0, 2, 1), Part(0, 2, 4, 1)), (Part(0, 0, 4, 0),)]
+    values = Descent(problem).values(plans)
+    assert [math.isinf(value.us) for value in values] == [True, False, False]
+    if kernels.available():
+        assert Compiled(problem).values(plans) == values
+        assert Compiled(problem).improve(plans[2], Limits()) == Descent(problem).improve(plans[2], Limits())
+
+
+@pytest.mark.parametrize("waits", [*itertools.product([False, True], repeat=3)], ids=str)
+def test_no_step_is_shorter_than_its_own_work(waits: tuple[bool, bool, bool]):
+    """Or the search would take the work for a bound, and leave out faster plans."""
+    clips, commits, shares = waits
+    buffers = {"broadcast_bytes": 10_000, "broadcast_ready_us": 30_000.0, "buffers_us": 50.0} if shares else {}
+    workload = replace(layers(6), clips=clips, commits=commits, finish_us=2_000.0, **buffers)
+    where = cluster(2, 2, "100gbit")
+    for search in searches_of_mode(workload, TracedPrices(COSTS, where), Mode.BALANCED):
+        assert all(found.value.us >= workload.free_us for found in search.starts(range(len(search.options[0]))))
+    for name in ("dense", "bf16"):
+        assert predict_us(workload, uniform(name, workload, COSTS, where), COSTS, where) >= workload.free_us
