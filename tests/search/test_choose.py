@@ -1,6 +1,5 @@
-"""Choosing a plan: against brute force, at both ends of bandwidth, and the same everywhere."""
+"""Choosing a plan: at both ends of bandwidth, what may race, and what a choice tells."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,60 +8,13 @@ from workloads import COSTS, cluster, layers, matrices
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.cost.table import CostTable
 from fxcomp.plan.error_budget import plan_error, polluting_share
-from fxcomp.plan.modes import Mode, error_limit, strategies
+from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
-from fxcomp.search.choose import Choice, choose, flip_gbit, predict_us, uniform
+from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING
 from fxcomp.search.workload import Gradient, Workload
-
-
-def brute_force_us(workload: Workload, costs: CostTable, where: Cluster, mode: Mode) -> float:
-    """The best of all partitions of neighbours, times all strategies. For matrices only."""
-    best = float("inf")
-    count = len(workload.gradients)
-    for cuts in itertools.product((False, True), repeat=count - 1):
-        borders = [0, *(k + 1 for k, cut in enumerate(cuts) if cut), count]
-        groups = [workload.gradients[a:b] for a, b in itertools.pairwise(borders)]
-        for chosen in itertools.product(strategies(mode, where), repeat=len(groups)):
-            buckets = (
-                Bucket(tuple(g.name for g in group), tuple(g.elements for g in group), strategy)
-                for group, strategy in zip(groups, chosen, strict=True)
-            )
-            best = min(best, predict_us(workload, Plan(tuple(buckets)), costs, where))
-    return best
-
-
-SMALL = {
-    "even": matrices(1_000_000, 1_000_000, 1_000_000, 1_000_000, backward_us=20_000.0),
-    "large last": matrices(10_000, 20_000, 500_000, 4_000_000, backward_us=20_000.0),
-    "large first": matrices(4_000_000, 300_000, 10_000, 1000, backward_us=20_000.0),
-}
-
-
-@pytest.mark.parametrize(
-    ("shape", "rate"),
-    [
-        ("even", "300mbit"),
-        ("even", "25gbit"),
-        ("large last", "300mbit"),
-        ("large last", "3gbit"),
-        ("large first", "3gbit"),
-    ],
-)
-def test_a_choice_is_within_two_percent_of_brute_force(shape: str, rate: str):
-    where = cluster(2, 1, rate)
-    best = brute_force_us(SMALL[shape], COSTS, where, Mode.BALANCED)
-    assert choose(SMALL[shape], COSTS, where, Mode.BALANCED).fastest_us <= 1.02 * best
-
-
-def test_a_choice_with_levels_is_within_two_percent_of_brute_force():
-    workload = matrices(2_000_000, 500_000, 1_500_000, backward_us=20_000.0)
-    where = cluster(2, 2, "1gbit")
-    best = brute_force_us(workload, COSTS, where, Mode.BALANCED)
-    assert choose(workload, COSTS, where, Mode.BALANCED).fastest_us <= 1.02 * best
 
 
 def test_a_fast_network_stays_dense_and_a_slow_one_takes_int4():
@@ -145,13 +97,6 @@ def test_dense_and_bf16_may_always_race_and_others_differ(mode: Mode):
     assert Choice.from_json(choice.to_json()) == choice
 
 
-def test_bf16_goes_level_by_level_where_that_is_faster():
-    workload, where = layers(12), cluster(2, 4, "1gbit")
-    choice = choose(workload, COSTS, where, Mode.BALANCED)
-    flat = predict_us(workload, uniform("bf16", workload, COSTS, where), COSTS, where)
-    assert choice.bf16_us < 0.9 * flat
-
-
 def test_bursts_that_an_optimizer_cannot_take_do_not_race():
     choice = choose(layers(12), COSTS, cluster(2, 1, "10mbit"), Mode.AGGRESSIVE, bursts=0.15)
     assert all(polluting_share(each.plan, cluster(2, 1, "10mbit")) <= 0.15 for each in choice.runners)
@@ -185,20 +130,16 @@ def test_a_uniform_plan_has_one_compressor_and_leaves_vectors_alone_where_it_los
         assert used == ("dense" if kept else name.partition("(")[0])
 
 
-def test_the_verdict_flips_at_a_bandwidth():
-    workload, where = layers(10), cluster(2, 1, "1gbit")
-    flip = flip_gbit(workload, COSTS, where, Mode.BALANCED)
-    assert flip is not None
-    faster, slower = (cluster(2, 1, f"{flip * factor}gbit") for factor in (1.05, 1 / 1.05))
-    assert choose(workload, COSTS, faster, Mode.BALANCED).plan.is_dense
-    assert not choose(workload, COSTS, slower, Mode.BALANCED).plan.is_dense
-    assert flip_gbit(workload, COSTS, where, Mode.LOSSLESS) is None
-
-
 def test_a_step_without_gradients_has_an_empty_plan():
     choice = choose(Workload((), 1000.0), COSTS, cluster(2, 1, "1gbit"), Mode.BALANCED)
     assert choice.plan == Plan(())
     assert choice.step_us == choice.free_us == 1000.0
+
+
+def test_a_gradient_without_elements_is_no_obstacle():
+    gradients = (Gradient("empty", (0, 4), 100.0, 0.0), Gradient("w", (500, 4), 1_000.0, 1.0))
+    choice = choose(Workload(gradients, 1_000.0), COSTS, cluster(2, 1, "1gbit"), Mode.AGGRESSIVE)
+    assert sorted(choice.plan.names) == ["empty", "w"]
 
 
 def test_a_workload_goes_to_json_and_back():
@@ -206,14 +147,3 @@ def test_a_workload_goes_to_json_and_back():
     assert Workload.from_json(workload.to_json()) == workload
     assert workload.dense_bytes == sum(4 * gradient.elements for gradient in workload.gradients)
     assert str(workload).startswith("6 gradients, ")
-
-
-@pytest.mark.parametrize("hosts", [(2, 1), (8, 4)])
-@pytest.mark.parametrize("gbit", [0.1, 1.0, 10.0, 100.0])
-def test_where_the_verdict_flips_does_not_contradict_the_verdict(hosts: tuple[int, int], gbit: float):
-    where = cluster(*hosts, f"{gbit}gbit")
-    choice = choose(layers(12), COSTS, where, Mode.BALANCED)
-    flip = flip_gbit(layers(12), COSTS, where, Mode.BALANCED, choice=choice)
-    assert flip is not None
-    assert (flip <= gbit) == choice.plan.is_dense
-    assert flip == pytest.approx(flip_gbit(layers(12), COSTS, where, Mode.BALANCED), rel=0.21)
