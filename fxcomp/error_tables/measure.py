@@ -2,19 +2,20 @@
 
     measure(gradients, residuals)  -->  ErrorTable
 
-Of each gradient in turn, on the device where it lies: |g|², |v|², what is lost by density, by rank and by codec. Ranks
-then add up what they have found, in one all_reduce of (3 + columns) fp64 numbers a gradient; the table follows from the
-sums alone, so it is the same on every rank.
+Of each gradient in turn, on the device where it lies: |g|², |v|², what is lost by density and by codec. What is lost by
+rank is that of the ranks' sum, from sketches. Ranks then add up what they have found, in one all_reduce of 3 + columns
+fp64 numbers a gradient; the table follows from the sums alone, so it is the same on every rank.
 
-    error = sum over ranks of |v - decoded|² / sum over ranks of |v|²
+    error = sum over ranks of |v - decoded|² / sum over ranks of |v|²       by density and codec
+    error = |V - its best matrix|² / |V|²,  V = sum over ranks of v         by rank
 
 A gradient that is not finite on a rank, or zero, brings nothing from there. Memory: a copy of the largest gradient with
-its residual, twice that for selection, and 128 kB of drawn runs a gradient.
+its residual, twice that for selection, 128 kB of drawn runs a gradient, and sketches of 32 rows and columns a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -27,16 +28,13 @@ from fxcomp.compressors.topk import MOST_VALUES, counts
 from fxcomp.error_tables.codecs import Drawn, draw_runs, lost_by_codec, runs_of
 from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
 from fxcomp.error_tables.largest import lost_by_largest
-from fxcomp.error_tables.low_rank import lost_by_rank
+from fxcomp.error_tables.low_rank import AllReduce, losses_by_rank
 from fxcomp.error_tables.norms import squares
 from fxcomp.error_tables.table import ErrorTable, Row, legal
 from fxcomp.errors import BadErrorTable
 
-AllReduce = Callable[[Tensor], object]
-"""Add up a tensor over all ranks, in place."""
-
 _MEASURED, _GRADIENT, _VALUE, _LOST = range(4)
-"""Of each gradient: ranks that measured it, |g|², |v|², and what is lost by column."""
+"""Of each gradient: ranks that measured it, |g|², |v|², and what is lost by column; by rank, relative to |v|²."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +61,78 @@ def measure(
     Every rank brings the same names and shapes. Raises BadErrorTable for a residual of another size.
     """
     _check(gradients, residuals or {})
-    sums = sums_here(gradients, residuals or {}, columns, draw or Draw())
+    look = _Look(gradients, residuals or {}, columns, draw or Draw())
+    sums = look.sums(all_reduce)
     if all_reduce is not None:
         all_reduce(sums)
     return table_of(sums, {name: tuple(each.shape) for name, each in gradients.items()}, columns)
 
 
-def sums_here(gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor], columns: Columns, draw: Draw) -> Tensor:
-    """Return this rank's part of what ranks add up: a row a gradient."""
-    sums = torch.zeros(len(gradients), _LOST + columns.count, dtype=torch.float64)
-    by_run = runs_of(columns.codecs)
-    drawn: dict[int, list[tuple[int, Drawn]]] = {run: [] for run in by_run}
-    for number, (name, gradient) in enumerate(gradients.items()):
-        flat = gradient.detach().float().flatten()
-        residual = residuals.get(name)
-        value = flat if residual is None else flat + residual.flatten()
-        alone = squares(flat)
-        whole = alone if residual is None else squares(value)
-        if not (alone < inf and whole < inf and len(flat) <= MOST_VALUES):
-            continue
-        sums[number, :_LOST] = torch.tensor([1.0, alone, whole], dtype=torch.float64)
-        if whole == 0:
-            continue
-        key = draw.key(name)
-        selected = lost_by_largest(value, [counts((len(value),), density)[0] for density in columns.densities])
-        ranked = _lost_by_rank(value, tuple(gradient.shape), columns.ranks, whole, key)
-        sums[number, _LOST : _LOST + columns.contractions()] = torch.tensor([*selected, *ranked], dtype=torch.float64)
-        for run, found in drawn.items():
-            found.append((number, draw_runs(value, run, whole, key % 2**24 / 2**24)))
-    for run, codecs in by_run.items():
-        numbers = [number for number, _ in drawn[run]]
-        for codec in codecs:
-            column = _LOST + columns.contractions() + columns.codecs.index(codec)
-            lost = lost_by_codec(codec, [each for _, each in drawn[run]], draw.key(str(codec)))
-            sums[numbers, column] = torch.tensor(lost, dtype=torch.float64)
-    return sums
+@dataclass(frozen=True, slots=True)
+class _Look:
+    gradients: Mapping[str, Tensor]
+    residuals: Mapping[str, Tensor]
+    columns: Columns
+    draw: Draw
+
+    def value(self, name: str) -> Tensor:
+        """Make what is compressed, flat."""
+        flat, residual = self.gradients[name].detach().float().flatten(), self.residuals.get(name)
+        return flat if residual is None else flat + residual.flatten()
+
+    def sums(self, all_reduce: AllReduce | None) -> Tensor:
+        """Return this rank's part of what ranks add up: a row a gradient."""
+        columns = self.columns
+        found = torch.zeros(len(self.gradients), _LOST + columns.count, dtype=torch.float64)
+        runs = runs_of(columns.codecs)
+        drawn: dict[int, list[Drawn]] = {run: [] for run in runs}
+        numbers: list[int] = []
+        for number, (name, gradient) in enumerate(self.gradients.items()):
+            value = self.value(name)
+            whole = squares(value)
+            alone = squares(gradient.detach().float().flatten()) if name in self.residuals else whole
+            if not (alone < inf and whole < inf and len(value) <= MOST_VALUES):
+                continue
+            found[number, :_LOST] = torch.tensor([1.0, alone, whole], dtype=torch.float64)
+            if whole == 0:
+                continue
+            numbers.append(number)
+            kept = [counts((len(value),), density)[0] for density in columns.densities]
+            found[number, _LOST : _LOST + len(kept)] = torch.tensor(lost_by_largest(value, kept), dtype=torch.float64)
+            start = self.draw.key(name) % 2**24 / 2**24
+            for run, of_run in drawn.items():
+                of_run.append(draw_runs(value, run, whole, start))
+        for run, codecs in runs.items():
+            for codec in codecs:
+                lost = lost_by_codec(codec, drawn[run], self.draw.key(str(codec)))
+                column = _LOST + columns.contractions() + columns.codecs.index(codec)
+                found[numbers, column] = torch.tensor(lost, dtype=torch.float64)
+        self._sketch(found, all_reduce)
+        return found.to(next((each.device for each in self.gradients.values()), found.device))
+
+    def _sketch(self, found: Tensor, all_reduce: AllReduce | None) -> None:
+        """Fill in the columns of ranks: those of the ranks' sum, which each rank works out for itself."""
+        columns = self.columns
+        names = [
+            name for name, each in self.gradients.items() if columns.ranks and not sends_whole(PowerSGD(1), each.shape)
+        ]
+        is_measured = {name: bool(row[_MEASURED]) for name, row in zip(self.gradients, found, strict=True)}
+        shapes = [(self.gradients[name].shape[0], self.gradients[name][0].numel()) for name in names]
+
+        def matrices() -> Iterator[Tensor]:
+            for name, shape in zip(names, shapes, strict=True):
+                value = self.value(name).view(shape)
+                yield value if is_measured[name] else torch.zeros_like(value)
+
+        if not names:
+            return
+        places = {name: number for number, name in enumerate(self.gradients)}
+        whole = [found[places[name], _VALUE].item() for name in names]
+        losses = losses_by_rank(shapes, matrices, whole, columns.ranks, self.draw.look, all_reduce)
+        first, end = _LOST + len(columns.densities), _LOST + columns.contractions()
+        for name, lost in zip(names, losses, strict=True):
+            if is_measured[name]:
+                found[places[name], first:end] = torch.tensor(lost, dtype=torch.float64)
 
 
 def table_of(sums: Tensor, shapes: Mapping[str, tuple[int, ...]], columns: Columns) -> ErrorTable:
@@ -115,17 +150,10 @@ def table_of(sums: Tensor, shapes: Mapping[str, tuple[int, ...]], columns: Colum
                 notes.append(f"{name}: it was zero, so it weighs nothing, and errors of Gaussian values are assumed")
             rows[name] = Row(shape, 0.0, (), 0)
         else:
-            rows[name] = Row(shape, gradient / measured, tuple(each / value for each in lost), 1)
+            by_rank = range(len(columns.densities), columns.contractions())
+            errors = (each / (measured if place in by_rank else value) for place, each in enumerate(lost))
+            rows[name] = Row(shape, gradient / measured, tuple(errors), 1)
     return legal(columns, rows, notes)
-
-
-def _lost_by_rank(value: Tensor, shape: tuple[int, ...], ranks: Sequence[int], whole: float, key: int) -> list[float]:
-    """As powersgd loses it: nothing where the gradient travels as it is."""
-    used = [rank for rank in ranks if not sends_whole(PowerSGD(rank), shape)]
-    if not used:
-        return [0.0] * len(ranks)
-    lost = lost_by_rank(value.view(shape[0], -1), used, whole, key)
-    return lost + [0.0] * (len(ranks) - len(used))
 
 
 def _check(gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,9 @@
 """Measured errors are those of the codecs on the same values, for all families and kinds of gradients."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -146,16 +149,62 @@ def test_what_was_left_out_before_belongs_to_what_is_compressed():
     assert table.rows["g"].squares == pytest.approx(gradient.square().sum().item(), rel=1e-5)
 
 
+def measured_together(parts: list[dict[str, Tensor]]) -> list[ErrorTable]:
+    """Measure by so many ranks at once, each a thread, which add up in rank order."""
+    barrier = Barrier(len(parts))
+    brought: dict[int, Tensor] = {}
+
+    def all_reduce(rank: int, sums: Tensor) -> None:
+        brought[rank] = sums.clone()
+        barrier.wait()
+        sums.copy_(torch.stack([brought[each] for each in range(len(parts))]).sum(dim=0))
+        barrier.wait()
+
+    def on(rank: int) -> ErrorTable:
+        return measure(parts[rank], draw=Draw(rank), all_reduce=partial(all_reduce, rank))
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return list(threads.map(on, range(len(parts))))
+
+
 def test_ranks_add_up_what_they_lose():
     parts = [drawn(0), 10 * KINDS["few rows"]]
-    others: list[Tensor] = []
-    for rank, part in enumerate(parts):
-        measure({"g": part}, draw=Draw(rank), all_reduce=lambda sums: others.append(sums.clone()))
-    table = measure({"g": parts[0]}, draw=Draw(0), all_reduce=lambda sums: sums.add_(others[1]))
+    table, other = measured_together([{"g": part} for part in parts])
+    assert table == other
     both = torch.cat([part.flatten() for part in parts])
     left = sum(lost(TopK(0.01), part.flatten(), SHAPE) * part.square().sum().item() for part in parts)
     assert table.error_of("g", TopK(0.01)).value == pytest.approx(left / both.square().sum().item(), rel=1e-5)
     assert table.rows["g"].squares == pytest.approx(both.square().sum().item() / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_low_rank_is_that_of_the_mean_and_not_of_each_ranks_gradient(rank: int):
+    """Each rank's gradient has rank 4, and their mean rank 32: as of batches of a few samples."""
+    parts = [drawn(seed, (160, 4)) @ drawn(100 + seed, (4, 512)) for seed in range(8)]
+    tables = measured_together([{"g": part, "h": part.T.contiguous()} for part in parts])
+    assert all(table == tables[0] for table in tables)
+    squares: Tensor = linalg.svdvals(torch.stack(parts).mean(dim=0).double()).square()
+    best = (squares[rank:].sum() / squares.sum()).item()
+    replicas = replicas_of(PowerSGD(rank).bound_to([SHAPE], 8), (parts[0].numel(),), 8, feedback=False)
+    flat = [part.flatten() for part in parts]
+    decoded = [average(PowerSGD(rank), flat, replicas, (flat[0].numel(),), [SHAPE]) for _ in range(20)][-1]
+    mean = torch.stack(flat).mean(dim=0)
+    applied = ((mean - decoded).square().sum() / mean.square().sum()).item()
+    for name in ("g", "h"):
+        assert tables[0].error_of(name, PowerSGD(rank)).value == pytest.approx(best, rel=0.03)
+        assert tables[0].error_of(name, PowerSGD(rank)).value == pytest.approx(applied, rel=0.05)
+    assert measure({"g": parts[0]}).error_of("g", PowerSGD(4)).value < 1e-6
+
+
+def test_a_rank_whose_gradient_is_not_finite_brings_nothing():
+    broken = drawn(1)
+    broken[0, 0] = math.nan
+    table, other = measured_together([{"g": drawn(0)}, {"g": broken}])
+    assert table == other
+    alone = measure({"g": drawn(0)})
+    assert table.rows["g"].squares == alone.rows["g"].squares
+    assert table.error_of("g", TopK(0.01)) == alone.error_of("g", TopK(0.01))
+    assert table.error_of("g", PowerSGD(4)).value == pytest.approx(alone.error_of("g", PowerSGD(4)).value, rel=0.1)
 
 
 def test_each_look_draws_other_runs_and_the_same_look_the_same():
