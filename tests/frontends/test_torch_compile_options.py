@@ -1,0 +1,37 @@
+"""Options of the backend: each that cannot be is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"plann": "dense"}, "there is no option 'plann'; did you mean 'plan'?"),
+        ({"race": "auto"}, "options['race'] is 'off' here: the backend sees backward passes and times no steps"),
+        ({"mode": "lossles"}, "there is no mode 'lossles'; did you mean 'lossless'?"),
+        ({"model": "mlp"}, "options['model'] must be the module that is compiled; it is a str"),
+        ({"ignore": ["bias"]}, "needs options['model']"),
+        ({"model": nn.Linear(2, 2), "ignore": ["bais"]}, "did you mean 'bias'?"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(options: dict[str, Any], text: str):
+    model = torch.compile(nn.Linear(2, 2), backend="fxcomp", options=options)
+    with pytest.raises(BackendCompilerFailed) as raised:
+        model(torch.ones(1, 2))
+    assert "BadOption" in str(raised.value)
+    assert text in str(raised.value)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_mode_is_an_option_too():
+    model = torch.compile(nn.Linear(2, 2), backend="fxcomp", mode="agressive")
+    with pytest.raises(BackendCompilerFailed, match="did you mean 'aggressive'"):
+        model(torch.ones(1, 2))

@@ -1,0 +1,27 @@
+"""Models that `torch.compile(backend="fxcomp")` compiles, dense unless a test asks otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def compiled(model: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend="fxcomp", options={"plan": "dense", **options})
+
+
+def own_options(model: nn.Module) -> Callable[..., Any]:
+    """Options of its own, so that the models of one process are told apart."""
+    return compiled(model, model=model)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return build()
+
+
+def step(call: Callable[..., Any]) -> None:
+    call(torch.randn(3, 4)).sum().backward()
