@@ -153,13 +153,16 @@ class Race:
         return tuple(steps)
 
     def _length_for(self, entrant: _Entrant) -> int:
-        """Choose the length of a turn by what it is expected to cost; 0 if the budget has not one step of it."""
+        """Choose the length of a turn by what it is expected to cost; 0 if the budget has not one step of it.
+
+        What is expected to cost nothing runs, whatever others have cost.
+        """
         best_ms, length = self._best_ms, HEAT if entrant.turns == 0 or entrant.is_beaten else TURN
         if best_ms is None:
             return length
         expected_ms = entrant.median_ms if entrant.is_known else entrant.runner.step_us / 1e3
         more_ms, left_ms = max(0.0, expected_ms - best_ms), BUDGET * best_ms - self._spent_ms
-        return length if length * more_ms <= left_ms else int(more_ms <= left_ms)
+        return length if more_ms == 0 or length * more_ms <= left_ms else int(more_ms <= left_ms)
 
     @property
     def _known(self) -> list[_Entrant]:
