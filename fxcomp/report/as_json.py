@@ -62,6 +62,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
         "runners": _runners(explanation),
         "race": explanation.raced.to_json() if explanation.raced else None,
+        "racing": explanation.is_racing,
         "notes": list(explanation.notes),
     }
 

@@ -51,6 +51,8 @@ class Explanation:
     """Operators that the model of compute knows little of."""
     raced: Raced | None = None
     """The last race of plans in the running job."""
+    is_racing: bool = False
+    """The plan in use is the one whose turn it is."""
 
     @property
     def step_us(self) -> float:
@@ -67,6 +69,11 @@ class Explanation:
     def is_chosen(self) -> bool:
         """The plan is the one that was chosen, and not given or switched to later."""
         return self.choice is not None and self.choice.plan == self.plan
+
+    @property
+    def has_won(self) -> bool:
+        """The plan is the one that was measured fastest in the running job."""
+        return self.raced is not None and not self.is_racing and self.raced.stays.runner.plan == self.plan
 
     @property
     def bound_us(self) -> float | None:

@@ -65,8 +65,7 @@ def report_of(explanation: Explanation) -> Report:
     if explanation.notes:
         sections.append(Section("Notes", list(explanation.notes)))
     tone, verdict = _verdict(explanation)
-    reason = f"{choice.reason[0].upper()}{choice.reason[1:]}." if choice is not None and explanation.is_chosen else ""
-    return Report(_headline(explanation), tone, verdict, reason, sections)
+    return Report(_headline(explanation), tone, verdict, _reason(explanation), sections)
 
 
 def short(strategy: Strategy) -> str:
@@ -104,15 +103,27 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
     buckets, choice = explanation.plan.buckets, explanation.choice
     compressed = [bucket for bucket in buckets if not bucket.strategy.is_dense]
     share = f"{len(compressed)} of {count(len(buckets), 'bucket')}"
-    if buckets and not explanation.is_chosen:
+    if buckets and not explanation.is_chosen and not explanation.has_won:
         given = f"The plan in use {f'compresses {share}' if compressed else 'is dense'}"
-        if choice is not None:
+        if explanation.is_racing:
+            given += "; plans are racing, and this is its turn"
+        elif choice is not None:
             given += f"; fxcomp {'would not compress' if choice.plan.is_dense else 'would choose another'}"
         return Tone.GIVEN, given
     if not compressed:
         return Tone.DENSE, "Do not compress"
     of_bytes = sum(bucket.elements for bucket in compressed) / sum(bucket.elements for bucket in buckets)
     return Tone.COMPRESS, f"Compress {share} ({of_bytes:.1%} of the bytes)"
+
+
+def _reason(explanation: Explanation) -> str:
+    """Say why the plan is followed: it was measured fastest, or chosen by prediction."""
+    choice, raced = explanation.choice, explanation.raced
+    if raced is not None and explanation.has_won:
+        return f"Measured in a race of {len(raced.lanes)} plans: {raced.verdict}."
+    if choice is not None and explanation.is_chosen:
+        return f"{choice.reason[0].upper()}{choice.reason[1:]}."
+    return ""
 
 
 def _steps(explanation: Explanation, digits: int) -> Table:
@@ -122,9 +133,10 @@ def _steps(explanation: Explanation, digits: int) -> Table:
     if choice is None:
         steps = [("this plan", step_us), ("no communication", free_us)]
     else:
-        steps = [("chosen" if explanation.is_chosen else "this plan", step_us)]
+        this = "measured best" if explanation.has_won else "this plan"
+        steps = [("chosen" if explanation.is_chosen else this, step_us)]
         if not explanation.is_chosen:
-            steps.append(("fxcomp's choice", choice.step_us))
+            steps.append(("chosen by prediction" if explanation.has_won else "fxcomp's choice", choice.step_us))
         elif choice.fastest != explanation.plan:
             steps.append(("fastest, not chosen", choice.fastest_us))
         steps += [("dense", choice.dense_us), ("bf16 everywhere", choice.bf16_us), ("no communication", free_us)]
@@ -200,7 +212,7 @@ def _race(raced: Raced, digits: int) -> list[Block]:
         predicted = f"{ms(lane.runner.step_us, digits)} ms"
         rows.append((lane.runner.name, predicted, measured, str(lane.steps), "stays" if k == raced.winner else ""))
     cost = (
-        f"The plans took turns in steps {raced.first_step} to {raced.last_step}, which cost"
+        f"The plans took turns in {raced.when}, which cost"
         f" {ms(1e3 * raced.cost_ms, digits)} ms: {raced.share:.1%} of the first {JUDGED_STEPS:,} steps."
     )
     return [Table(columns, rows), cost]

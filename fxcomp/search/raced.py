@@ -55,6 +55,11 @@ class Raced:
         return self.lanes[self.winner]
 
     @property
+    def when(self) -> str:
+        """The steps of the turns, counted from 0: `steps 2 to 21`."""
+        return f"steps {self.first_step} to {self.last_step - 1}"
+
+    @property
     def share(self) -> float:
         """The cost as a share of the first thousand steps under the winner."""
         ms = self.stays.measured_ms
@@ -70,13 +75,19 @@ class Raced:
             "share_of_1000_steps": self.share,
         }
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """`dense stays with 36.1 ms a step; fastest 37.9, bf16 not timed`."""
+        if self.stays.measured_ms is None:
+            return f"{self.stays.runner.name} stays, because no step was timed by all ranks"
         others = ", ".join(
             f"{lane.runner.name} {_ms(lane.measured_ms)}" for k, lane in enumerate(self.lanes) if k != self.winner
         )
+        return f"{self.stays.runner.name} stays with {_ms(self.stays.measured_ms)} ms a step; {others}"
+
+    def __str__(self) -> str:
         return (
-            f"raced {len(self.lanes)} plans in steps {self.first_step} to {self.last_step}: {self.stays.runner.name}"
-            f" stays with {_ms(self.stays.measured_ms)} ms a step; {others}. Racing cost {self.cost_ms:.4g} ms,"
+            f"raced {len(self.lanes)} plans in {self.when}: {self.verdict}. Racing cost {self.cost_ms:.4g} ms,"
             f" {self.share:.1%} of the first thousand steps."
         )
 

@@ -216,12 +216,13 @@ class CompiledStep:
     def explain(self) -> str:
         """Explain the plan and the step as text."""
         notes = (*self.notes, *self.counted_notes)
-        return to_text(self._explainer.explanation(self.in_force, self.monitor.times, notes, self.raced))
+        race = (self.raced, self._steering.takes_turns)
+        return to_text(self._explainer.explanation(self.in_force, self.monitor.times, notes, race))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
-        """Notes on the warm-up, and on steps that were left out."""
-        notes: list[str] = []
+        """Notes on a race, on the warm-up, and on steps that were left out."""
+        notes = [self._steering.note_on_race] if self._steering.note_on_race else []
         if not self.in_force.is_warm:
             stages = self.in_force.stages
             notes.append(

@@ -26,9 +26,10 @@ class Explainer:
         self._flip: tuple[Decision, float | None] | None = None
 
     def explanation(
-        self, force: PlanInForce, times: StepTimes, notes: tuple[str, ...], raced: Raced | None
+        self, force: PlanInForce, times: StepTimes, notes: tuple[str, ...], race: tuple[Raced | None, bool]
     ) -> Explanation:
-        """Gather all that a report is made of."""
+        """Gather all that a report is made of; `race` is the last one, and whether plans take turns now."""
+        raced, is_racing = race
         decision = force.decision
         is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
         return Explanation(
@@ -45,6 +46,7 @@ class Explainer:
             exposed_ms=times.exposed_ms,
             unknowns=unknowns(force.standing.captured.graph),
             raced=raced,
+            is_racing=is_racing,
         )
 
     def _flip_gbit(self, decision: Decision) -> float | None:

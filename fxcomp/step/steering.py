@@ -21,7 +21,7 @@ from fxcomp.site import Site
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
-from fxcomp.step.race import Race
+from fxcomp.step.race import LONGEST, Race
 
 WARM_STEPS = 2
 """The first steps of a job, which allocate, are no part of a race."""
@@ -66,6 +66,18 @@ class Steering:
         """Plans take turns, or will soon: nothing is compared with its prediction."""
         return self._race is not None or self._races_at is not None
 
+    @property
+    def takes_turns(self) -> bool:
+        """A race is on."""
+        return self._race is not None
+
+    @property
+    def note_on_race(self) -> str:
+        """Tell a race that is on, or due; empty if there is none."""
+        if self._race is not None:
+            return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
+        return "" if self._races_at is None else f"plans will race from step {self._races_at} on"
+
     def act(self, step: int) -> None:
         """Do what is due after so many steps."""
         if self._race is not None:
@@ -104,6 +116,7 @@ class Steering:
         mine = [-1.0 if ms is None else ms for ms in self._monitor.times.of(race.timed_steps)]
         everyone = self._site.gather_numbers(mine)
         race.end_turn([max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)])
+        self._monitor.times.forget()
         if race.result is not None:
             with self._ranks.together("ending the race"):
                 self._end_race(race.result, step)

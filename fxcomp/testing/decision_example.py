@@ -18,10 +18,12 @@ MODE = Mode.BALANCED
 
 UPDATE_US_PER_ELEMENT = 0.0005
 COMPRESSOR_START_US = 10.0
+COMPRESSORS_US = {"bf16": (200.0, 100.0), "int8": (300.0, 200.0), "int4": (400.0, 200.0)}
+"""What compressing and decompressing a million values takes beside the start of a kernel."""
 
 
 def _compressor(encode_us: float, decode_us: float) -> CompressorCost:
-    """Price a compressor by what a million values take beside the start of its kernel."""
+    """Price a compressor by what a million values take."""
     ends = (COMPRESSOR_START_US + encode_us, COMPRESSOR_START_US + decode_us)
     start = CompressorPoint(1, COMPRESSOR_START_US, COMPRESSOR_START_US)
     return CompressorCost.of(start, CompressorPoint(1_000_000, *ends))
@@ -30,11 +32,7 @@ def _compressor(encode_us: float, decode_us: float) -> CompressorCost:
 COSTS = CostTable(
     pack_gb_per_s=20.0,
     launch_us=10.0,
-    compressors={
-        "bf16@gpu": _compressor(200.0, 100.0),
-        "int8@gpu": _compressor(300.0, 200.0),
-        "int4@gpu": _compressor(400.0, 200.0),
-    },
+    compressors={f"{name}@gpu": _compressor(*us) for name, us in COMPRESSORS_US.items()},
     processors=Processors(1.0, 1.0),  # one core: no pool that could compress beside compute
     error=0.1,
 )

@@ -20,9 +20,17 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.streams import WIRES, Stream
 from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.wire_arithmetic import sent_by
-from fxcomp.search.choose import Choice, choose, predict_us, uniform
+from fxcomp.search.choose import Choice, bf16_everywhere, choose, predict_us, uniform
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.testing.decision_example import CLUSTER, COMPRESSOR_START_US, COSTS, LINK, MODE, WORKLOAD
+from fxcomp.testing.decision_example import (
+    CLUSTER,
+    COMPRESSOR_START_US,
+    COMPRESSORS_US,
+    COSTS,
+    LINK,
+    MODE,
+    WORKLOAD,
+)
 from fxcomp.testing.describe_race import gate, race
 
 WIDTH = 110  # of a drawn timeline
@@ -56,12 +64,12 @@ These costs are made up and round. In a real job `compile_step` measures them on
 | link between the hosts | latency α = {alpha:.0f} µs, bandwidth B = {gb_per_s} GB/s = {bytes_per_us:.0f} bytes per µs |
 | packing a bucket | its bytes at {pack:.0f} GB/s |
 | starting a collective | {launch:.0f} µs of the main thread |
-| compressing, decompressing | {start:.0f} µs each, and a time for each value |
+| compressing, decompressing | {start:.0f} µs each, and for a million values: {million} |
 
 A ring all_reduce of n bytes over p ranks takes 2 (p − 1) latencies, and every rank sends 2 (p − 1) / p · n bytes. With
 p = 2 that is 2 α + n / B. Payloads of int8 and int4 cannot be added up on the wire, so every rank sends its own to all
-others: an all_gather takes α + (p − 1) n / B for payloads of n bytes. Four ways to send the largest gradient,
-`{largest}`:
+others: an all_gather takes α + (p − 1) n / B for payloads of n bytes, and every rank decompresses all p of them. Four
+ways to send the largest gradient, `{largest}`:
 
 """
 
@@ -176,6 +184,7 @@ def _costs() -> str:
         pack=COSTS.pack_gb_per_s,
         launch=COSTS.launch_us,
         start=COMPRESSOR_START_US,
+        million="; ".join(f"{name} {encode:.0f}, {decode:.0f} µs" for name, (encode, decode) in COMPRESSORS_US.items()),
         largest=largest.name,
     )
     rows: list[str] = []
@@ -204,6 +213,7 @@ def _compressing_us(bucket: Bucket) -> tuple[float, float]:
 def _candidates(choice: Choice) -> str:
     plans = {"dense": choice.dense}
     plans |= {f"{name} everywhere": uniform(name, WORKLOAD, COSTS, CLUSTER) for name in UNIFORM}
+    plans["bf16 everywhere"] = bf16_everywhere(WORKLOAD, COSTS, CLUSTER)
     plans["the search's best"] = choice.fastest
     rows: list[str] = []
     for name, plan in plans.items():

@@ -19,7 +19,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, Errors
-from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, TURN, Race
+from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
 from fxcomp.testing.decision_example import CLUSTER, COSTS, WORKLOAD
 
 DEARER = 8.0
@@ -42,8 +42,8 @@ than dense in that draw.
 
 GATE_END = """
 A plan that wins {trying} of the draws may race; dense and bf16 may always. If the fastest plan wins {following}, it is
-followed until the race is over, or for good where nothing races (`race="off"`, and predictions without a cluster); if
-not, dense is.
+followed until the race is over, or for good where nothing races (`race="off"`, and `fxcomp explain`, which only
+predicts); if not, dense is.
 
 """
 
@@ -51,10 +51,11 @@ RACE = """
 ## The race
 
 In the running job these plans take turns, and the measured best stays. All ranks take the same turns: a heat of {heat}
-steps for every runner, then {turn} steps for each that may still win, until those have {counted} counted steps. After
-{longest} steps it ends in any case. A turn's first step does not count (it allocates), nor do steps that are verified.
-A machine that is disturbed for a moment makes steps longer, never shorter: a runner with few counted steps is judged by
-its shortest one, and a runner that is out after its heat, though predicted to be near the best, runs another
+steps for every runner, then {turn} steps for each that may still win, until one is left or those have {counted} counted
+steps. A runner is out when its median is more than {out:.0f} standard errors of the difference behind the best. After
+{longest} steps the race ends in any case. A turn's first step does not count (it allocates), nor do steps that are
+verified. A machine that is disturbed for a moment makes steps longer, never shorter: a runner with few counted steps is
+judged by its shortest one, and a runner that is out after its heat, though predicted to be near the best, runs another
 at the end.
 
 Suppose that the table came from another machine, and compressors take {dearer:.0f} times as long here:
@@ -102,7 +103,7 @@ def gate(choice: Choice) -> str:
 def race(choice: Choice) -> str:
     """Write a race turn by turn."""
     turns, raced = run_race(choice)
-    words = RACE.format(dearer=DEARER, heat=HEAT, turn=TURN, counted=COUNTED, longest=LONGEST)
+    words = RACE.format(dearer=DEARER, heat=HEAT, turn=TURN, counted=COUNTED, out=OUT, longest=LONGEST)
     rows = [
         f"| {turn.steps[0]} to {turn.steps[-1]} | {turn.runner.name} | {turn.runner.step_us / 1e3:.1f} "
         f"| {', '.join(f'{ms:.1f}' for ms in turn.times_ms)} |"

@@ -171,11 +171,32 @@ def test_a_race_shows_what_each_runner_was_predicted_and_measured_at_and_what_it
     assert "fastest 19.96 ms 21.50 ms 12 stays" in text
     assert "dense 40.00 ms 40.50 ms 1" in text
     assert "bf16 40.00 ms not timed 0" in text
-    assert "The plans took turns in steps 2 to 17, which cost 43.00 ms: 0.2% of the first 1,000 steps." in text
+    assert "The plans took turns in steps 2 to 16, which cost 43.00 ms: 0.2% of the first 1,000 steps." in text
     data = to_json(explained)
     assert [lane["measured_ms"] for lane in data["race"]["lanes"]] == [21.5, 40.5, None]
     assert data["race"]["winner"] == "fastest"
     assert [each["wins"] for each in data["runners"]] == [0.95, 0.0]
+
+
+def test_a_plan_that_the_race_measured_best_is_no_plan_that_somebody_gave():
+    choice = by_hand().choice
+    assert choice is not None
+    fastest, dense = choice.runners
+    lanes = (Lane(fastest, 50.0, 12), Lane(dense, 40.5, 12))
+    explained = by_hand(plan=choice.dense, raced=Raced(lanes, 1, 2, 17, 43.0))
+    text = " ".join(to_text(explained).split())
+    assert "Do not compress Measured in a race of 2 plans: dense stays with 40.5 ms a step; fastest 50." in text
+    assert "chosen by prediction 19.96 ms" in text
+    assert "would choose another" not in text
+    turn = " ".join(to_text(replace(explained, is_racing=True)).split())
+    assert "The plan in use is dense; plans are racing, and this is its turn" in turn
+
+
+def test_a_race_without_a_timed_step_says_so():
+    choice = by_hand().choice
+    assert choice is not None
+    raced = Raced(tuple(Lane(each, None, 0) for each in choice.runners), 0, 2, 102, 0.0)
+    assert "fastest stays, because no step was timed by all ranks" in str(raced)
 
 
 def test_a_measured_step_stands_beside_its_prediction():

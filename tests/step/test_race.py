@@ -84,6 +84,12 @@ def test_a_race_keeps_to_its_budget_whatever_is_slow(times: float):
     assert (found.lanes[1].measured_ms is None) is (times > BUDGET + 1)
 
 
+def test_what_slow_runners_cost_keeps_no_faster_one_from_its_heat():
+    slow = (runner("int8", 10.0), 500.0), (runner("int4", 12.0), 400.0)
+    found = raced((runner("dense", 20.0), 20.0), *slow, (runner("topk", 14.0), 12.0))
+    assert found.stays.runner.name == "topk"
+
+
 def test_noise_does_not_decide():
     draw = torch.Generator().manual_seed(0)
     factors = (1 + 0.05 * torch.randn(1000, generator=draw)).tolist()
@@ -146,15 +152,19 @@ def trained(gbit: float, factor: float, options: dict[str, Any], steps: int = LO
     with virtual_time(clock):
         step = compiled(table(gbit), **{"race": "auto", **options})
         plans, parameters, when_over = [step.plan.digest], [], dict[str, Any]()
+        choice = step.in_force.decision.choice
+        assert choice is not None
+        predicted_us = {each.plan.digest: each.step_us for each in choice.runners}
         for i in range(steps):
             step(JOB.batch(i, dist.get_rank()))
+            if step.in_force.is_warm:
+                assert step.timeline.step_time_us == pytest.approx(predicted_us[step.plan.digest]), "the plan's own"
+            assert ("rac" in " ".join(step.counted_notes)) is step.is_racing
             if step.raced is not None and not when_over:
                 when_over = {"source": step.source, "predicted_us": step.timeline.step_time_us}
             if step.plan.digest != plans[-1]:
                 plans.append(step.plan.digest)
                 parameters.append(flat_parameters(step.training.model).tolist())
-        choice = step.in_force.decision.choice
-    assert choice is not None
     return {
         "raced": step.raced,
         "when_over": when_over,
