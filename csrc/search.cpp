@@ -143,7 +143,9 @@ class Descent {
         const Record* record = parts_.of(part);
         auto at = trial_.end();
         while (at != trial_.begin() && (at - 1)->record->last > record->last) --at;
-        return static_cast<int32_t>(trial_.insert(at, {part, record}) - trial_.begin());
+        const auto place = static_cast<int32_t>(at - trial_.begin());  // before the buckets move
+        trial_.insert(at, {part, record});
+        return place;
     }
 
     int32_t options_of(int32_t lane) const { return p.lane_options[lane + 1] - p.lane_options[lane]; }
