@@ -1,17 +1,12 @@
 // The search among plans, as fxcomp/search/descent/descent.py specifies it: the same operations in the same order.
-#include <cmath>
-#include <limits>
-
-#include "plan_clock.h"
+#include "plan_value.h"
 
 namespace fxcomp {
 namespace {
 
-constexpr double kSame = 1e-9;          // times that are relatively closer are equal
 constexpr double kWorthARound = 1e-4;   // relative: a round that gains less is the last
 constexpr int kCuts = 6;                // even parts that a bucket is split into, and near its ends
 constexpr int32_t kBorders[] = {-4, -2, -1, 1, 2, 4};
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Limits {
     int64_t evaluations;
@@ -21,35 +16,17 @@ struct Limits {
     int32_t pairs;
 };
 
-struct Value {
-    double us, lost;
-
-    bool beats(const Value& other) const {
-        if (us > other.us * (1 + kSame)) return false;
-        return us < other.us * (1 - kSame) || lost < other.lost;
-    }
-};
-
 class Descent {
   public:
-    explicit Descent(const Problem& problem) : p(problem), parts_(problem), clock_(problem) {}
-
-    std::vector<Bucket> bound(const Part* parts, int32_t count) {
-        std::vector<Bucket> plan;
-        for (int32_t k = 0; k < count; ++k) plan.push_back({parts[k], parts_.of(parts[k])});
-        return plan;
-    }
-
-    // A plan's value.
-    Value value(const std::vector<Bucket>& plan) { return value(plan, {kInfinity, kInfinity}, 0, true); }
+    explicit Descent(const Problem& problem) : p(problem), values(problem) {}
 
     void improve(std::vector<Bucket>& plan, const Limits& allowed) {
         limits = allowed;
-        limits.evaluations += evaluations;
+        limits.evaluations += values.evaluations;
         plan_ = plan;
-        value_ = value(plan_);
+        value_ = values.of(plan_);
         is_base_ = false;
-        while (evaluations < limits.evaluations) {
+        while (values.evaluations < limits.evaluations) {
             double before = value_.us;
             round();
             if (value_.us < before * (1 - kWorthARound)) continue;
@@ -61,60 +38,33 @@ class Descent {
         plan = plan_;
     }
 
-    int32_t lanes() const { return p.lanes; }
-
-    int64_t evaluations = 0;
-
-  private:
-    // What adds up over buckets.
-    struct Sums {
-        double lost = 0.0, bursting = 0.0;
-        Work work;
-
-        void operator+=(const Record& record) {
-            lost += record.lost;
-            bursting += record.bursting;
-            work += record.work;
+    // Find a plan's values with each option for one bucket at a time.
+    void others(const std::vector<Bucket>& plan, Value* found) {
+        values.keep(base_ = plan);
+        for (size_t k = 0; k < base_.size(); ++k) {
+            const Part part = base_[k].part;
+            for (int32_t option = 0; option < options_of(part.lane); ++option) {
+                trial_ = base_;
+                trial_[k] = values.bucket(with_option(part, option));
+                *found++ = values.of(trial_, {kInfinity, kInfinity}, static_cast<int32_t>(k), true);
+            }
         }
-    };
-
-    // A plan's value if it beats `best`; else something that does not, which is its step still if `in_full`. The first
-    // `same` buckets are the base's.
-    Value value(const std::vector<Bucket>& plan, const Value& best, int32_t same, bool in_full) {
-        Sums sums;
-        if (same > 0) sums = sums_[same];
-        else sums.work.compute_us = p.backward_us + p.finish_us;
-        for (size_t k = same; k < plan.size(); ++k) sums += *plan[k].record;
-        const double lost = sums.lost;
-        if (lost > p.lossable || sums.bursting > p.bursty) return {kInfinity, lost};
-        const Work& work = sums.work;
-        const double wires = plan.empty() ? 0.0 : plan.front().record->ready_us + std::max(work.inter_us, work.intra_us);
-        double us = std::max(work.compute_us, wires);
-        if (us > best.us * (1 + kSame)) return {us, lost};
-        ++evaluations;
-        const double limit = best.us * (lost < best.lost ? 1 + kSame : 1 - kSame);
-        us = clock_.alone_us(plan, same, in_full ? kInfinity : limit);
-        if (p.shares == 0 || us > best.us * (1 + kSame) || (!in_full && us > limit)) return {us, lost};
-        return {clock_.shared_us(plan), lost};
     }
 
+    const Problem& p;
+    PlanValues values;
+
+  private:
     // Begin to look at the neighbours of the plan.
     void rebase() {
         if (is_base_) return;
         is_base_ = true;
-        base_ = plan_;
-        clock_.keep(base_);
-        sums_.assign(1, {});
-        sums_[0].work.compute_us = p.backward_us + p.finish_us;
-        for (const Bucket& bucket : base_) {
-            sums_.push_back(sums_.back());
-            sums_.back() += *bucket.record;
-        }
+        values.keep(base_ = plan_);
     }
 
     // Change one bucket at a time, the last one first.
     void round() {
-        for (auto k = static_cast<int32_t>(plan_.size()) - 1; k >= 0 && evaluations < limits.evaluations; --k) {
+        for (auto k = static_cast<int32_t>(plan_.size()) - 1; k >= 0 && values.evaluations < limits.evaluations; --k) {
             rebase();
             rank_options(k);
             split(k);
@@ -125,7 +75,7 @@ class Descent {
 
     // Try `trial_`, the first buckets of which are the base's: keep it if it beats what is known.
     Value attempt(int32_t same, bool in_full = false) {
-        const Value found = value(trial_, value_, same, in_full);
+        const Value found = values.of(trial_, value_, same, in_full);
         if (found.beats(value_)) plan_ = trial_, value_ = found, is_base_ = false;
         return found;
     }
@@ -140,11 +90,11 @@ class Descent {
 
     // Returns its place.
     int32_t insert(const Part& part) {
-        const Record* record = parts_.of(part);
+        const Bucket bucket = values.bucket(part);
         auto at = trial_.end();
-        while (at != trial_.begin() && (at - 1)->record->last > record->last) --at;
-        const auto place = static_cast<int32_t>(at - trial_.begin());  // before the buckets move
-        trial_.insert(at, {part, record});
+        while (at != trial_.begin() && (at - 1)->record->last > bucket.record->last) --at;
+        const auto place = static_cast<int32_t>(at - trial_.begin());
+        trial_.insert(at, bucket);
         return place;
     }
 
@@ -166,7 +116,7 @@ class Descent {
         for (int32_t option = 0; option < options_of(part.lane); ++option) {
             if (option == part.option || !is_offered(part.lane, option)) continue;
             trial_ = base_;
-            trial_[k] = {with_option(part, option), parts_.of(with_option(part, option))};
+            trial_[k] = values.bucket(with_option(part, option));
             const Value found = attempt(k, true);
             ranked_.push_back({found, option});
         }
@@ -262,7 +212,7 @@ class Descent {
             rank_options(k);
             options.push_back(best_options_);
         }
-        for (int32_t k = count - 1; k >= 0 && evaluations < limits.evaluations; --k) {
+        for (int32_t k = count - 1; k >= 0 && values.evaluations < limits.evaluations; --k) {
             for (int32_t other = k - 1; other >= std::max(0, k - limits.apart); --other) {
                 for (const int32_t one : options[k]) {
                     for (const int32_t two : options[other]) {
@@ -279,8 +229,8 @@ class Descent {
 
     void switched(int32_t k, int32_t one, int32_t other, int32_t two) {
         trial_ = base_;
-        trial_[k] = {with_option(base_[k].part, one), parts_.of(with_option(base_[k].part, one))};
-        trial_[other] = {with_option(base_[other].part, two), parts_.of(with_option(base_[other].part, two))};
+        trial_[k] = values.bucket(with_option(base_[k].part, one));
+        trial_[other] = values.bucket(with_option(base_[other].part, two));
         attempt(std::min(k, other));
     }
 
@@ -320,7 +270,7 @@ class Descent {
                     Bucket& bucket = trial_[k];
                     if (bucket.part.lane != part.lane || bucket.part.option != part.option) continue;
                     if (same < 0) same = static_cast<int32_t>(k);
-                    bucket = {with_option(bucket.part, option), parts_.of(with_option(bucket.part, option))};
+                    bucket = values.bucket(with_option(bucket.part, option));
                 }
                 attempt(same);
             }
@@ -332,13 +282,9 @@ class Descent {
         int32_t option;
     };
 
-    const Problem& p;
     Limits limits{};
-    PricedParts parts_;
-    PlanClock clock_;
     std::vector<Bucket> plan_, base_, trial_;
     Value value_{kInfinity, kInfinity};
-    std::vector<Sums> sums_;  // over so many of the base's buckets
     bool is_base_ = false;    // the base is the plan
     std::vector<Ranked> ranked_;
     std::vector<int32_t> best_options_;
@@ -364,7 +310,7 @@ FXCOMP_EXPORT void fxcomp_search_evaluate(void* search, int32_t plans, const int
                                           Value* values) {
     auto& descent = *static_cast<Descent*>(search);
     for (int32_t k = 0; k < plans; ++k) {
-        values[k] = descent.value(descent.bound(parts, counts[k]));
+        values[k] = descent.values.of(descent.values.bound(parts, counts[k]));
         parts += counts[k];
     }
 }
@@ -375,18 +321,24 @@ FXCOMP_EXPORT void fxcomp_search_with_options(void* search, int32_t count, const
     auto& descent = *static_cast<Descent*>(search);
     std::vector<Part> plan(parts, parts + count);
     for (int32_t k = 0; k < times; ++k) {
-        for (Part& part : plan) part.option = options[k * descent.lanes() + part.lane];
-        values[k] = descent.value(descent.bound(plan.data(), count));
+        for (Part& part : plan) part.option = options[k * descent.p.lanes + part.lane];
+        values[k] = descent.values.of(descent.values.bound(plan.data(), count));
     }
+}
+
+// A plan's values with each option of a lane for one of its buckets at a time, in the order of buckets and options.
+FXCOMP_EXPORT void fxcomp_search_others(void* search, int32_t count, const Part* parts, Value* values) {
+    auto& descent = *static_cast<Descent*>(search);
+    descent.others(descent.values.bound(parts, count), values);
 }
 
 // Improve a plan in place, which has room for as many parts as there are cells. Returns the number of its parts.
 FXCOMP_EXPORT int32_t fxcomp_search_improve(void* search, int32_t count, Part* parts, const Limits* limits,
                                             int64_t* evaluations) {
     auto& descent = *static_cast<Descent*>(search);
-    std::vector<Bucket> plan = descent.bound(parts, count);
+    std::vector<Bucket> plan = descent.values.bound(parts, count);
     descent.improve(plan, *limits);
-    *evaluations = descent.evaluations;
+    *evaluations = descent.values.evaluations;
     for (size_t k = 0; k < plan.size(); ++k) parts[k] = plan[k].part;
     return static_cast<int32_t>(plan.size());
 }

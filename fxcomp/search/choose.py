@@ -11,6 +11,7 @@ from typing import Any
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
+from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.given import strategy_named
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Plan
@@ -117,6 +118,7 @@ class Choice:
         return "\n".join([*lines, self.reason, str(self.plan)])
 
 
+@gc_paused()
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> Choice:
     """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts."""
     traced, exact = TracedPrices(costs, cluster), ExactPlans(workload, costs, cluster)
@@ -128,7 +130,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
     if dense.plan.buckets:
         always = {DENSE: dense.plan, FASTEST: least.plan, **({BF16: bf16} if mode is not Mode.LOSSLESS else {})}
         uniforms = _uniform_plans(searches[0], least.found)
-        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), workload, costs, cluster)
+        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), exact)
     chosen = least if is_worth_following(least.plan, runners) else dense
     return Choice(
         plan=chosen.plan,
@@ -140,14 +142,14 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
         bf16_us=exact.step_us(bf16),
         free_us=workload.free_us,
         error=costs.error_of(workload.free_us, dense.step_us),
-        alternatives=_alternatives(chosen, exact),
+        alternatives=_alternatives(chosen),
         runners=runners,
     )
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
     """Yield plans of one strategy everywhere that lose less than all that are faster, with their steps."""
-    starts = [search.starts([number])[0] for number in range(len(search.options[0]))]
+    starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):
         if math.isfinite(found.value.us) and found.value.lost < least:
@@ -172,7 +174,7 @@ def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: b
     first, search = found[0]
     found = [(search.in_full(first, dense_only=dense_only), search), *found[: _PRICED - 1]]
     if not dense_only:  # what lies close together by the search's prices may not do so exactly
-        found += [(search.starts(numbers)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
+        found += [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
     best: list[_Best] = []
     for each, search in found:
         plan = search.plan(each)
@@ -180,13 +182,13 @@ def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: b
     return min(best, key=lambda one: one.step_us)
 
 
-def _alternatives(best: _Best, exact: ExactPlans) -> tuple[tuple[Alternative, ...], ...]:
-    """Give one bucket at a time its best other strategies, all else the same."""
+def _alternatives(best: _Best) -> tuple[tuple[Alternative, ...], ...]:
+    """Give one bucket at a time its best other strategies, all else the same. The search's prices tell the change."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
-    others = [strategies[:told] for strategies in best.search.others(best.found)]
+    more_us = best.step_us - best.found.value.us
     return tuple(
-        tuple(map(Alternative, strategies, times))
-        for strategies, times in zip(others, exact.changed_us(best.plan, others), strict=True)
+        tuple(Alternative(strategy, us + more_us) for strategy, us in others[:told])
+        for others in best.search.others(best.found)
     )
 
 
@@ -205,7 +207,7 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     vector = strategy if strategy in gentle else strategy.uncompressed
     choices = {Content.MATRICES: (strategy,), Content.VECTORS: (vector,)}
     search = PlanSearch(Question(workload, choices), TracedPrices(costs, cluster))
-    return search.plan(search.starts([0])[0])
+    return search.plan(search.starts([0], 1)[0])
 
 
 def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
@@ -214,7 +216,9 @@ def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster) -> P
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
     traced = TracedPrices(costs, cluster)
     searches = [PlanSearch(Question(workload, choices), traced) for choices in groupings[: 1 + _has_both(workload)]]
-    search, start = min(((each, each.starts(range(len(bf16)))[0]) for each in searches), key=lambda one: one[1].value)
+    search, start = min(
+        ((each, each.starts(range(len(bf16)), 1)[0]) for each in searches), key=lambda one: one[1].value
+    )
     return search.plan(start)
 
 
@@ -278,7 +282,7 @@ def flip_gbit(
             return True
         plans = [search.plan(found) for found, search in (dense, fastest)]
         always = {DENSE: plans[0], FASTEST: plans[1]}
-        runners = pick_runners(always, (), workload, costs, cluster.with_inter(gbit / 8))
+        runners = pick_runners(always, (), ExactPlans(workload, costs, cluster.with_inter(gbit / 8)))
         return not is_worth_following(plans[1], runners)
 
     low, high = 1e-3, 1e3

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import step_time_us
-from fxcomp.plan.plan import Plan
-from fxcomp.plan.strategy import Strategy
+from fxcomp.cost.timeline import Task, step_time_us
+from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.plan_tasks import (
     BucketTasks,
     assemble,
@@ -27,36 +26,25 @@ class ExactPlans:
     def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self._broadcast = broadcast_task(workload, costs, cluster)
-        self._priced: dict[tuple[int, tuple[Gradient, ...], Strategy], BucketTasks] = {}
+        self._priced: dict[tuple[int, Bucket, float], BucketTasks] = {}
 
     def step_us(self, plan: Plan) -> float:
         """Predict the step, as `plan_tasks` and the simulator do."""
-        return self._step_us(plan, members_of(plan, self.workload, self.costs))
+        return step_time_us(self.tasks(plan), self.costs.processors)
 
-    def changed_us(self, plan: Plan, changes: Sequence[Sequence[Strategy]]) -> list[list[float]]:
-        """Predict the step with each of these strategies in a bucket's place, one bucket at a time."""
+    def tasks(self, plan: Plan) -> list[Task]:
+        """Write down the emitted step, as `plan_tasks` does."""
         members = members_of(plan, self.workload, self.costs)
-        strategies = [bucket.strategy for bucket in plan.buckets]
-        return [
-            [
-                self._step_us(plan.with_strategies([*strategies[:k], other, *strategies[k + 1 :]]), members)
-                for other in others
-            ]
-            for k, others in enumerate(changes)
-        ]
-
-    def _step_us(self, plan: Plan, members: Sequence[Sequence[Gradient]]) -> float:
         buckets = [
-            self._bucket(k, tuple(each), bucket.strategy)
-            for k, (bucket, each) in enumerate(zip(plan.buckets, members, strict=True))
+            self._bucket(k, bucket, each) for k, (bucket, each) in enumerate(zip(plan.buckets, members, strict=True))
         ]
-        regions = region_tasks(ready_times(self.workload, plan))
-        return step_time_us(assemble(self.workload, regions, buckets, self._broadcast), self.costs.processors)
+        return assemble(self.workload, region_tasks(ready_times(self.workload, plan)), buckets, self._broadcast)
 
-    def _bucket(self, k: int, gradients: tuple[Gradient, ...], strategy: Strategy) -> BucketTasks:
-        key = k, gradients, strategy
+    def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
+        # Where a gradient is cut, the plan's other buckets say with which of its parts it is updated.
+        key = k, bucket, sum(gradient.update_us for gradient in members)
         tasks = self._priced.get(key)
         if tasks is None:
-            tasks = price_bucket(k, gradients, strategy, self.workload, self.costs, self.cluster)
+            tasks = price_bucket(k, members, bucket.strategy, self.workload, self.costs, self.cluster)
             self._priced[key] = tasks
         return tasks

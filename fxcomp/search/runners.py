@@ -18,15 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task, step_time_us
+from fxcomp.cost.timeline import step_time_us
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.shared_draws import share_won, steps_in_draws
-from fxcomp.search.workload import Workload
 
 WORTH_TRYING = 0.1
 """The share of draws in which a plan must beat dense to race. Dense and bf16 race always."""
@@ -75,9 +72,7 @@ class Runner:
 def pick_runners(
     always: Mapping[str, Plan],
     others: Iterable[tuple[Plan, float]],
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
+    exact: ExactPlans,
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
 
@@ -85,14 +80,11 @@ def pick_runners(
     steps, the fastest first. They run if they differ, if they win often enough, and if no runner is both as fast and as
     precise.
     """
-
-    def tasks_of(plan: Plan) -> tuple[Task, ...]:
-        return plan_tasks(workload, plan, costs, cluster)
-
-    dense_us = steps_in_draws(always[DENSE], tasks_of(always[DENSE]), costs)
+    costs, cluster = exact.costs, exact.cluster
+    dense_us = steps_in_draws(always[DENSE], exact.tasks(always[DENSE]), costs)
 
     def runner(name: str, plan: Plan) -> Runner:
-        tasks = tasks_of(plan)
+        tasks = exact.tasks(plan)
         wins = share_won(steps_in_draws(plan, tasks, costs), dense_us)
         return Runner(name, plan, step_time_us(tasks, costs.processors), wins, plan_error(plan, cluster))
 

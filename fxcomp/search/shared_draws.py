@@ -10,6 +10,7 @@ fixed seeds: every rank and every run finds the same.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -54,18 +55,19 @@ class Errors:
 
     def of_kind(self, kind: str) -> float:
         """Return the error of compute, of a link or a copy, or of compressors."""
-        if kind == Stream.COMPUTE.value:
+        if kind == _COMPUTE:
             return self.compute
-        return self.links if kind in _MOVING else self.compressors
+        return self.links if kind in _MOVING.values() else self.compressors
 
 
 def steps_in_draws(plan: Plan, tasks: Sequence[Task], costs: CostTable) -> list[float]:
     """Simulate a plan's tasks once in each draw, in µs."""
-    errors, kinds = Errors.of(costs), [_kind_of(task, plan) for task in tasks]
-    factors = {kind: np.exp(errors.of_kind(kind) * _normals(kind)) for kind in dict.fromkeys(kinds)}
+    errors, kinds = Errors.of(costs), _kinds_of(tasks, plan)
+    number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
+    factors = np.stack([np.exp(errors.of_kind(kind) * _normals(kind)) for kind in number], axis=1)
     durations = np.array([task.duration_us for task in tasks])
-    varied = durations * np.stack([factors[kind] for kind in kinds], axis=1)
-    return step_times_us(tasks, varied.tolist(), costs.processors)
+    varied = durations * factors[:, [number[kind] for kind in kinds]]
+    return step_times_us(tasks, [array("d", row.tobytes()) for row in varied], costs.processors)
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
@@ -73,17 +75,22 @@ def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
     return sum(a < b * (1 - LEAST_GAIN) for a, b in zip(mine, others, strict=True)) / len(mine)
 
 
-_MOVING = tuple(stream.value for stream in (*WIRES, Stream.D2H, Stream.H2D))
+_MOVING = {stream: stream.value for stream in (*WIRES, Stream.D2H, Stream.H2D)}
+_COMPUTE = Stream.COMPUTE.value
 
 
-def _kind_of(task: Task, plan: Plan) -> str:
-    """Name the error that a task has: its link's, its compressors', else compute's."""
-    if task.stream.value in _MOVING:
-        return task.stream.value
-    words = task.name.split()
-    if words[0] in COMPRESSING:
-        return ", ".join(dict.fromkeys(map(str, plan.buckets[int(words[-1])].strategy.compressors)))
-    return Stream.COMPUTE.value
+def _kinds_of(tasks: Sequence[Task], plan: Plan) -> list[str]:
+    """Name the error that each task has: its link's, its compressors', else compute's."""
+    compressors = [", ".join(dict.fromkeys(map(str, bucket.strategy.compressors))) for bucket in plan.buckets]
+
+    def kind_of(task: Task) -> str:
+        moving = _MOVING.get(task.stream)
+        if moving is not None:
+            return moving
+        words = task.name.split()
+        return compressors[int(words[-1])] if words[0] in COMPRESSING else _COMPUTE
+
+    return [kind_of(task) for task in tasks]
 
 
 @cache

@@ -113,7 +113,7 @@ def test_a_choice_tells_what_the_others_cost():
     other = choice.alternatives[0][0]
     buckets = choice.plan.buckets
     changed = choice.plan.with_strategies([other.strategy, *(bucket.strategy for bucket in buckets[1:])])
-    assert other.step_us == pytest.approx(predict_us(workload, changed, COSTS, where))
+    assert other.step_us == pytest.approx(predict_us(workload, changed, COSTS, where), rel=5e-3)
     assert other.step_us >= choice.step_us * (1 - 1e-9)
     assert "bf16 everywhere" in str(choice)
 

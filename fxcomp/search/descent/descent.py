@@ -50,6 +50,18 @@ class Descent:
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
         return self.values([tuple(part._replace(option=each[part.lane]) for part in plan) for each in options])
 
+    def others(self, plan: Parts) -> list[list[Value]]:
+        starts = self.p.lane_options
+        return [
+            self.values(
+                [
+                    (*plan[:k], part._replace(option=option), *plan[k + 1 :])
+                    for option in range(starts[part.lane + 1] - starts[part.lane])
+                ]
+            )
+            for k, part in enumerate(plan)
+        ]
+
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
         self.limits = limits._replace(evaluations=limits.evaluations + self.evaluations)
         self.plan = self._bound(plan)

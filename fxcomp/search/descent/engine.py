@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice, pairwise
 from typing import Protocol
 
 from fxcomp.compressors import kernels
@@ -24,6 +24,10 @@ class Engine(Protocol):
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
         """Simulate a plan with other options: each time one for all the buckets of each lane."""
+        ...
+
+    def others(self, plan: Parts) -> list[list[Value]]:
+        """Simulate a plan with each option of a lane for one of its buckets at a time."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
@@ -50,6 +54,7 @@ class Compiled:
         opened = kernels.function("fxcomp_search_open", ctypes.c_void_p)(ctypes.byref(self._columns))
         self._search = ctypes.c_void_p(opened)
         self._cells = problem.lane_cells[-1]
+        self._options = [end - start for start, end in pairwise(problem.lane_options)]
         weakref.finalize(self, kernels.function("fxcomp_search_close", None), self._search)
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
@@ -67,6 +72,14 @@ class Compiled:
         evaluate = kernels.function("fxcomp_search_evaluate", None)
         evaluate(self._search, ctypes.c_int32(len(plans)), _address(counts), _address(parts), _address(found))
         return _values(found)
+
+    def others(self, plan: Parts) -> list[list[Value]]:
+        parts, counts = array("i", chain.from_iterable(plan)), [self._options[part.lane] for part in plan]
+        found = array("d", bytes(16 * sum(counts)))
+        evaluate = kernels.function("fxcomp_search_others", None)
+        evaluate(self._search, ctypes.c_int32(len(plan)), _address(parts), _address(found))
+        values = iter(_values(found))
+        return [list(islice(values, count)) for count in counts]
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
         room = array("i", [*chain.from_iterable(plan), *[0] * (4 * (self._cells + 1 - len(plan)))])

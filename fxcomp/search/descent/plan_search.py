@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fxcomp.cluster.cluster import Cluster
@@ -129,11 +129,13 @@ class PlanSearch:
         problem = self.problems.at(traced, question.bounds)
         self.shares = bool(problem.shares)
         self.engine = engine_of(problem)
+        self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
 
     def at(self, traced: TracedPrices) -> None:
         """Ask the same at other prices, for links of another bandwidth."""
         self.traced = traced
         self.engine = engine_of(self.problems.at(traced, self.question.bounds))
+        self._priced_shapes = None
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
         """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
@@ -153,25 +155,30 @@ class PlanSearch:
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
         return self._improved(best.parts, _QUICK._replace(dense_only=dense_only))
 
-    def starts(self, numbers: Sequence[int]) -> list[Found]:
+    def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
         """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
 
         Buckets of other lanes stay dense where they must not have it.
         """
-        sizes = [lane.sizes() for lane in self.lanes]
-        shapes = [
-            self._shape(borders) for borders in dict.fromkeys(tuple(_borders(e, cap) for e in sizes) for cap in CAPS)
-        ]
-        options = [self._options_like(number) for number in numbers]
-        values = [
-            (value, shape, each)
-            for shape in shapes
-            for value, each in zip(self.engine.with_options(shape, options), options, strict=True)
-        ]
+        values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
+        values.sort(key=lambda start: start[0])
         return [
-            Found(tuple(part._replace(option=each[part.lane]) for part in shape), value, self.lanes)
-            for value, shape, each in sorted(values, key=lambda start: start[0])[:_KEPT]
+            Found(tuple(Part(*part[:3], self._alike[number][part.lane]) for part in shape), value, self.lanes)
+            for value, shape, number in values[:most]
         ]
+
+    def _shapes(self) -> list[tuple[Parts, list[Value]]]:
+        """Cut cells into buckets of a few sizes, with the step of each strategy of the first lane everywhere."""
+        if self._priced_shapes is None:
+            sizes = [lane.sizes() for lane in self.lanes]
+            borders = dict.fromkeys(tuple(_borders(each, cap) for each in sizes) for cap in CAPS)
+            shapes = [self._shape(each) for each in borders]
+            self._priced_shapes = [(shape, self.engine.with_options(shape, self._alike)) for shape in shapes]
+        return self._priced_shapes
+
+    @cached_property
+    def _alike(self) -> list[tuple[int, ...]]:
+        return [self._options_like(number) for number in range(len(self.options[0]))]
 
     def plan(self, found: Found) -> Plan:
         buckets: list[Bucket] = []
@@ -182,16 +189,14 @@ class PlanSearch:
             buckets.append(Bucket(names, sizes, self._strategy(part), starts))
         return Plan(tuple(buckets))
 
-    def others(self, found: Found) -> list[list[Strategy]]:
-        """List each bucket's other strategies that the mode's limit allows, the fastest first, all else the same."""
+    def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
+        """List each bucket's other strategies that the mode's limit allows, the fastest step first, all else the same."""
         engine = self.engine if found.lanes is self.lanes else self._engine_of(found.lanes)
-        answers: list[list[Strategy]] = []
-        for k, part in enumerate(found.parts):
-            numbers = [number for number in range(len(self.options[part.lane])) if number != part.option]
-            changed = [part._replace(option=number) for number in numbers]
-            values = engine.values([(*found.parts[:k], other, *found.parts[k + 1 :]) for other in changed])
-            ranked = sorted(zip(values, numbers, changed, strict=True))
-            answers.append([self._strategy(other) for value, _, other in ranked if math.isfinite(value.us)])
+        answers: list[list[tuple[Strategy, float]]] = []
+        for part, values in zip(found.parts, engine.others(found.parts), strict=True):
+            ranked = sorted((value, number) for number, value in enumerate(values) if number != part.option)
+            strategies = [option.strategy for option in self.options[part.lane]]
+            answers.append([(strategies[number], value.us) for value, number in ranked if math.isfinite(value.us)])
         return answers
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
