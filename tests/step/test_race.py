@@ -29,9 +29,9 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
+from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
-from fxcomp.search.workload import Workload
 from fxcomp.step.race import BUDGET, LONGEST, Race
 from fxcomp.step.steering import WARM_STEPS
 
@@ -294,9 +294,10 @@ def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict
         generator = torch.Generator().manual_seed(10 * number + rank)
         return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
 
-    def exact(always: Mapping[str, Plan], _: Any, workload: Workload, costs: Any, where: Cluster) -> tuple[Runner, ...]:
+    def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans) -> tuple[Runner, ...]:
         """Dense, and compressors that all have feedback: what bf16's sums are rounded by is owed by nobody."""
         named = [Strategy.flat(parse_compressor(name)) for name in ("int4", "topk(0.1)")]
+        workload, costs, where = prices.workload, prices.costs, prices.cluster
         if where.has_levels:
             named += [Strategy.hierarchical(parse_compressor("topk(0.3)"))]
         plans = [always["dense"], *(uniform(str(strategy), workload, costs, where) for strategy in named)]

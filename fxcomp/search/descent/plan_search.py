@@ -190,7 +190,7 @@ class PlanSearch:
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
-        """List each bucket's other strategies that the mode's limit allows, the fastest step first, all else the same."""
+        """List what the mode allows instead of each strategy, with the step that it makes, the fastest first."""
         engine = self.engine if found.lanes is self.lanes else self._engine_of(found.lanes)
         answers: list[list[tuple[Strategy, float]]] = []
         for part, values in zip(found.parts, engine.others(found.parts), strict=True):
