@@ -37,13 +37,13 @@ def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = Fals
 def print_report(explanation: Explanation, stream: TextIO) -> None:
     """Write the report in the stream's width, colors and characters."""
     colors = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    text = to_text(explanation, width=min(WIDTH, _width_of(stream)), colors=colors)
+    text = to_text(explanation, width=min(WIDTH, width_of(stream)), colors=colors)
     stream.write(encodable(text, stream.encoding))
 
 
 def print_costs(costs: CostTable, notes: Sequence[str], stream: TextIO) -> None:
     """Write a table of costs in the stream's width and characters."""
-    width = _width_of(stream)
+    width = width_of(stream)
     sections = _sections(cost_tables.sections_of(costs, notes), width)
     text = _render([Text(cost_tables.headline(costs)), *sections], width, colors=False)
     stream.write(encodable(text, stream.encoding))
@@ -60,6 +60,7 @@ _ASCII = str.maketrans(
         "·": ".",
         "±": "+/-",
         "→": "->",
+        "–": "-",
         "µ": "u",
         "…": "~",
         "α": "alpha",
@@ -76,7 +77,8 @@ def encodable(text: str, encoding: str | None) -> str:
     return text
 
 
-def _width_of(stream: TextIO) -> int:
+def width_of(stream: TextIO) -> int:
+    """Return a terminal's columns; WIDTH for what is none."""
     return Console(file=stream).width if stream.isatty() else WIDTH
 
 

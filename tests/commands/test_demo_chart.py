@@ -2,7 +2,7 @@
 
 import random
 
-from fxcomp.commands.demo.chart import describe
+from fxcomp.commands.demo.chart import chart, describe
 from fxcomp.commands.demo.result import Contestant, best_hook, speedup
 
 
@@ -32,20 +32,25 @@ def test_the_chart_is_last_and_shows_the_faster_hook():
             "(95 % interval 1.05 to 1.05).",
             "DDP with the bf16 hook took 500 ms a step.",
             "fxcomp's plan: 100.0 % int4, in 1 bucket.",
-            "Medians of 20 steps, taken in turns; losses after the same number of steps on the same batches.",
+            "Medians of 20 steps, taken in turns, and what a host sent in one; losses after the same number of steps "
+            "on the same batches.",
             "",
-            "                    ms a step                                        MB sent a step  train loss  "
-            "validation loss",
-            "DDP                       800  ████████████████████████████████████           20.20       2.000  "
-            "          2.500",
-            "DDP, PowerSGD hook        420  ███████████████████                             0.40       2.400  "
-            "          2.900",
-            "fxcomp                    400  ██████████████████                              2.70       2.010  "
-            "          2.510",
-            "no network                360  ████████████████                                   –           –  "
-            "              –",
+            "                    ms a step                                        MB sent  train loss  validation loss",
+            "DDP                       800  ████████████████████████████████████    20.20       2.000            2.500",
+            "DDP, PowerSGD hook        420  ███████████████████                      0.40       2.400            2.900",
+            "fxcomp                    400  ██████████████████                       2.70       2.010            2.510",
+            "no network                360  ████████████████                            –           –                –",
         ]
     )
+
+
+def test_a_chart_fits_the_terminal_and_gives_up_losses_before_bars():
+    found = contestants(0.8, 0.5, 0.42, 0.4, 0.36)
+    for width in (110, 80, 60, 40):
+        assert all(len(line) <= width for line in chart(found, width))
+        assert "█" * 8 in chart(found, width)[1]
+    assert "validation loss" in chart(found, 80)[0]
+    assert "validation loss" not in chart(found, 60)[0]
 
 
 def test_a_slower_fxcomp_is_called_slower():

@@ -78,3 +78,11 @@ def test_on_a_terminal_one_line_is_written_over():
         clock.now = 2
         progress.say("plan")
     assert out.getvalue() == "\r\x1b[K   0 s  start\r\x1b[K   2 s  plan\r\x1b[K"
+
+
+def test_a_narrow_terminal_sees_one_line_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "16")
+    out, clock = io.StringIO(), Clock()
+    with Progress(out, in_place=True, clock=clock) as progress:
+        progress.say("fxcomp captures the step, measures the machine and the link, and plans")
+    assert out.getvalue() == "\r\x1b[K   0 s  fxcomp \r\x1b[K"

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from fxcomp.commands.demo.result import DDP, FREE, FXCOMP, HOOKS, LABELS, Contestant, Speedup, best_hook, speedup
 
+WIDTH = 110  # columns that the widest chart needs
 _BAR = 36  # characters, for the longest step
+_LEAST_BAR = 8
+_GAP = "  "
 _LEAST_COST = 0.03  # of DDP's step: a network that costs less has nothing to recover
 
 
-def describe(contestants: Sequence[Contestant], title: str, plan: str = "") -> str:
-    """Write what was found. The chart is last."""
+def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:
+    """Write what was found. The chart is last, and no wider than `width` columns."""
     named = {each.name: each for each in contestants}
     hook = best_hook(contestants)
     other = next(each for each in contestants if each.name in HOOKS and each is not hook)
@@ -24,29 +27,39 @@ def describe(contestants: Sequence[Contestant], title: str, plan: str = "") -> s
         f"fxcomp's plan: {plan}." if plan else "",
     ]
     steps = len(named[DDP].step_s)
-    foot = f"Medians of {steps} steps, taken in turns; losses after the same number of steps on the same batches."
-    return "\n".join([title, "", *filter(None, sentences), foot, "", *chart(shown)])
+    foot = (
+        f"Medians of {steps} steps, taken in turns, and what a host sent in one; losses after the same number of steps"
+        " on the same batches."
+    )
+    return "\n".join([title, "", *filter(None, sentences), foot, "", *chart(shown, width)])
 
 
-def chart(contestants: Sequence[Contestant]) -> list[str]:
-    """Draw a bar for each contestant's step, with its bytes and losses."""
-    longest = max(each.median_ms for each in contestants)
-    rows = [("", "ms a step", "", "MB sent a step", "train loss", "validation loss")]
+def chart(contestants: Sequence[Contestant], width: int = WIDTH) -> list[str]:
+    """Draw a bar for each contestant's step, with its bytes and losses as far as `width` columns have room."""
+    rows = [("", "ms a step", "", "MB sent", "train loss", "validation loss")]
     for each in contestants:
         sent = "–" if each.name == FREE else f"{each.wire_bytes / 1e6:.2f}"
         losses = ["–" if loss is None else f"{loss:.3f}" for loss in (each.train_loss, each.validation_loss)]
-        bar = "█" * max(round(_BAR * each.median_ms / longest), 1)
-        rows.append((LABELS[each.name], f"{each.median_ms:.0f}", bar, sent, losses[0], losses[1]))
+        rows.append((LABELS[each.name], f"{each.median_ms:.0f}", "", sent, losses[0], losses[1]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[2] = _BAR
+    while len(widths) > 3 and _rest(widths) + _LEAST_BAR > width:
+        widths.pop()
+    widths[2] = max(_LEAST_BAR, min(_BAR, width - _rest(widths)))
+    longest = max(each.median_ms for each in contestants)
+    bars = ["", *("█" * max(round(widths[2] * each.median_ms / longest), 1) for each in contestants)]
     are_left = (True, False, True, False, False, False)
     return [
-        "  ".join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, are_left, strict=True)
+        _GAP.join(
+            cell.ljust(size) if is_left else cell.rjust(size)
+            for cell, size, is_left in zip((*row[:2], bar, *row[3:]), widths, are_left, strict=False)
         ).rstrip()
-        for row in rows
+        for row, bar in zip(rows, bars, strict=True)
     ]
+
+
+def _rest(widths: Sequence[int]) -> int:
+    """Count the columns beside the bars, which are the third."""
+    return sum(widths) - widths[2] + len(_GAP) * (len(widths) - 1)
 
 
 def _against(found: Speedup, whom: str) -> str:

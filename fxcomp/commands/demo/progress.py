@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -53,8 +54,9 @@ class Progress:
                 return
             self._shown_at = now
             line = f"{now - self._began:4.0f} s  {self._text}"
-            if self._in_place:
-                print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)
+            if self._in_place:  # cut, because a line that wraps cannot be written over
+                cut = line[: shutil.get_terminal_size().columns - 1]
+                print(f"\r\x1b[K{cut}", end="", file=self._out, flush=True)
             else:
                 print(line, file=self._out, flush=True)
 

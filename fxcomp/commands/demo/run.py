@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands.demo.chart import describe
+from fxcomp.commands.demo.chart import WIDTH, describe
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.demo.network_namespace import Rights
 from fxcomp.commands.demo.progress import Progress
 from fxcomp.commands.demo.result import Contestant
 from fxcomp.commands.demo.shaped_hosts import ShapedHosts, rights_here
 from fxcomp.errors import BadOption, HostsUnavailable
+from fxcomp.report.terminal import encodable, width_of
 
 NAME = "demo"
 HELP = "train a small GPT with DDP, with its hooks and with fxcomp, in turns"
@@ -38,7 +39,7 @@ STEPS = 30
 BUDGET_S = 110  # after which no round begins, unless the steps are given: the whole demo then ends within 3 minutes
 MOST_STEPS = 1_000_000  # some days (assumed)
 MARK = "@demo "  # begins the lines that ranks print for this process
-_TIMEOUT_S = 3600.0
+_TIMEOUT_S = 3600.0  # unless the steps are given
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +126,7 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
                 command,
                 hosts=hosts,
                 ranks_per_host=1 if hosts else RANKS,
-                timeout_s=_TIMEOUT_S,
+                timeout_s=_TIMEOUT_S if steps is None else math.inf,
                 on_line=lambda _rank, line: found.hear(line, progress.say),
             )
     finally:
@@ -137,7 +138,10 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
         print(json.dumps({**facts, "contestants": contestants}, indent=2))
     else:
         title = f"Two ranks trained a GPT of {found.parameters / 1e6:.1f} M parameters over {place}."
-        print(describe(found.contestants, title, found.plan))
+        text = describe(
+            found.contestants, title, found.plan, width=width_of(sys.stdout) if sys.stdout.isatty() else WIDTH
+        )
+        print(encodable(text, sys.stdout.encoding))
     return 0
 
 
