@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.errors import LostTouch
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.moves import Move
@@ -47,9 +48,12 @@ class Site:
         """Make a tensor its sum over all ranks, in place; every rank calls it."""
         self.transport.all_reduce(value, "world", "main").wait()
 
-    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, as many on each, in rank order; every rank calls it."""
+    def gather_numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, as many on each, in rank order; every rank calls it. An error says what they are."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = mine.new_zeros(self.ranks.world_size * len(values))
-        self.transport.all_gather(Move(mine, everyone, self.ranks.world_size, "world")).wait()
+        try:
+            self.transport.all_gather(Move(mine, everyone, self.ranks.world_size, "world")).wait()
+        except LostTouch as lost:
+            raise LostTouch(f"all_gather@world of {what} did not end: {lost}") from None
         return [part.tolist() for part in everyone.view(-1, len(values))]  # pyright: ignore[reportUnknownMemberType]

@@ -115,7 +115,7 @@ class Monitor:
         assert self.watch is not None, "asked only where something is timed"
         predicted, costs = self._predicted, self._force.decision.costs
         numbers = [predicted.step_us, costs.error, *self.watch.rows(step, predicted, self._compared)]
-        everyone = self._site.gather_numbers(numbers)
+        everyone = self._site.gather_numbers("what steps took", numbers)
         self.timed = agreed_rows(self._compared, [theirs[2:] for theirs in everyone])
         step_us, error = everyone[0][:2]
         return judge(self.timed, step_us, error)

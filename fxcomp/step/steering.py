@@ -114,7 +114,7 @@ class Steering:
     def _end_turn(self, race: Race, step: int) -> None:
         """Agree on what the turn's steps took, and let the next plan have its turn."""
         mine = [-1.0 if ms is None else ms for ms in self._monitor.times.of(race.timed_steps)]
-        everyone = self._site.gather_numbers(mine)
+        everyone = self._site.gather_numbers("what a turn's steps took", mine)
         race.end_turn([max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)])
         self._monitor.times.forget()
         if race.result is not None:

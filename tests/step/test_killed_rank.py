@@ -1,4 +1,4 @@
-"""A rank is killed, or stalls, between the two shots of a step: all others say what did not end, and who is missing."""
+"""A rank is killed or stalls, in a step or while plans race: all others say what did not end, and who is missing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from drifting import JOB, table
+from drifting import compiled as racing
 from ranks import try_ranks
 from small_step import batch, compiled
+from virtual_time import VirtualTime, virtual_time
 
 import fxcomp
 from fxcomp import compat
+from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.flight import Launch
+from fxcomp.site import Site
 
 RANKS = 3
 STALL_S = 3.0
@@ -97,3 +102,44 @@ def test_all_others_name_a_rank_that_stalls_and_the_bucket(victim: int, device: 
         assert outcomes[rank].error == "PeerFailed"
         cause = rf"all_gather@world of bucket 1 did not end \(line all_gather_1_int8\): rank {victim} left"
         assert re.match(f"step 1 did not end: {cause}", outcomes[rank].text)
+
+
+# While plans race
+
+A_COLLECTIVE = r"step 4 did not end: \w+@world of bucket 0 did not end \(line \w+_0_?\w*\): .*rank.* left"
+A_TURN = r"step 5 did not end: all_gather@world of what a turn's steps took did not end: .*rank.* left"
+
+
+def one_is_killed_in_a_race(rank: int, killer: tuple[type, str], momentum: float) -> None:
+    """Kill one rank in the second turn of a race, when it calls a method."""
+
+    def killed(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    feedback = ErrorFeedback(momentum=momentum)
+    with virtual_time(VirtualTime(sees_threads=True)):
+        step = racing(table(0.8), optimizer="plain", race="auto", verify_every=0, error_feedback=feedback)
+        first = step.plan
+        while step.plan == first:
+            step(JOB.batch(0, dist.get_rank()))
+        with patch.object(*killer, killed) if dist.get_rank() == rank else nullcontext():
+            while step.raced is None:
+                step(JOB.batch(0, dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    ("victim", "killer", "momentum", "cause"),
+    [
+        (0, (Launch, "start"), 0.9, A_COLLECTIVE),
+        (1, (Site, "gather_numbers"), 0.0, A_TURN),
+    ],
+    ids=["in a step, with momentum", "at the end of a turn"],
+)
+def test_all_others_name_what_is_left_by_a_rank_that_is_killed_in_a_race(
+    victim: int, killer: tuple[type, str], momentum: float, cause: str
+):
+    outcomes = try_ranks(RANKS, one_is_killed_in_a_race, victim, killer, momentum)
+    assert outcomes[victim].error == "RankDied"
+    for rank in {*range(RANKS)} - {victim}:
+        assert outcomes[rank].error == "PeerFailed"
+        assert re.match(cause, outcomes[rank].text)
