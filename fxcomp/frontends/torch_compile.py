@@ -153,11 +153,18 @@ class Options:
 
 
 KNOWN = ("mode", "plan", "cluster", "costs", "model", "ignore", "error_feedback", "race")
+OF_WHOLE_STEPS = ("max_grad_norm", "skip_nonfinite", "verify_every", "replan")
+"""Options that compile_step has beyond these."""
 
 
 def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
     given: dict[str, Any] = {**(options or {}), **({"mode": mode} if mode is not None else {}), **unknown}
     for name in given:
+        if name in OF_WHOLE_STEPS:
+            raise BadOption(
+                f"there is no option {name!r} here: it is about whole steps, and the backend sees backward passes.\n"
+                "  Use fxcomp.compile_step, which compiles the whole step, or leave it out."
+            )
         if name not in KNOWN:
             close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.0)
             raise BadOption(
@@ -172,10 +179,11 @@ def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: 
         _check_ignored(model, ignore)
     if "error_feedback" in given:
         _check_feedback(given["error_feedback"])
-    if RaceOption.parse(given.setdefault("race", RaceOption.OFF.value)) is RaceOption.AUTO:
+    if given.setdefault("race", RaceOption.OFF.value) != RaceOption.OFF.value:
         raise BadOption(
-            "options['race'] is 'off' here: the backend sees backward passes and times no steps.\n"
-            "  Use fxcomp.compile_step, which compiles the whole step, or leave race out."
+            f"options['race'] can only be 'off' here; it is {given['race']!r}. The backend sees backward passes and"
+            " times no steps.\n  It follows the plan that is predicted to be fastest. For plans to race, use"
+            " fxcomp.compile_step, which compiles the whole step."
         )
     return Options(StepOptions.checked(**given), model, tuple(ignore))
 

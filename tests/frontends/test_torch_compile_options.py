@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,13 +10,18 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from fxcomp.frontends.compile_step import compile_step
+from fxcomp.frontends.torch_compile import KNOWN, OF_WHOLE_STEPS
+
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"plann": "dense"}, "there is no option 'plann'; did you mean 'plan'?"),
-        ({"race": "auto"}, "options['race'] is 'off' here: the backend sees backward passes and times no steps"),
+        ({"race": "auto"}, "options['race'] can only be 'off' here; it is 'auto'. The backend sees backward passes"),
+        ({"race": "of"}, "options['race'] can only be 'off' here; it is 'of'."),
+        ({"replan": "auto"}, "there is no option 'replan' here: it is about whole steps"),
         ({"mode": "lossles"}, "there is no mode 'lossles'; did you mean 'lossless'?"),
         ({"model": "mlp"}, "options['model'] must be the module that is compiled; it is a str"),
         ({"ignore": ["bias"]}, "needs options['model']"),
@@ -35,3 +41,14 @@ def test_a_mode_is_an_option_too():
     model = torch.compile(nn.Linear(2, 2), backend="fxcomp", mode="agressive")
     with pytest.raises(BackendCompilerFailed, match="did you mean 'aggressive'"):
         model(torch.ones(1, 2))
+
+
+def test_every_option_of_a_compiled_step_is_known_or_said_to_be_missing():
+    options = [p.name for p in inspect.signature(compile_step).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert sorted(options) == sorted({*KNOWN, *OF_WHOLE_STEPS} - {"model", "ignore"})
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_no_race_may_be_asked_for():
+    model = torch.compile(nn.Linear(2, 2), backend="fxcomp", options={"race": "off"})
+    assert model(torch.ones(1, 2)).shape == (1, 2)
