@@ -130,7 +130,7 @@ CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
 
 NCCL: its tuning.cc; reduces to a root go as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct
 unless ranks share a link, which a ring crosses with fewer bytes. gloo's own broadcast, which buffers take, is a
-binomial tree (its broadcast.cc): the root sends ⌈log₂ p⌉ times, not p - 1 times as priced here, in as many steps.
+binomial tree (its broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md says what the price is off by.
 """
 
 
