@@ -112,7 +112,7 @@ def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) 
     of_likeness: dict[Any, dict[str, Any]] = {}
     for owner in owned:
         parameter = owner.parameter
-        if has_state(optimizer, parameter):
+        if has_tensors(optimizer.state.get(parameter, {})):
             continue
         likeness = (owner.group, parameter.shape, parameter.stride(), parameter.device)
         if likeness not in of_likeness:
@@ -135,7 +135,9 @@ def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any
     return dict(shadow.state[stand_in])
 
 
-def has_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+def has_tensors(state: Mapping[str, Any]) -> bool:
     """Ask if the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
-    state: dict[str, Any] = optimizer.state.get(parameter, {})
-    return any(isinstance(value, Tensor) for value in state.values())
+    for value in state.values():  # noqa: SIM110  # sooner than any() before every step
+        if isinstance(value, Tensor):
+            return True
+    return False

@@ -33,6 +33,7 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     module.__file__ = str(path)
     module.__dict__.update({n.name: getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"})
     exec(compile(source, str(path), "exec"), module.__dict__)
+    module.__dict__["aten"] = compat.direct_aten  # the same operators, a microsecond sooner each
     return module
 
 

@@ -28,7 +28,7 @@ from fxcomp.compat.machine import (
     spare_bytes, synchronize, usable_processors,
 )
 from fxcomp.compat.operators import (
-    bare_name, communicates, draws, flops, functional_operator, has_effect, has_flop_formula, has_results,
+    bare_name, communicates, direct_aten, draws, flops, functional_operator, has_effect, has_flop_formula, has_results,
     is_bound_by_memory, is_higher_order, is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view,
     moves_tensors, multiplies_in_tf32, named_arguments, places_of_arguments, written_arguments,
 )

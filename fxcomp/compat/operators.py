@@ -174,3 +174,29 @@ def multiplies_in_tf32(*, is_convolution: bool) -> bool:
     if is_convolution:
         return torch._C._get_cudnn_allow_tf32()
     return torch.get_float32_matmul_precision() != "highest"
+
+
+class _Direct:
+    """A namespace of operators that finds what each attribute stands for once."""
+
+    def __init__(self, find: Callable[[str], Any]):
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._find(name)
+        setattr(self, name, found)
+        return found
+
+
+def _overloads(name: str) -> _Direct:
+    packet = getattr(torch.ops.aten, name)
+
+    def find(overload: str) -> Any:
+        operator = getattr(packet, overload)
+        return getattr(operator, "_op", operator)
+
+    return _Direct(find)
+
+
+direct_aten = _Direct(_overloads)
+"""`torch.ops.aten` whose overloads enter the dispatcher at once, without the Python frame of `OpOverload.__call__`."""

@@ -52,6 +52,8 @@ class InputKind(Enum):
     RESIDUAL = "residual"  # what compression left out of a bucket
     COMPRESSOR_STATE = "compressor state"  # what else a bucket's compressor keeps from step to step
 
+    __hash__ = object.__hash__  # Enum's own runs in Python
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

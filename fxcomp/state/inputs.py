@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxcomp.capture.batch_type import batch_type
-from fxcomp.capture.optimizer import has_state, live_numbers, materialize_state
+from fxcomp.capture.optimizer import has_tensors, live_numbers, materialize_state
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Owned, Training
 from fxcomp.codegen.program import Program
@@ -29,6 +30,8 @@ class Inputs:
         self._fresh_state = dict(training.fresh_state)
         self._has_state = True
         """True if the optimizer keeps state at all, as far as is known."""
+        self._kept_by_optimizer: Mapping[str, Mapping[str, Any]] = {}
+        """The state of each parameter, as it was looked up for this step."""
 
     def of(self, program: Program, leaves: Sequence[Any], state: GradientState) -> tuple[list[Any], ...]:
         """The arguments of a program for a batch's leaves."""
@@ -36,8 +39,13 @@ class Inputs:
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in ARGUMENTS}
         buffers = dict(self.training.model.named_buffers())
         numbers = self.live_numbers()
+        parameters, kept = self.parameters, self._kept_by_optimizer
         for source in program.inputs:
             match source.kind:
+                case InputKind.STATE:
+                    value = kept[source.name][source.key]
+                case InputKind.PARAMETER:
+                    value = parameters[source.name]
                 case InputKind.BATCH:
                     value = leaves[source.index]
                 case InputKind.HYPER:
@@ -45,23 +53,9 @@ class Inputs:
                 case InputKind.BUFFER:
                     value = buffers[source.name]
                 case _:
-                    value = self._kept(source, state)
+                    value = _kept(source, state)
             lists[source.kind].append(value)
         return tuple(lists.values())
-
-    def _kept(self, source: Source, state: GradientState) -> Tensor:
-        match source.kind:
-            case InputKind.PARAMETER:
-                return self.parameters[source.name]
-            case InputKind.STATE:
-                return self.training.optimizer.state[self.parameters[source.name]][source.key]
-            case InputKind.VELOCITY:
-                assert state.velocities is not None, "a step with momentum correction has velocities"
-                return state.velocities.of(source.index)
-            case InputKind.RESIDUAL:
-                return state.residuals.of(source.index, source.slot)
-            case _:
-                return state.compressor_states.of(source.index, source.slot)
 
     # The optimizer
 
@@ -97,9 +91,17 @@ class Inputs:
     def _make_missing_state(self) -> None:
         """Make the optimizer's state if it is not there, as its own first step would."""
         optimizer, owned = self.training.optimizer, self.training.owned
-        if self._has_state and not all(has_state(optimizer, owner.parameter) for owner in owned):
+        kept = self._look_up(optimizer, owned)
+        if self._has_state and not all(map(has_tensors, kept.values())):
             self._fresh_state |= materialize_state(optimizer, owned)
-            self._has_state = any(has_state(optimizer, owner.parameter) for owner in owned)
+            kept = self._look_up(optimizer, owned)
+            self._has_state = any(map(has_tensors, kept.values()))
+        self._kept_by_optimizer = kept
+
+    @staticmethod
+    def _look_up(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, Mapping[str, Any]]:
+        """Look each parameter up once: hashing a tensor runs in Python."""
+        return {owner.name: optimizer.state.get(owner.parameter, {}) for owner in owned}
 
     def rates(self) -> dict[int, float]:
         """The learning rate of each parameter group."""
@@ -121,6 +123,18 @@ class Inputs:
     def sizes(self) -> dict[str, int]:
         """The number of elements of every parameter."""
         return {name: parameter.numel() for name, parameter in self.parameters.items()}
+
+
+def _kept(source: Source, state: GradientState) -> Tensor:
+    """Find what a rank keeps of a bucket."""
+    match source.kind:
+        case InputKind.VELOCITY:
+            assert state.velocities is not None, "a step with momentum correction has velocities"
+            return state.velocities.of(source.index)
+        case InputKind.RESIDUAL:
+            return state.residuals.of(source.index, source.slot)
+        case _:
+            return state.compressor_states.of(source.index, source.slot)
 
 
 @dataclass(frozen=True, slots=True)

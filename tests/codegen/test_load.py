@@ -2,10 +2,14 @@
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from graphs import linear_step
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxcomp import compat
 from fxcomp.codegen.load import load, replace_regions
 
 SOURCE = "def region_0(x):\n    return x + 1\n\n\ndef step(x):\n    return region_0(x) / x\n"
@@ -38,3 +42,22 @@ def test_regions_can_be_replaced(tmp_path: Path):
     module = load(SOURCE, linear_step(), tmp_path)
     replace_regions(module, lambda name, run: lambda x: 10 * run(x) if name == "region_0" else run(x))
     assert module.step(1) == 20
+
+
+def test_direct_operators_are_those_of_torch_and_dispatch_modes_still_see_them():
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.operators: list[Any] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.operators.append(func)
+            return func(*args, **(kwargs or {}))
+
+    value = torch.tensor([1.0, 2.0])
+    with Seen() as seen:
+        found = compat.direct_aten.add.Tensor(value, value, alpha=2)
+    assert found.tolist() == [3.0, 6.0]
+    assert seen.operators == [torch.ops.aten.add.Tensor]
+    with pytest.raises(AttributeError, match="no_such_operator"):
+        compat.direct_aten.no_such_operator.default(value)
