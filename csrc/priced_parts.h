@@ -16,7 +16,7 @@ constexpr int32_t kRegion = -1;
 constexpr int32_t kBackward = -2;
 constexpr int32_t kNothing = -3;
 constexpr double kNoTime = 1e-9;  // us: nothing is divided by less
-constexpr int32_t kDense = 1;     // traits of an option
+constexpr int32_t kDense = 1;     // traits of an option: dense plans may have it; its values come in bursts
 constexpr int32_t kBursty = 2;
 
 // Fields as in fxcomp/search/descent/problem.py. What is of each lane, template or task lies behind the one before it, from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,6 +17,7 @@ from fxcomp.plan.check_feedback import check_experiment, check_is_feedback, chec
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
 from fxcomp.plan.modes import Mode
+from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
 
 GivenCosts = CostTable | str | Path
@@ -67,6 +69,7 @@ class StepOptions:
     cluster: Cluster | None = None
     costs: GivenCosts | None = None
     plan: GivenPlan | None = None
+    pins: Pins = NO_PINS
     feedback: ErrorFeedback = CLASSIC
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
@@ -82,19 +85,26 @@ class StepOptions:
         error_feedback: ErrorFeedback = CLASSIC,
         replan: str = Replan.OFFER.value,
         race: str = RaceOption.AUTO.value,
+        per_parameter: Mapping[str, str] | None = None,
         **others: Any,
     ) -> StepOptions:
         """Check options as compile_step takes them. Raises BadOption, BadPlan and the errors of error feedback."""
         check_is_feedback(error_feedback)
         plan, costs, max_grad_norm = (others.get(name) for name in ("plan", "costs", "max_grad_norm"))
         check_is_plan(plan)
+        pins = Pins.read(per_parameter)
+        if plan is not None and pins:
+            raise BadOption(
+                "plan= says what every parameter travels by, and per_parameter= what some do: keep one.\n"
+                "  per_parameter= changes what fxcomp chooses; to change a saved plan, write it anew."
+            )
         if not isinstance(costs, CostTable | str | Path | None):
             raise BadOption(f"costs is a fxcomp.CostTable or the path of a saved one; it is a {type(costs).__name__}")
-        check_experiment(error_feedback, planned=plan is not None)
+        check_experiment(error_feedback, planned=plan is not None or bool(pins))
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
         chosen = {"mode": Mode.parse(mode), "replan": Replan.parse(replan), "race": RaceOption.parse(race)}
-        options = cls(feedback=error_feedback, **chosen, **others)
+        options = cls(feedback=error_feedback, pins=pins, **chosen, **others)
         VerifiedSteps.parse(options.verify_every)
         if options.replan is Replan.AUTO and options.why_not_replan:
             raise BadOption(f"replan='auto' cannot be done here: {options.why_not_replan}")
@@ -151,5 +161,6 @@ class StepOptions:
             "replan": self.replan.value,
             "race": self.race.value,
             "the plan": asked_plan(self.plan),
+            "per_parameter": self.pins.facts(),
             "how costs are given": costs,
         }

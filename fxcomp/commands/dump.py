@@ -10,6 +10,7 @@ from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import graph_after, plan_named, rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
+from fxcomp.plan.pins import parse_pins
 from fxcomp.report.terminal import encodable
 
 NAME = "dump"
@@ -31,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the graph or the emitted step."""
     cluster, _ = chosen_cluster(arguments)
     plan = plan_named(arguments.plan, cluster) if arguments.plan else None
-    program = rewritten(load_job(arguments.job), cluster, plan=plan)
+    pins = parse_pins(arguments.per_parameter)
+    program = rewritten(load_job(arguments.job), cluster, plan=plan, pins=pins)
     text = program.source if arguments.source else dump(graph_after(program, arguments.after))
     print(encodable(text, sys.stdout.encoding))
     return 0

@@ -14,6 +14,7 @@ from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import Question, plan_named, what_if
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.modes import Mode
+from fxcomp.plan.pins import parse_pins
 from fxcomp.report.as_json import to_json
 from fxcomp.report.terminal import print_report
 
@@ -25,6 +26,7 @@ EXAMPLES = """\
   fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
   fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
   fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
+  fxcomp explain train.py --per-parameter 'embed.*=dense'       leave some gradients alone
   fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
 """
 
@@ -50,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     question = Question(
         mode=Mode.parse(arguments.mode),
         plan=plan_named(arguments.plan, cluster) if arguments.plan else None,
+        pins=parse_pins(arguments.per_parameter),
         step_ms=arguments.step_ms,
         device=arguments.device,
         costs=costs,

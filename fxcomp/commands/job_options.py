@@ -26,6 +26,13 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", metavar="PLAN", help="a saved plan.json, or one compressor for all: dense, bf16, int8"
     )
+    parser.add_argument(
+        "--per-parameter",
+        action="append",
+        default=[],
+        metavar="PATTERN=STRATEGY",
+        help="pin parameters by name, like '*.bias=dense'; may be repeated, the last that matches decides",
+    )
 
 
 def names_links(arguments: argparse.Namespace) -> bool:

@@ -6,6 +6,7 @@ capture ─► compare ranks ─► decide ─► put the plan in force ─► C
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def compile_step(
     cluster: Cluster | None = None,
     costs: CostTable | str | Path | None = None,
     plan: Plan | str | Path | None = None,
+    per_parameter: Mapping[str, str] | None = None,
     mode: str = "balanced",
     error_feedback: ErrorFeedback = CLASSIC,
     max_grad_norm: float | None = None,
@@ -60,23 +62,25 @@ def compile_step(
     `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
     `costs` replaces all measuring: a CostTable, or the path of a saved one, which rank 0 reads for all. `plan` replaces
     the choice: a Plan, the path of a saved one, or one compressor for all matrices (`dense`, `bf16`, `int8`, `sign`,
-    `topk(0.01)`; biases and norms then stay dense). `mode` bounds what may be lost: `lossless`, `balanced`,
-    `aggressive`. `error_feedback` has the variants of error feedback, and warm-up. `max_grad_norm` clips the averaged
-    gradients by their global norm. `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not
-    finite: parameters and the optimizer's state stay as they were, and residuals up to one rounding; all updates wait
-    for the last bucket. `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update:
-    `sampled` (2, 5, 10, 20, 50 and so on), every N-th, or `never`. `replan` says what happens when the running step
-    shows that a cost is wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan
-    anew at the same step), `off` (nothing is timed). `race` says who decides between the few best plans: `auto` (they
-    take turns in the first hundred steps, and the fastest stays), `off` (the prediction).
+    `topk(0.01)`; biases and norms then stay dense). `per_parameter` pins some parameters by hand: patterns of their
+    names with a compressor or strategy each, like `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`; the last one
+    that matches decides. `mode` bounds what may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the
+    variants of error feedback, and warm-up. `max_grad_norm` clips the averaged gradients by their global norm.
+    `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not finite: parameters and the
+    optimizer's state stay as they were, and residuals up to one rounding; all updates wait for the last bucket.
+    `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update: `sampled` (2, 5, 10,
+    20, 50 and so on), every N-th, or `never`. `replan` says what happens when the running step shows that a cost is
+    wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan anew at the same step),
+    `off` (nothing is timed). `race` says who decides between the few best plans: `auto` (they take turns in the first
+    hundred steps, and the fastest stays), `off` (the prediction).
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do. Where it fails on one rank, it
     fails on all.
     """
     given = {
-        "cluster": cluster, "costs": costs, "plan": plan, "mode": mode, "error_feedback": error_feedback,
-        "max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite, "verify_every": verify_every,
-        "replan": replan, "race": race,
+        "cluster": cluster, "costs": costs, "plan": plan, "per_parameter": per_parameter, "mode": mode,
+        "error_feedback": error_feedback, "max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite,
+        "verify_every": verify_every, "replan": replan, "race": race,
     }  # fmt: skip
     with Ranks.meeting(cluster, "compile_step") as ranks:
         options = ranks.attempt("checking options", lambda: _checked(given, optimizer, ranks))
@@ -116,6 +120,7 @@ def _captured(
 
     def captured() -> tuple[Training, Captured]:
         training, captured = capture_first(model, loss_fn, optimizer, batch, options.max_grad_norm)
+        options.pins.check_model(model)
         if ranks.world_size > 1:
             check_parameters_are_read(captured.graph)
         return training, captured

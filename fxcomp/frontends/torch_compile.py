@@ -7,11 +7,11 @@ The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. W
 happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
-Options, all in `options={...}`: `mode`, `plan`, `cluster` and `costs` as in compile_step; `error_feedback`, of which
-only what needs no optimizer; `race`, which is "off", because no steps are timed here; `model`, to start all ranks from
-rank 0's parameters and buffers and to be told of trainable parameters that the graph does not reach; `ignore`, names of
-those that need no reduction. Without `model`, parameters must start equal, and the first backward passes are compared
-between ranks.
+Options, all in `options={...}`: `mode`, `plan`, `per_parameter`, `cluster` and `costs` as in compile_step;
+`error_feedback`, of which only what needs no optimizer; `race`, which is "off", because no steps are timed here;
+`model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters that the graph
+does not reach; `ignore`, names of those that need no reduction. Without `model`, parameters must start equal, and the
+first backward passes are compared between ranks.
 
 - Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
   compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
@@ -131,6 +131,7 @@ def _compile_backward(
         _check_same_parameters(compiled, found, gradients(labelled))
         return compiled.emit(labelled)
     with Ranks.meeting(chosen.step.cluster, "torch_compile") as ranks:
+        ranks.attempt("checking options", lambda: _check_pins(chosen, found))
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks)
         emitted = compiled.emit(labelled)
@@ -152,7 +153,7 @@ class Options:
     ignore: tuple[str, ...] = ()
 
 
-KNOWN = ("mode", "plan", "cluster", "costs", "model", "ignore", "error_feedback", "race")
+KNOWN = ("mode", "plan", "per_parameter", "cluster", "costs", "model", "ignore", "error_feedback", "race")
 OF_WHOLE_STEPS = ("max_grad_norm", "skip_nonfinite", "verify_every", "replan")
 """Options that compile_step has beyond these."""
 
@@ -208,6 +209,14 @@ def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
             raise BadOption(
                 f"options['ignore'] names {name!r}, which is no parameter of the model; did you mean {close[0]!r}?"
             )
+
+
+def _check_pins(chosen: Options, found: FoundParameters) -> None:
+    """Raise BadOption for patterns that decide nothing in the model, or in the graph where the model is not known."""
+    if chosen.model is not None:
+        chosen.step.pins.check_model(chosen.model)
+    else:
+        chosen.step.pins.check_names(dict.fromkeys(found.parameters, True))
 
 
 def _refuse_ddp(model: nn.Module | None) -> None:
@@ -321,7 +330,7 @@ def _start(
     covered = {name: found.parameters[name] for name in gradients(labelled)}
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
     facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
-    asked = {what: chosen.step.facts()[what] for what in ("the plan", "how costs are given")}
+    asked = {what: chosen.step.facts()[what] for what in ("the plan", "per_parameter", "how costs are given")}
     ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered} | asked)
     site = Site.of(ranks, chosen.step.cluster, next(iter(covered.values())).device)
     if chosen.model is not None:

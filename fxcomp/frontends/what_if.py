@@ -37,6 +37,7 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import CLASSIC
 from fxcomp.plan.given import check_names_compressor, strategy_named
 from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.measure_machine import machine_costs
@@ -44,6 +45,7 @@ from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
+from fxcomp.search.pinned import pins_note
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
@@ -110,6 +112,8 @@ class Question:
     mode: Mode = Mode.BALANCED
     plan: AskedPlan | None = None
     """A plan to predict instead of the chosen one."""
+    pins: Pins = NO_PINS
+    """What is pinned by hand."""
     step_ms: float | None = None
     """The time of a step there without a network."""
     device: str | None = None
@@ -124,6 +128,8 @@ class Question:
                 f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
                 f" it is {self.step_ms:g}"
             )
+        if self.plan is not None and self.pins:
+            raise BadOption("--plan says what every parameter travels by, --per-parameter what some do: keep one")
         if self.device is not None and self.costs is not None:
             raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
 
@@ -131,7 +137,7 @@ class Question:
     def compressors(self) -> tuple[Compressor, ...]:
         """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
         candidates = compressors_of(self.mode if self.mode is Mode.AGGRESSIVE else Mode.BALANCED)
-        return (*candidates, *(self.plan.compressors if self.plan else ()))
+        return (*candidates, *(self.plan.compressors if self.plan else ()), *self.pins.compressors)
 
 
 ANYTHING = Question()
@@ -147,6 +153,8 @@ def what_if(
     BadOption.
     """
     question.check()
+    question.pins.check_model(job.model)
+    question.pins.check_fits(cluster)
     preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
     training, captured = capture_job(job)
@@ -165,7 +173,7 @@ def what_if(
         workload = scaled(workload, 1e3 * question.step_ms / workload.free_us)
         costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
     tell("choosing")
-    choice = choose(workload, costs, cluster, question.mode)
+    choice = choose(workload, costs, cluster, question.mode, pins=question.pins)
     wanted = choice.plan if question.plan is None else question.plan.make(workload, costs)
     if wanted.buckets:
         wanted.check_covers(workload.sizes)
@@ -180,7 +188,11 @@ def what_if(
         mode=question.mode,
         flip_gbit=_flip_gbit(workload, costs, cluster, question.mode, choice),
         is_own_compute=question.step_ms is None and preset is None and not foreign,
-        notes=(*foreign, *_notes(costs, choice.error, cluster, question.step_ms)),
+        notes=(
+            *pins_note(question.pins, workload, cluster, question.mode),
+            *foreign,
+            *_notes(costs, choice.error, cluster, question.step_ms),
+        ),
         unknowns=unknowns(captured.graph),
     )
 
@@ -197,7 +209,7 @@ def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mod
     """Find the break-even bandwidth; the verdict here is part of the answer if it was found by the same links."""
     if cluster.hosts == 1:
         return None
-    return flip_gbit(workload, costs, cluster, mode, choice=None if costs.collectives else choice)
+    return flip_gbit(workload, costs, cluster, mode, pins=choice.pins, choice=None if costs.collectives else choice)
 
 
 def with_processors(costs: CostTable, device: torch.device) -> CostTable:
@@ -209,12 +221,15 @@ def with_processors(costs: CostTable, device: torch.device) -> CostTable:
     return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
-def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None) -> Program:
-    """The job's step for a cluster by assumed costs alone: the same on every machine."""
+def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None, pins: Pins = NO_PINS) -> Program:
+    """The job's step for a cluster by assumed costs alone: the same on every machine. Raises BadOption."""
+    Question(plan=plan, pins=pins).check()
+    pins.check_model(job.model)
+    pins.check_fits(cluster)
     _, captured = capture_job(job)
     costs = CostTable()
     workload = Compiler(cluster).analyze(captured.graph, costs)
-    wanted = plan.make(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED).plan
+    wanted = plan.make(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED, pins=pins).plan
     if cluster.world_size == 1:
         wanted = Plan(())
     return Compiler(cluster).emit(captured, wanted, costs)

@@ -34,9 +34,11 @@ from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.optimum.least_work import Least, LeastWork
 from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of
+from fxcomp.search.pinned import Pinned
 from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]
@@ -48,11 +50,20 @@ _ROUNDING = 1e-9
 """Relative: a bound is lowered by so much, because sums are rounded."""
 
 
-def bound_us(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> float:
+def bound_us(
+    workload: Workload,
+    costs: CostTable,
+    cluster: Cluster,
+    mode: Mode,
+    *,
+    bursts: float = 1.0,
+    pins: Pins = NO_PINS,
+) -> float:
     """Return a time that no plan's step is shorter than; at least the step without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
         return workload.free_us
-    bound = _Bound(_Job(workload, costs, cluster, mode, bursts))
+    pinned = Pinned.of(pins, workload, cluster, offload=costs.offloads)
+    bound = _Bound(_Job(workload, costs, cluster, mode, bursts, pinned))
     return max(workload.free_us, bound.best_us() * (1 - _ROUNDING))
 
 
@@ -63,6 +74,7 @@ class _Job:
     cluster: Cluster
     mode: Mode
     bursts: float
+    pinned: Pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +97,20 @@ class _Bound:
         self.job, self.workload = job, job.workload
         self.elements = np.array([gradient.elements for gradient in self.workload.gradients], float)
         self.ready_us = [gradient.ready_us for gradient in self.workload.gradients]
+        others = job.pinned.mode_of_others(job.workload, job.mode)
         by_content = {
-            content: strategies(job.mode, job.cluster, content, offload=job.costs.offloads) for content in Content
+            content: strategies(others, job.cluster, content, offload=job.costs.offloads) for content in Content
         }
-        self.strategies = tuple(dict.fromkeys(strategy for found in by_content.values() for strategy in found))
+        offered = [*by_content.values(), *(lane.strategies for lane in job.pinned.lanes)]
+        self.strategies = tuple(dict.fromkeys(strategy for found in offered for strategy in found))
         self.work = LeastWork(job.costs, job.cluster, int(self.elements.sum()))
         self.least = [None if _depends_on_shapes(each) else self.work.of(each) for each in self.strategies]
         self.kinds = self._kinds(by_content)
         self.errors = np.array([strategy_error(each, job.cluster) for each in self.strategies])
         self.bursty = np.array([float(is_bursty(each, job.cluster)) for each in self.strategies])
         total = float(self.elements.sum())
-        self.lossable, self.burstable = error_limit(job.mode) * total, min(1.0, job.bursts) * total
+        bounds = job.pinned.bounds(self.workload, job.mode, job.bursts)
+        self.lossable, self.burstable = bounds.lost, min(bounds.bursting, total)
         self.fixed = np.array([least.fixed_us for least in self._of_any()])
         self.used = [s for s in range(len(STREAMS)) if s != COMPUTE and self._is_used(s)]
         self.after_us = self._after_us()
@@ -127,13 +142,15 @@ class _Bound:
         has_shapes = any(least is None for least in self.least)
         for number, gradient in enumerate(self.workload.gradients):
             shape = gradient.shape if has_shapes else ()
-            groups.setdefault((gradient.is_vector, shape, number in cut), []).append(number)
+            lane = self.job.pinned.lane_of.get(gradient.name)
+            groups.setdefault((gradient.is_vector, shape, number in cut, lane and lane.text), []).append(number)
         return [self._kind(members, by_content, is_cut=members[0] in cut) for members in groups.values()]
 
     def _kind(self, members: Sequence[int], by_content: dict[Content, tuple[Strategy, ...]], *, is_cut: bool) -> _Kind:
         gradient = self.workload.gradients[members[0]]
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
-        allowed = {*by_content[own], *by_content[Content.MIXED]}
+        lane = self.job.pinned.lane_of.get(gradient.name)
+        allowed = {*by_content[own], *by_content[Content.MIXED]} if lane is None else set(lane.strategies)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
         return _Kind(tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies]))
 

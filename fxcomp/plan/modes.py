@@ -110,11 +110,22 @@ def strategies(
     """
     if cluster.world_size == 1:
         return (DENSE,)
-    dense = [DENSE, *(Strategy.hierarchical(None, by=by) for by in ways(cluster))]
+    dense = one_shot_ways(None, cluster)
     entries = [entry for entry in ENTRIES[mode] if _is_for(entry, content, mode)]
     devices = tuple(Device) if offload else (Device.GPU,)
     compressed = (each for entry in entries for device in devices for each in _compressed(entry, device, cluster))
     return (*dense, *dict.fromkeys(compressed))
+
+
+def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
+    """Return every way of one compressor here, in one shot: over all ranks first, then level by level."""
+    if cluster.world_size == 1:
+        return (DENSE,)
+    if compressor is None:
+        return (DENSE, *(Strategy.hierarchical(None, by=by) for by in ways(cluster)))
+    entry = Entry(str(compressor), None, "")
+    devices = tuple(Device) if offload else (Device.GPU,)
+    return tuple(dict.fromkeys(each for device in devices for each in _compressed(entry, device, cluster)))
 
 
 def _is_for(entry: Entry, content: Content, mode: Mode) -> bool:

@@ -22,6 +22,7 @@ from fxcomp.planning.measure_machine import hardware
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.decision import Decision
+from fxcomp.search.pinned import pins_note
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.inputs import Example
@@ -41,14 +42,15 @@ class Planner:
     def first(self, costs: CostTable | None, example: Example | None = None) -> Decision:
         """Decide by given costs, or by what is measured now: with an example, on the job itself.
 
-        Raises BadPlan where a given plan does not fit.
+        Raises BadPlan where a given plan does not fit, and BadOption where what is pinned does not.
         """
         cluster = self.site.cluster
+        self.options.pins.check_fits(cluster)
         if cluster.world_size == 1 or self.options.plan is not None:
             table = costs or CostTable()
             return self._as_told(self.options.plan, self.compiler.analyze(self.graph, table), table)
         if costs is None:
-            costs = gathered_costs(self.site)
+            costs = gathered_costs(self.site, self.options.pins.compressors)
             if example is not None:
                 costs = measured_on_job(self.compiler, self.site, example, costs)
         return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
@@ -61,15 +63,17 @@ class Planner:
 
     def _best(self, workload: Workload, costs: CostTable, topic: str) -> Decision:
         """Choose on rank 0 and follow on all."""
+        cluster, mode, pins = self.site.cluster, self.options.mode, self.options.pins
 
         def decide() -> dict[str, Any]:
-            chosen = choose(workload, costs, self.site.cluster, self.options.mode, bursts=self.bursts)
+            chosen = choose(workload, costs, cluster, mode, bursts=self.bursts, pins=pins)
             return {"choice": chosen.to_json(), "costs": costs.to_json(), "workload": workload.to_json()}
 
         data = self.site.ranks.from_rank_0(topic, decide)
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
-        return Decision(choice.plan, agreed, work, choice.dense, choice, notes=self._foreign(agreed))
+        notes = (*pins_note(pins, work, cluster, mode), *self._foreign(agreed))
+        return Decision(choice.plan, agreed, work, choice.dense, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
         """Follow the plan that all ranks were given. A saved one may lie on rank 0's machine alone."""

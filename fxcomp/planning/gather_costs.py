@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.planning.measure_links import with_live_links
@@ -12,9 +14,12 @@ from fxcomp.runtime.transport import Groups
 from fxcomp.site import Site
 
 
-def gathered_costs(site: Site) -> CostTable:
-    """Measure what nobody told: every compressor that a mode may choose, and the links unless the cluster was given."""
-    return with_ranks(machine_costs(compressors_of(Mode.AGGRESSIVE), site.device), site)
+def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
+    """Measure what nobody told: compressors that a mode may choose or that are pinned, and the links.
+
+    A given cluster's links are not measured.
+    """
+    return with_ranks(machine_costs((*compressors_of(Mode.AGGRESSIVE), *pinned), site.device), site)
 
 
 def with_ranks(costs: CostTable, site: Site) -> CostTable:

@@ -50,6 +50,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
                 for k, bucket in enumerate(plan.buckets)
             ],
         },
+        "pinned": _pinned(explanation),
         "flip_gbit": explanation.flip_gbit,
         "mode": explanation.mode,
         "cluster": {
@@ -72,6 +73,20 @@ def _runners(explanation: Explanation) -> list[dict[str, Any]]:
     runners = explanation.choice.runners if explanation.choice else ()
     return [
         {"name": each.name, "step_ms": each.step_us / 1e3, "wins": each.wins, "loss": each.loss} for each in runners
+    ]
+
+
+def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
+    """What was pinned by hand, by the pattern that decides."""
+    sizes = explanation.workload.sizes
+    return [
+        {
+            "pattern": rule.pattern,
+            "strategy": rule.text,
+            "names": names,
+            "bytes": 4 * sum(sizes[name] for name in names),
+        }
+        for rule, names in explanation.pins.decided(sizes).items()
     ]
 
 

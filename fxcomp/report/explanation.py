@@ -19,6 +19,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.modes import Mode
+from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report.quantities import count
 from fxcomp.report.wire_arithmetic import sent_by
@@ -76,11 +77,16 @@ class Explanation:
         return self.raced is not None and not self.is_racing and self.raced.stays.runner.plan == self.plan
 
     @property
+    def pins(self) -> Pins:
+        """What was pinned by hand when the plan was chosen."""
+        return self.choice.pins if self.choice is not None else NO_PINS
+
+    @property
     def bound_us(self) -> float | None:
         """A time that no plan of the mode is predicted to be faster than; None if the plan was not chosen by one."""
         if not self.is_chosen or self.mode not in _MODES:
             return None
-        return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode])
+        return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
 
     @property
     def machine(self) -> str:

@@ -53,6 +53,8 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Worth trying", [_worth_trying(choice, digits)]))
     if plan.buckets:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
+    if explanation.pins and plan.buckets:
+        sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
         sections.append(Section("Not taken", [_not_taken(explanation, choice, digits)]))
     if plan.buckets:
@@ -108,10 +110,12 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
         if explanation.is_racing:
             given += "; plans are racing, and this is its turn"
         elif choice is not None:
-            given += f"; fxcomp {'would not compress' if choice.plan.is_dense else 'would choose another'}"
+            given += f"; fxcomp {'would not compress' if choice.stays_dense else 'would choose another'}"
         return Tone.GIVEN, given
     if not compressed:
         return Tone.DENSE, "Do not compress"
+    if explanation.pins.leaves_dense(explanation.plan):
+        return Tone.DENSE, "Compress nothing but what is pinned"
     of_bytes = sum(bucket.elements for bucket in compressed) / sum(bucket.elements for bucket in buckets)
     return Tone.COMPRESS, f"Compress {share} ({of_bytes:.1%} of the bytes)"
 
@@ -270,6 +274,22 @@ def _strategies(explanation: Explanation) -> Pairs:
     return Pairs([(short(strategy), str(strategy)) for strategy in strategies])
 
 
+def _pinned(explanation: Explanation) -> Table:
+    """The patterns that decide something, and what they decide."""
+    sizes = explanation.workload.sizes
+    columns = (
+        Column("pattern", is_text=True),
+        Column("strategy", is_text=True),
+        Column("MB"),
+        Column("parameters", is_text=True, is_optional=True),
+    )
+    rows = [
+        (rule.pattern, rule.text, mb(4 * sum(sizes[name] for name in names)), _members(names))
+        for rule, names in explanation.pins.decided(sizes).items()
+    ]
+    return Table(columns, rows)
+
+
 def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Table:
     """For each bucket the best of its other strategies, all else equal; consecutive equal rows share one."""
     columns = (
@@ -282,7 +302,8 @@ def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Table:
     runs: list[tuple[int, int, Sequence[str]]] = []
     for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
         best = _best_other(others)
-        cells = (short(bucket.strategy), "nothing within the mode's limit", "", "")
+        why = "pinned by hand" if choice.pins.is_pinned(bucket) else "nothing within the mode's limit"
+        cells = (short(bucket.strategy), why, "", "")
         if best is not None:
             longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits) + 0.0
             step = f"{ms(best.step_us, digits)} ms"
@@ -319,8 +340,8 @@ def _critical_path(explanation: Explanation, digits: int) -> str:
 def _flip(explanation: Explanation) -> str:
     gbit, choice = explanation.flip_gbit, explanation.choice
     if gbit is None:
-        plan = explanation.plan if choice is None else choice.plan
-        verdict = "not to compress" if plan.is_dense else "to compress"
+        stays_dense = explanation.plan.is_dense if choice is None else choice.stays_dense
+        verdict = "not to compress" if stays_dense else "to compress"
         return f"None: from 1 Mbit/s to 1 Tbit/s between hosts the verdict is {verdict}."
     text = f"Below {format_gbit(gbit / 8)} between hosts compression pays, above it does not"
     if explanation.costs.collectives:

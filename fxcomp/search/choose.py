@@ -12,14 +12,17 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.gc_paused import gc_paused
+from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.given import strategy_named
-from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import atoms_of
 from fxcomp.search.descent.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exact_plans import ExactPlans
+from fxcomp.search.pinned import Pinned
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.runners import (
     BF16,
@@ -68,6 +71,13 @@ class Choice:
     """For each bucket of the plan, the best other strategies."""
     runners: tuple[Runner, ...] = ()
     """The plans that a running job may try, the shortest predicted step first."""
+    pins: Pins = NO_PINS
+    """What was pinned by hand: all plans of the choice have it, the dense one and bf16 too."""
+
+    @property
+    def stays_dense(self) -> bool:
+        """All that is not pinned is dense in the chosen plan."""
+        return self.pins.leaves_dense(self.plan)
 
     @property
     def gain(self) -> float:
@@ -81,9 +91,9 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        if self.fastest.is_dense:
+        if self.pins.leaves_dense(self.fastest):
             return "no compressed plan is predicted to be faster than the best dense one"
-        verdict = "stays dense" if self.plan.is_dense else "leaves dense"
+        verdict = "stays dense" if self.stays_dense else "leaves dense"
         return (
             f"{verdict}: the fastest plan is predicted to save {self.gain:.1%}; with the costs as wrong as they may be"
             f" it saves {LEAST_GAIN:.0%} or more in {self.wins:.0%} of {DRAWS} draws, and {WORTH_FOLLOWING:.0%} are"
@@ -94,7 +104,8 @@ class Choice:
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
         plans = {name: value.to_json() for name, value in facts.items() if isinstance(value, Plan)}
         others = [[[str(each.strategy), each.step_us] for each in bucket] for bucket in self.alternatives]
-        return {**facts, **plans, "alternatives": others, "runners": [each.to_json() for each in self.runners]}
+        runners = [each.to_json() for each in self.runners]
+        return {**facts, **plans, "alternatives": others, "runners": runners, "pins": self.pins.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Choice:
@@ -104,7 +115,8 @@ class Choice:
             tuple(Alternative(Strategy.parse(text), us) for text, us in bucket) for bucket in data["alternatives"]
         )
         runners = tuple(map(Runner.from_json, data["runners"]))
-        values: dict[str, Any] = {**data, **plans, "alternatives": others, "runners": runners}
+        pins = Pins.from_json(data["pins"])
+        values: dict[str, Any] = {**data, **plans, "alternatives": others, "runners": runners, "pins": pins}
         return cls(**values)
 
     def __str__(self) -> str:
@@ -119,16 +131,28 @@ class Choice:
 
 
 @gc_paused()
-def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> Choice:
-    """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts."""
+def choose(
+    workload: Workload,
+    costs: CostTable,
+    cluster: Cluster,
+    mode: Mode,
+    *,
+    bursts: float = 1.0,
+    pins: Pins = NO_PINS,
+) -> Choice:
+    """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts.
+
+    What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
+    """
     traced, exact = TracedPrices(costs, cluster), ExactPlans(workload, costs, cluster)
-    searches = searches_of_mode(workload, traced, mode, bursts=bursts)
+    searches = searches_of_mode(workload, traced, mode, bursts=bursts, pins=pins)
     dense = _fastest(searches, exact, dense_only=True)
     least = min(dense, _fastest(searches, exact, dense_only=False), key=lambda best: best.step_us)
-    bf16 = bf16_everywhere(workload, costs, cluster)
+    bf16 = bf16_everywhere(workload, costs, cluster, pins)
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
-        always = {DENSE: dense.plan, FASTEST: least.plan, **({BF16: bf16} if mode is not Mode.LOSSLESS else {})}
+        is_allowed = plan_error(bf16, cluster) <= error_limit(mode)
+        always = {DENSE: dense.plan, FASTEST: least.plan, **({BF16: bf16} if is_allowed else {})}
         uniforms = _uniform_plans(searches[0], least.found)
         runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), exact)
     chosen = least if is_worth_following(least.plan, runners) else dense
@@ -144,6 +168,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *
         error=costs.error_of(workload.free_us, dense.step_us),
         alternatives=_alternatives(chosen),
         runners=runners,
+        pins=pins,
     )
 
 
@@ -210,12 +235,14 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     return search.plan(search.starts([0], 1)[0])
 
 
-def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
-    """Make the fastest plan of bf16 everywhere, over all ranks at once or level by level."""
+def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster, pins: Pins = NO_PINS) -> Plan:
+    """Make the fastest plan of bf16 everywhere but for pins, over all ranks at once or level by level."""
     bf16 = _bf16_strategies(costs, cluster) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
     traced = TracedPrices(costs, cluster)
-    searches = [PlanSearch(Question(workload, choices), traced) for choices in groupings[: 1 + _has_both(workload)]]
+    pinned = Pinned.of(pins, workload, cluster, offload=costs.offloads)
+    asked = [Question(workload, choices, pinned=pinned) for choices in groupings[: 1 + _has_both(workload)]]
+    searches = [PlanSearch(question, traced) for question in asked]
     search, start = min(
         ((each, each.starts(range(len(bf16)), 1)[0]) for each in searches), key=lambda one: one[1].value
     )
@@ -233,7 +260,9 @@ def _bf16_numbers(search: PlanSearch) -> list[int]:
     return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
 
-def searches_of_mode(workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0) -> list[PlanSearch]:
+def searches_of_mode(
+    workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
+) -> list[PlanSearch]:
     """Search plans of vectors apart and of vectors with matrices, with large gradients cut and with all of them whole.
 
     Where latency rules, one bucket less is worth more than the vectors' precision, or than stages that overlap.
@@ -241,7 +270,7 @@ def searches_of_mode(workload: Workload, traced: TracedPrices, mode: Mode, *, bu
     groupings = (False, True) if _has_both(workload) else (False,)
     has_parts = len(atoms_of(workload, traced.cluster.world_size)) > len(workload.gradients)
     asked = [
-        question_of_mode(workload, traced, mode, bursts=bursts, mixed=mixed, cuts=cuts)
+        question_of_mode(workload, traced, mode, bursts=bursts, mixed=mixed, cuts=cuts, pins=pins)
         for cuts in ((True, False) if has_parts else (True,))
         for mixed in groupings
     ]
@@ -259,6 +288,7 @@ def flip_gbit(
     mode: Mode,
     *,
     bursts: float = 1.0,
+    pins: Pins = NO_PINS,
     choice: Choice | None = None,
 ) -> float | None:
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
@@ -268,7 +298,7 @@ def flip_gbit(
     contradicted.
     """
     costs = costs.without_collectives()
-    searches = searches_of_mode(workload, TracedPrices(costs, cluster), mode, bursts=bursts)
+    searches = searches_of_mode(workload, TracedPrices(costs, cluster), mode, bursts=bursts, pins=pins)
 
     def is_dense(gbit: float) -> bool:
         traced = TracedPrices(costs, cluster.with_inter(gbit / 8))
@@ -288,7 +318,7 @@ def flip_gbit(
     low, high = 1e-3, 1e3
     here = 8 * cluster.inter.gb_per_s
     if choice is not None and low < here < high:
-        low, high = (low, here) if choice.plan.is_dense else (here, high)
+        low, high = (low, here) if choice.stays_dense else (here, high)
     if (choice is None or high == here) and is_dense(low):
         return None
     if (choice is None or low == here) and not is_dense(high):

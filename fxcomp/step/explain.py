@@ -54,8 +54,7 @@ class Explainer:
         if decision.choice is None or self._site.cluster.hosts == 1:
             return None
         if self._flip is None or self._flip[0] is not decision:
-            found = flip_gbit(
-                decision.workload, decision.costs, self._site.cluster, self._options.mode, bursts=self._bursts
-            )
+            asked = decision.workload, decision.costs, self._site.cluster, self._options.mode
+            found = flip_gbit(*asked, bursts=self._bursts, pins=self._options.pins)
             self._flip = decision, found
         return self._flip[1]

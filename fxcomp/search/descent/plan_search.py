@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
 from fxcomp.search.descent.cells import Lane, lane_of
 from fxcomp.search.descent.engine import Engine, engine_of
-from fxcomp.search.descent.parts import SAME, Limits, Part, Parts, Value
+from fxcomp.search.descent.parts import Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Option, Problems, TracedPrices
 from fxcomp.search.descent.templates import Setting
+from fxcomp.search.pinned import NOTHING_PINNED, Pinned
 from fxcomp.search.workload import Workload
 
 MIB = 1 << 20
@@ -90,18 +92,30 @@ class Question:
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
     """Large gradients are cut. The sizes of parts add up, which prices the factors of a joined matrix too high."""
+    pinned: Pinned = NOTHING_PINNED
+    """Gradients that are no part of `choices`."""
 
 
 def question_of_mode(
-    workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0, mixed: bool = False, cuts: bool = True
+    workload: Workload,
+    traced: TracedPrices,
+    mode: Mode,
+    *,
+    bursts: float = 1.0,
+    mixed: bool = False,
+    cuts: bool = True,
+    pins: Pins = NO_PINS,
 ) -> Question:
-    """Ask for what a mode offers: vectors apart, or in buckets with matrices; large gradients cut, or not."""
+    """Ask for what a mode offers: vectors apart, or in buckets with matrices; large gradients cut, or not.
+
+    What is pinned goes its own way, and what it loses is spent. If that is too much, all else is dense.
+    """
     contents = (Content.MIXED,) if mixed else (Content.MATRICES, Content.VECTORS)
     offload = traced.costs.offloads
-    choices = {content: strategies(mode, traced.cluster, content, offload=offload) for content in contents}
-    elements = workload.dense_bytes // 4
-    bursting = math.inf if bursts >= 1 else elements * bursts
-    return Question(workload, choices, Bounds(elements * error_limit(mode) * (1 + SAME), bursting), cuts)
+    pinned = Pinned.of(pins, workload, traced.cluster, offload=offload)
+    others = pinned.mode_of_others(workload, mode)
+    choices = {content: strategies(others, traced.cluster, content, offload=offload) for content in contents}
+    return Question(workload, choices, pinned.bounds(workload, mode, bursts), cuts, pinned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +135,13 @@ class PlanSearch:
         self.question, self.traced = question, traced
         workload, cluster = question.workload, traced.cluster
         atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
+        pinned = question.pinned
         self.options = [[_option(each, cluster) for each in offered] for offered in question.choices.values()]
-        places = [[k for k, atom in enumerate(atoms) if _may_hold(content, atom)] for content in question.choices]
+        self.options += [[_pinned_option(each, cluster) for each in lane.strategies] for lane in pinned.lanes]
+        pinned_to = [pinned.lane_of.get(atom.gradient.name) for atom in atoms]
+        free = [k for k, lane in enumerate(pinned_to) if lane is None]
+        places = [[k for k in free if _may_hold(content, atoms[k])] for content in question.choices]
+        places += [[k for k, lane in enumerate(pinned_to) if lane is each] for each in pinned.lanes]
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
         self.problems = Problems(workload, self.lanes, self.options, self.setting)
@@ -142,7 +161,8 @@ class PlanSearch:
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         effort = _SHARED if self.shares else _ALONE
         first = effort.first._replace(dense_only=dense_only)
-        ends = sorted((self._improved(found.parts, first) for found in _varied(starts, effort.starts)), key=_value_of)
+        varied = self._varied(starts, effort.starts)
+        ends = sorted((self._improved(found.parts, first) for found in varied), key=_value_of)
         then = effort.then._replace(dense_only=dense_only)
         ends += [self._improved(found.parts, then) for found in ends[: effort.improved]]
         best_us = min(found.value.us for found in ends)
@@ -158,7 +178,7 @@ class PlanSearch:
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
         """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
 
-        Buckets of other lanes stay dense where they must not have it.
+        Buckets of other lanes stay dense where they must not have it; what is pinned goes by the same levels if it can.
         """
         values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
         values.sort(key=lambda start: start[0])
@@ -213,9 +233,9 @@ class PlanSearch:
 
         again = starts[: effort.improved] if is_joined else ()
         best = min([improved(self._spread(each.parts), effort.in_full) for each in (found, *again)], key=_value_of)
-        tails = list(dict.fromkeys(start.parts[0].option for start in starts if start.parts))[: effort.tails]
+        tails = [option for option in dict.fromkeys(map(self._first_option, starts)) if option is not None]
         for _ in range(effort.rounds):
-            ends = [improved(parts, effort.kicked) for parts in kicks(best.parts, lanes, tails)]
+            ends = [improved(parts, effort.kicked) for parts in kicks(best.parts, lanes, tails[: effort.tails])]
             kicked = min(ends, key=_value_of, default=best)
             if not kicked.value.beats(best.value):
                 break
@@ -234,11 +254,32 @@ class PlanSearch:
         return tuple(sorted(parts, key=lambda part: self.lanes[part.lane].last(part.stop - 1)))
 
     def _options_like(self, number: int) -> tuple[int, ...]:
-        """Number a strategy of the first lane in each lane, the first one where it is not offered."""
+        """Number a strategy of the first lane in each lane; where it is not offered, the first one, or one like it."""
         wanted = self.options[0][number].strategy
-        return tuple(
-            next((k for k, other in enumerate(offered) if other.strategy == wanted), 0) for offered in self.options
-        )
+        levels = _levels(wanted)
+
+        def like(offered: Sequence[Option]) -> int:
+            same = (k for k, other in enumerate(offered) if other.strategy == wanted)
+            alike = (k for k, other in enumerate(offered) if other.is_pinned and _levels(other.strategy) == levels)
+            return next(same, next(alike, 0))
+
+        return tuple(map(like, self.options))
+
+    def _first_option(self, found: Found) -> int | None:
+        """The option of the first bucket that is not pinned; None if all are."""
+        free = len(self.question.choices)
+        return next((part.option for part in found.parts if part.lane < free), None)
+
+    def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
+        """Take the best starts, and the best ones with other strategies."""
+        taken = list(starts[: (count + 1) // 2])
+        strategies = set(map(self._first_option, taken))
+        for found in starts:
+            option = self._first_option(found)
+            if len(taken) < count and option not in strategies:
+                strategies.add(option)
+                taken.append(found)
+        return taken
 
     def _dense_options(self) -> list[int]:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
@@ -258,6 +299,14 @@ class PlanSearch:
 @lru_cache(maxsize=4096)
 def _option(strategy: Strategy, cluster: Cluster) -> Option:
     return Option(strategy, strategy_error(strategy, cluster), is_bursty(strategy, cluster))
+
+
+def _pinned_option(strategy: Strategy, cluster: Cluster) -> Option:
+    return replace(_option(strategy, cluster), is_pinned=True)
+
+
+def _levels(strategy: Strategy) -> frozenset[Level]:
+    return frozenset(step.level for step in strategy.collectives)
 
 
 def kicks(parts: Parts, lanes: Sequence[Lane], tails: Sequence[int]) -> list[Parts]:
@@ -299,18 +348,6 @@ _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
 
 def _value_of(found: Found) -> Value:
     return found.value
-
-
-def _varied(starts: Sequence[Found], count: int) -> list[Found]:
-    """Take the best starts, and the best ones with other strategies."""
-    taken = list(starts[: (count + 1) // 2])
-    strategies = {found.parts[:1] and found.parts[0].option for found in taken}
-    for found in starts:
-        option = found.parts[:1] and found.parts[0].option
-        if len(taken) < count and option not in strategies:
-            strategies.add(option)
-            taken.append(found)
-    return taken
 
 
 def _may_hold(content: Content, atom: Atom) -> bool:

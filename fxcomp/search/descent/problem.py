@@ -31,7 +31,7 @@ NOTHING = -3
 """In the place of a task that an update waits for."""
 
 DENSE, BURSTY = 1, 2
-"""Traits of an option."""
+"""Traits of an option. DENSE: dense plans may have it, too, because it is dense or pinned."""
 
 _MOST = sys.float_info.max
 """A bucket that is not carried loses infinitely much, which is above every limit."""
@@ -46,6 +46,13 @@ class Option:
     strategy: Strategy
     error: float
     is_bursty: bool
+    is_pinned: bool = False
+    """By hand: its gradients have it, or one like it, in every plan."""
+
+    @property
+    def traits(self) -> int:
+        may_be_in_dense_plans = self.strategy.is_dense or self.is_pinned
+        return (DENSE if may_be_in_dense_plans else 0) | (BURSTY if self.is_bursty else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +202,7 @@ class Problems:
             lane_options=_starts(map(len, self.options)),
             option_template=_ints(number for each in self.numbers for number in each),
             option_error=_floats(option.error for option in flat),
-            option_traits=_ints(
-                (DENSE if option.strategy.is_dense else 0) | (BURSTY if option.is_bursty else 0) for option in flat
-            ),
+            option_traits=_ints(option.traits for option in flat),
             option_reach=_places(self.reaches),
             reach=_ints(stop for stops in self.reaches if stops for stop in stops),
             template_tasks=_starts(len(template.tasks) for template in self.templates),

@@ -1,0 +1,232 @@
+"""Pin gradients by hand: patterns of parameter names with a strategy each, and the last one that matches decides.
+
+    {"*": "int8", "*.embedding.weight": "dense", "lm_head.*": "bf16"}
+
+A pattern is matched against a parameter's whole name, as `model.named_parameters()` gives it, the way a shell matches
+file names: `*` is any text, dots too. docs/decisions/0018-pinned-by-hand.md says why the last one decides.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import cast
+
+from torch import nn
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import Compressor
+from fxcomp.errors import BadOption, BadPlan, FxcompError
+from fxcomp.plan.given import is_path, is_strategy, strategy_named
+from fxcomp.plan.modes import one_shot_ways
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+
+MOST_STRATEGIES = 14
+"""A search has 16 lanes, of which matrices and vectors take two; each pinned strategy takes one."""
+
+_SHOWN = 3  # names in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern, and what the parameters that it decides travel by."""
+
+    pattern: str
+    text: str
+    """`dense`, a compressor or a strategy, as it is written back."""
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
+
+    def strategies(self, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
+        """List what a bucket may have: exactly the strategy that is named, or any way of one compressor in one shot."""
+        if is_strategy(self.text):
+            return (strategy_named(self.text),)
+        return one_shot_ways(strategy_named(self.text).compressor, cluster, offload=offload)
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """The rules in the order in which they were given."""
+
+    rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def read(cls, given: object) -> Pins:
+        """Read `per_parameter`: a mapping from patterns to strategies. Raises BadOption."""
+        if given is None:
+            return NO_PINS
+        if not isinstance(given, Mapping):
+            raise BadOption(
+                f"per_parameter maps patterns of parameter names to strategies; it is a {type(given).__name__}.\n"
+                '  Write per_parameter={"*.embedding.weight": "dense", "lm_head.*": "int8"}.'
+            )
+        pins = cls(tuple(_rule(*pair) for pair in cast("Mapping[object, object]", given).items()))
+        texts = pins.texts
+        if len(texts) > MOST_STRATEGIES:
+            raise BadOption(
+                f"per_parameter names {len(texts)} strategies, and at most {MOST_STRATEGIES} different ones can be"
+                " pinned.\n  Give several patterns the same strategy, or write a whole plan and pass plan=."
+            )
+        return pins
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What rules name, each once."""
+        return tuple(dict.fromkeys(rule.text for rule in self.rules))
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """The compressors that must have a price."""
+        found = (compressor for text in self.texts for compressor in strategy_named(text).compressors)
+        return tuple(dict.fromkeys(found))
+
+    def rule_for(self, name: str) -> Rule | None:
+        """Find the rule that decides about a parameter: the last one that matches."""
+        return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
+
+    def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:
+        """List the parameters that each rule decides, without the rules that decide none."""
+        found: dict[Rule, list[str]] = {}
+        for name in names:
+            rule = self.rule_for(name)
+            if rule is not None:
+                found.setdefault(rule, []).append(name)
+        return {rule: found[rule] for rule in self.rules if rule in found}
+
+    def is_pinned(self, bucket: Bucket) -> bool:
+        """Tell that a bucket's strategy was pinned: no bucket holds pinned gradients and others."""
+        return self.rule_for(bucket.names[0]) is not None
+
+    def leaves_dense(self, plan: Plan) -> bool:
+        """Tell that all of a plan that is not pinned is dense."""
+        return all(bucket.strategy.is_dense or self.is_pinned(bucket) for bucket in plan.buckets)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise BadOption for a pattern that decides nothing in a model."""
+        everything = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shared = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self.check_names(everything, shared)
+
+    def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
+        """Raise BadOption for a pattern that decides nothing.
+
+        `trained` says of each parameter whether it needs a gradient, `shared` by which name each one is known.
+        """
+        for rule in self.rules:
+            matched = [name for name in trained if rule.matches(name)]
+            if not matched:
+                raise BadOption(_matches_nothing(rule, tuple(trained), shared or {}))
+            frozen = [name for name in matched if not trained[name]]
+            if frozen == matched:
+                raise BadOption(
+                    f"per_parameter[{rule.pattern!r}] is about {_names(frozen)}, which"
+                    f" {'needs' if len(frozen) == 1 else 'need'} no gradient (requires_grad=False): nothing of it"
+                    " travels.\n  Leave the pattern out."
+                )
+            if all(self.rule_for(name) is not rule for name in matched):
+                others = dict.fromkeys(repr(other.pattern) for name in matched if (other := self.rule_for(name)))
+                raise BadOption(
+                    f"per_parameter[{rule.pattern!r}] decides nothing: what it matches, {' or '.join(others)} matches"
+                    " too, and the last pattern that matches decides.\n"
+                    "  Write general patterns first and special ones after them."
+                )
+
+    def check_fits(self, cluster: Cluster) -> None:
+        """Raise BadOption for a strategy that the cluster's shape does not allow."""
+        for rule in self.rules:
+            try:
+                for strategy in rule.strategies(cluster):
+                    Plan((Bucket((rule.pattern,), (1,), strategy),)).check_fits(cluster)
+            except BadPlan as error:
+                raise BadOption(
+                    f"per_parameter[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}"
+                ) from None
+
+    def facts(self) -> list[str]:
+        """List what must be the same on all ranks, in the order that counts."""
+        return [str(rule) for rule in self.rules]
+
+    def to_json(self) -> list[list[str]]:
+        return [[rule.pattern, rule.text] for rule in self.rules]
+
+    @classmethod
+    def from_json(cls, data: Iterable[Sequence[str]]) -> Pins:
+        """Build them from `to_json`'s data."""
+        return cls(tuple(Rule(pattern, text) for pattern, text in data))
+
+
+NO_PINS = Pins()
+
+
+def parse_pins(texts: Sequence[str]) -> Pins:
+    """Read `PATTERN=STRATEGY` texts. Raises BadOption."""
+    given: dict[str, str] = {}
+    for text in texts:
+        pattern, equals, strategy = text.partition("=")
+        if not equals:
+            raise BadOption(f"--per-parameter {text!r} has no '='; write 'PATTERN=STRATEGY', like 'lm_head.*=int8'")
+        pattern = pattern.strip()
+        if pattern in given:
+            raise BadOption(f"--per-parameter names the pattern {pattern!r} twice: keep one")
+        given[pattern] = strategy.strip()
+    return Pins.read(given)
+
+
+def _rule(pattern: object, value: object) -> Rule:
+    if not isinstance(pattern, str) or not pattern:
+        raise BadOption(f"per_parameter's keys are patterns of parameter names; {pattern!r} is none")
+    what = f"per_parameter[{pattern!r}]"
+    value = str(value) if isinstance(value, Strategy) else value
+    if not isinstance(value, str):
+        raise BadOption(f"{what} is the text of a compressor or strategy, like 'int8'; it is a {type(value).__name__}")
+    if is_path(value):
+        raise BadOption(f"{what}={value!r} is the path of a plan; a pattern takes one compressor or strategy.")
+    try:
+        strategy = strategy_named(value)
+    except (ValueError, FxcompError) as error:
+        raise BadOption(
+            f"{what}={value!r} names no strategy: {error}\n"
+            "  Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', or a strategy's text such as"
+            " 'compress(int4)@gpu > all_gather@world > decompress@gpu'."
+        ) from None
+    if is_strategy(value):
+        return Rule(pattern, str(strategy))
+    return Rule(pattern, "dense" if strategy.compressor is None else str(strategy.compressor))
+
+
+def _matches_nothing(rule: Rule, names: Sequence[str], shared: Mapping[str, str]) -> str:
+    text = f"per_parameter[{rule.pattern!r}] matches no parameter"
+    same = next((name for name in shared if name not in names and rule.matches(name)), None)
+    if same is not None:
+        return f"{text}: {same!r} is the same tensor as {shared[same]!r}.\n  Write a pattern for that name."
+    asked = rule.pattern.replace("*", "").replace("?", "")
+    near = difflib.get_close_matches(asked, names, n=_SHOWN, cutoff=0.5) or _sharing(asked, names)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f": they are named like {_names(names)}."
+    return (
+        f"{text}{hint}\n"
+        "  Patterns are matched with the whole names of model.named_parameters(), in which '*' is any text, dots too."
+    )
+
+
+def _sharing(asked: str, names: Sequence[str]) -> list[str]:
+    """List the names that have a word of a pattern in them, or nearly."""
+    words = [word for word in asked.split(".") if len(word) > 2]
+    return [name for name in names if any(difflib.get_close_matches(word, name.split("."), n=1) for word in words)][
+        :_SHOWN
+    ]
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(repr, names[:_SHOWN]))}{more}"

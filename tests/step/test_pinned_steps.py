@@ -1,0 +1,110 @@
+"""What is pinned by hand stays pinned while a job runs: in a race, after planning anew, and in a loaded state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drifting import JOB, JUDGED, compiled, table
+from jobs import cross_entropy, mlp
+from ranks import run_ranks
+from replicas import flat_parameters
+
+import fxcomp
+from fxcomp.plan.plan import Plan
+from fxcomp.step.compiled_step import CompiledStep
+
+PINS = {"*": "bf16", "2.weight": "dense", "0.bias": "topk(0.1)"}
+SOME = {"0.weight": "int8"}
+
+
+def strategies(plan: Plan) -> dict[str, str]:
+    """The compressors of each parameter."""
+    return {
+        name: ", ".join(map(str, bucket.strategy.compressors)) or "dense"
+        for bucket in plan.buckets
+        for name in bucket.names
+    }
+
+
+def trained(step: CompiledStep, first: int, steps: int) -> list[dict[str, str]]:
+    """The strategies of every step's plan."""
+    found: list[dict[str, str]] = []
+    for number in range(first, first + steps):
+        found.append(strategies(step.plan))
+        step(JOB.batch(number, dist.get_rank()))
+    return found
+
+
+def error_of(**options: Any) -> tuple[str, str]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), costs=table(0.05), **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def run_pinned() -> dict[str, Any]:
+    raced = compiled(table(0.05), race="auto", per_parameter=SOME)
+    in_race = trained(raced, 0, 20)
+    choice = raced.in_force.decision.choice
+    runners = [strategies(runner.plan) for runner in choice.runners] if choice else []
+
+    anew = compiled(table(0.05), per_parameter=SOME)
+    before = trained(anew, 0, JUDGED + 2)
+    anew.replan()
+    again = before[:1] + trained(anew, JUDGED + 2, 2)
+
+    pinned = compiled(table(0.05), per_parameter=PINS)
+    before = trained(pinned, 0, 5)
+    state = pinned.state_dict()
+    other = compiled(table(0.05), per_parameter=PINS)
+    other.load_state_dict(state)
+    after = trained(other, 5, 2)
+    odd = dist.get_rank() == 1
+    return {
+        "in_race": in_race,
+        "runners": runners,
+        "again": again,
+        "pinned": before + after,
+        "report": pinned.explain(),
+        "parameters": [flat_parameters(each.training.model).tolist() for each in (raced, other)],
+        "differ": error_of(per_parameter={"*.weight": "int8" if odd else "bf16", "*.bias": "dense"}),
+        "order": error_of(
+            per_parameter={"*.weight": "int8", "0.*": "bf16"} if odd else {"0.*": "bf16", "*.weight": "int8"}
+        ),
+        "misspelt": error_of(per_parameter={"3.weight" if odd else "2.weight": "int8"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, run_pinned)
+
+
+def test_every_plan_of_a_race_and_of_a_new_decision_has_what_is_pinned(ranks: list[dict[str, Any]]):
+    for found in (*ranks[0]["in_race"], *ranks[0]["runners"], *ranks[0]["again"]):
+        assert found["0.weight"] == "int8"
+    assert len({tuple(sorted(each.items())) for each in ranks[0]["in_race"]}) > 1, "plans took turns"
+
+
+def test_steps_follow_the_pins_and_go_on_from_a_saved_state(ranks: list[dict[str, Any]]):
+    for found in ranks[0]["pinned"]:
+        assert found == {"0.weight": "bf16", "2.weight": "dense", "0.bias": "topk(0.1)", "2.bias": "bf16"}
+
+
+def test_all_ranks_have_the_same_parameters(ranks: list[dict[str, Any]]):
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+    assert ranks[0]["in_race"] == ranks[1]["in_race"]
+
+
+def test_other_pins_on_one_rank_are_an_error_on_all(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        assert rank["differ"][0] == rank["order"][0] == "ModelsDiffer"
+        assert "per_parameter is ['*.weight=int8', '*.bias=dense'] on rank 1" in rank["differ"][1]
+    assert [rank["misspelt"][0] for rank in ranks] == ["PeerFailed", "BadOption"]
+    assert "matches no parameter" in ranks[0]["misspelt"][1]
