@@ -1,16 +1,14 @@
 """Measured errors are those of the codecs on the same values, for all families and kinds of gradients."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from measured import lost, measured_together
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, PowerSGD, TopK, parse_compressor
+from fxcomp.compressors import PowerSGD, TopK, parse_compressor
 from fxcomp.error_tables import Columns, Draw, ErrorTable, Source, measure
 from fxcomp.errors import BadErrorTable
 from fxcomp.testing.rounds import average, replicas_of
@@ -41,17 +39,6 @@ KINDS = {
     "a few values": drawn(9, (7, 3)),
 }
 TEXTS = ("bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2", "sign")
-
-
-def lost(compressor: Compressor, values: Tensor, shape: tuple[int, ...], *, rounds: int = 1) -> float:
-    """Return what a compressor's reference loses of values, in the last of so many rounds."""
-    segments = (values.numel(),)
-    replicas = replicas_of(compressor.bound_to([shape], 1), segments, feedback=False)
-    decoded = values
-    for _ in range(rounds):
-        decoded = average(compressor, [values], replicas, segments, [shape])
-    left = (values - decoded).double()
-    return (left.square().sum() / values.double().square().sum()).item()
 
 
 @pytest.fixture(scope="module")
@@ -147,24 +134,6 @@ def test_what_was_left_out_before_belongs_to_what_is_compressed():
     whole = (gradient + residual).flatten()
     assert table.error_of("g", TopK(0.01)).value == pytest.approx(lost(TopK(0.01), whole, SHAPE), rel=1e-5)
     assert table.rows["g"].squares == pytest.approx(gradient.square().sum().item(), rel=1e-5)
-
-
-def measured_together(parts: list[dict[str, Tensor]]) -> list[ErrorTable]:
-    """Measure by so many ranks at once, each a thread, which add up in rank order."""
-    barrier = Barrier(len(parts))
-    brought: dict[int, Tensor] = {}
-
-    def all_reduce(rank: int, sums: Tensor) -> None:
-        brought[rank] = sums.clone()
-        barrier.wait()
-        sums.copy_(torch.stack([brought[each] for each in range(len(parts))]).sum(dim=0))
-        barrier.wait()
-
-    def on(rank: int) -> ErrorTable:
-        return measure(parts[rank], draw=Draw(rank), all_reduce=partial(all_reduce, rank))
-
-    with ThreadPoolExecutor(len(parts)) as threads:
-        return list(threads.map(on, range(len(parts))))
 
 
 def test_ranks_add_up_what_they_lose():
