@@ -22,7 +22,7 @@ from fxcomp.errors import CaptureFailed
 from fxcomp.step.recaptures import Recaptures
 
 CAPTURES = 8
-"""The limit of captured programs: the one that was not used for longest goes. Plans that race come on top."""
+"""The limit of captured programs: the one that was not used for longest goes. Each plan that races has so many."""
 
 KEYS = 512
 """The limit of batch types and surroundings that are remembered with the program that serves them; they are small."""
@@ -173,7 +173,7 @@ class Programs:
         self._kept.move_to_end(id(program))
         if len(self._of_key) > KEYS:
             self._of_key.popitem(last=False)
-        if len(self._kept) > CAPTURES + self.racing:
+        while len(self._kept) > CAPTURES * (1 + self.racing):
             self._drop(next(iter(self._kept.values())))
 
     def _drop(self, program: Program) -> None:

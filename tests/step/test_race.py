@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
+from fxcomp.capture.step_capture import StepCapture
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.codegen.program import Program
@@ -220,6 +221,29 @@ def test_plans_race_with(options: dict[str, Any], first: int):
     assert found["raced"].first_step == first
     assert found["raced"].last_step <= first + LONGEST
     assert found["plan"] != found["predicted"]
+
+
+def captures(lengths: int) -> tuple[int, int]:
+    """How often a job with batches of several lengths was captured again in a race, and of how many plans."""
+    again, seen = StepCapture.again, list[int]()
+
+    def counted(capture: StepCapture, batch: Any, varying: Mapping[int, frozenset[int]]) -> Any:
+        seen.append(len(batch[0]))
+        return again(capture, batch, varying)
+
+    with virtual_time(VirtualTime(sees_threads=True)), patch.object(StepCapture, "again", counted):
+        step = compiled(table(0.3), race="auto", mode="aggressive", verify_every="never")
+        while step.is_racing:
+            batch = JOB.batch(step.steps, dist.get_rank())
+            step(tuple(t[: len(t) - step.steps % lengths] for t in batch))
+        assert step.raced is not None
+        return len(seen), len(step.raced.lanes)
+
+
+def test_plans_that_race_do_not_displace_each_others_captures():
+    (found, plans), _ = run_ranks(2, captures, 4)
+    assert plans >= 5
+    assert found <= 2 * plans + 1, "another length as it is, then any length; 13 where plans displace each other's"
 
 
 # Drift
