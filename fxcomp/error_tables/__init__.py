@@ -6,9 +6,21 @@
 - smooth: the mean over looks.
 """
 
-from fxcomp.error_tables.columns import Columns
+from fxcomp.error_tables.columns import STANDARD, Columns
 from fxcomp.error_tables.measure import Draw, measure
 from fxcomp.error_tables.smooth import smoothed
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorTable, Row, Source, legal
 
-__all__ = ["ASSUMED", "Columns", "Draw", "Error", "ErrorTable", "Row", "Source", "legal", "measure", "smoothed"]
+__all__ = [
+    "ASSUMED",
+    "STANDARD",
+    "Columns",
+    "Draw",
+    "Error",
+    "ErrorTable",
+    "Row",
+    "Source",
+    "legal",
+    "measure",
+    "smoothed",
+]
