@@ -17,6 +17,7 @@ from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cluster.topology import TOPOLOGY_TEXT
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
+from fxcomp.cost.checks import check_numbers
 from fxcomp.cost.collectives import Library
 from fxcomp.cost.compressor_keys import exact_key, nearest_key, parse_compressor_key
 from fxcomp.cost.contention import NO_TIME_US, TransportCost
@@ -71,6 +72,9 @@ class CostTable(MemoryPrices):
     """The additional relative error of estimated compute, on its share of the step."""
     estimate: str = ""
     """The source of estimated compute and compression, if nothing was measured on the device; empty otherwise."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
     # Estimates
 

@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fxcomp.errors import BadOption
 from fxcomp.plan.plan import part_shape
+
+MOST_US = 1e18
+"""No time comes near it, and sums of such times are finite (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,11 @@ class Gradient:
     """The time that compute has worked, from the start of the step, when backward has made it."""
     update_us: float
     """The optimizer's time for this parameter."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
+            name = "update_us" if 0 <= self.ready_us <= MOST_US else "ready_us"
+            raise _bad_time(f"the gradient {self.name!r} has {name}", getattr(self, name))
 
     @property
     def elements(self) -> int:
@@ -56,6 +65,13 @@ class Workload:
     """Each bucket has a velocity, which error feedback keeps in the optimizer's place."""
 
     def __post_init__(self) -> None:
+        for name in ("backward_us", "finish_us", "broadcast_ready_us", "buffers_us"):
+            if not 0 <= getattr(self, name) <= MOST_US:
+                raise _bad_time(f"a workload has {name}", getattr(self, name))
+        if not 0 <= self.broadcast_bytes < math.inf:
+            raise BadOption(
+                f"a workload has broadcast_bytes = {self.broadcast_bytes}: write a size from 0 on, in bytes"
+            )
         ready = [gradient.ready_us for gradient in self.gradients]
         assert ready == sorted(ready), "a workload's gradients are in ready order"
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
@@ -98,3 +114,9 @@ class Workload:
         return (
             f"{len(self.gradients)} gradients, {elements:,} elements, {self.free_us / 1e3:.4g} ms without communication"
         )
+
+
+def _bad_time(what: str, us: float) -> BadOption:
+    return BadOption(
+        f"{what} = {us}: write a time from 0 to {MOST_US:g}, in us from the start of the step or of its own"
+    )

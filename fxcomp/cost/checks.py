@@ -1,0 +1,92 @@
+"""Check the numbers of a cost table that was made in Python; those of a file are checked where they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from fxcomp.cluster.processors import Processors
+from fxcomp.cost.contention import TransportCost
+from fxcomp.cost.measured import CompressorCost, MeasuredCollective
+from fxcomp.cost.reading import MOST, Reader, number, positive, wrong
+from fxcomp.cost.roofline import Measured, Roofline
+from fxcomp.plan.collective_kind import CollectiveKind
+
+_TIME, _RATE = number(), positive()
+_Readers = Mapping[str, Reader[float]]
+
+_OWN = {
+    "launch_us": _TIME,
+    "feed_us": _TIME,
+    "error": _TIME,
+    "compute_error": _TIME,
+    "pack_gb_per_s": _RATE,
+    "contention": _RATE,
+}
+_OF_ROOFLINE = {"gflops": _RATE, "gb_per_s": _RATE, "launch_us": _TIME}
+_OF_TRANSPORT = {"us": _TIME, "us_per_mb": _TIME, "speed": positive(1.0), "more_us": _TIME}
+_OF_POINT = {"elements": number(1), "encode_us": _TIME, "decode_us": _TIME, "propose_us": _TIME}
+_OF_PIECE = {"start": _TIME, "at_zero_us": number(-MOST), "us_per_unit": _TIME}
+
+
+class _Table(Protocol):
+    """The part of a `CostTable` that is looked at besides its own numbers."""
+
+    @property
+    def roofline(self) -> Roofline: ...
+    @property
+    def compute(self) -> Mapping[str, Measured]: ...
+    @property
+    def transport(self) -> Mapping[CollectiveKind, TransportCost]: ...
+    @property
+    def compressors(self) -> Mapping[str, CompressorCost]: ...
+    @property
+    def collectives(self) -> Mapping[tuple[CollectiveKind, str], MeasuredCollective]: ...
+    @property
+    def processors(self) -> Processors: ...
+    @property
+    def copy_gb_per_s(self) -> float | None: ...
+
+
+def check_numbers(costs: _Table) -> None:
+    """Raise BadOption where a number of a cost table is none that a file may hold: infinite, negative, or not one."""
+    _check(costs, _OWN, "")
+    if costs.copy_gb_per_s is not None:
+        _RATE(costs.copy_gb_per_s, _place("copy_gb_per_s"))
+    _check(costs.roofline, _OF_ROOFLINE, "roofline.")
+    for name, gflops in costs.roofline.others.items():
+        _RATE(gflops, _place(f"roofline.others[{name!r}]"))
+    _check_compute(costs.compute)
+    for place, part, readers in _parts(costs):
+        _check(part, readers, place)
+    processors = costs.processors
+    if not processors.count > 0 or not 0 < processors.compute < math.inf:
+        raise wrong(_place("processors"), "above 0, those of compute finite", processors)
+
+
+def _check_compute(compute: Mapping[str, Measured]) -> None:
+    for key, each in compute.items():  # hundreds: their places are written only where one is wrong
+        if not (0 <= each.us <= MOST and 0 <= each.spread <= MOST):
+            name = "spread" if 0 <= each.us <= MOST else "us"
+            _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))
+
+
+def _parts(costs: _Table) -> Iterator[tuple[str, object, _Readers]]:
+    for kind, taken in costs.transport.items():
+        yield f"transport[{kind.value!r}].", taken, _OF_TRANSPORT
+    for key, known in costs.compressors.items():
+        for k, point in enumerate(known.points):
+            yield f"compressors[{key!r}].points[{k}].", point, _OF_POINT
+    for (kind, topology), found in costs.collectives.items():
+        for k, piece in enumerate(found.fit.pieces):
+            yield f"collectives['{kind.value}@{topology}'].fit.pieces[{k}].", piece, _OF_PIECE
+
+
+def _check(part: object, readers: _Readers, place: str) -> None:
+    for name, read in readers.items():
+        read(getattr(part, name), _place(f"{place}{name}"))
+
+
+def _place(inside: str) -> str:
+    return f"the cost table's {inside}"
