@@ -19,6 +19,7 @@ from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import atoms_of
+from fxcomp.search.descent.parts import Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch, Question, question_of_mode
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exact_plans import ExactPlans
@@ -37,6 +38,8 @@ from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # how many of the best plans are priced exactly
+_IN_FULL = 2  # how many searches are carried on in full, where that is cheap
+_NEAR = 0.02  # relative: searches that are further from the best one are not
 _UNIFORM = 4  # how many uniform plans are looked at
 _ALTERNATIVES = 24  # how many are told in all, at least one for each bucket
 _FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
@@ -193,18 +196,36 @@ class _Best:
 
 
 def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: bool) -> _Best:
-    """Find the fastest plan of several searches; the best few are priced exactly."""
-    found = [(each, search) for search in searches for each in search.fastest(dense_only=dense_only)]
-    found.sort(key=lambda pair: pair[0].value)
-    first, search = found[0]
-    found = [(search.in_full(first, dense_only=dense_only), search), *found[: _PRICED - 1]]
+    """Find the fastest plan of several searches: no uniform plan is faster. The best few are priced exactly."""
+    ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
+    ends.sort(key=lambda pair: pair[0][0].value)
+    best_us = ends[0][0][0].value.us
+    carried_on = [
+        (search.in_full(found[0], dense_only=dense_only), search)
+        for k, (found, search) in enumerate(ends[:_IN_FULL])
+        if k == 0 or (not search.is_joined and found[0].value.us <= best_us * (1 + _NEAR))
+    ]
+    others = sorted(((each, search) for found, search in ends for each in found), key=_value_of)[: _PRICED - 1]
     if not dense_only:  # what lies close together by the search's prices may not do so exactly
-        found += [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
-    best: list[_Best] = []
-    for each, search in found:
-        plan = search.plan(each)
-        best.append(_Best(plan, exact.step_us(plan), each, search))
-    return min(best, key=lambda one: one.step_us)
+        others += [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
+    best = min((_priced(*each, exact) for each in (*carried_on, *others)), key=_step_of)
+    for search in searches:
+        for start in search.starts_below(best.step_us, dense_only=dense_only):
+            best = min(best, _priced(start, search, exact), key=_step_of)
+    return best
+
+
+def _priced(found: Found, search: PlanSearch, exact: ExactPlans) -> _Best:
+    plan = search.plan(found)
+    return _Best(plan, exact.step_us(plan), found, search)
+
+
+def _step_of(best: _Best) -> float:
+    return best.step_us
+
+
+def _value_of(found: tuple[Found, PlanSearch]) -> Value:
+    return found[0].value
 
 
 def _alternatives(best: _Best) -> tuple[tuple[Alternative, ...], ...]:

@@ -2,14 +2,19 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
 from workloads import COSTS, cluster, layers
 
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import BadCompressor, kernels
+from fxcomp.cost.table import CostTable
 from fxcomp.optimum.bound import bound_us
-from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose, flip_gbit, predict_us, searches_of_mode, uniform
 from fxcomp.search.descent.descent import Descent
@@ -83,3 +88,32 @@ def test_no_step_is_shorter_than_its_own_work(waits: tuple[bool, bool, bool]):
         assert all(found.value.us >= workload.free_us for found in search.starts(range(len(search.options[0]))))
     for name in ("dense", "bf16"):
         assert predict_us(workload, uniform(name, workload, COSTS, where), COSTS, where) >= workload.free_us
+
+
+def tiny(seed: int) -> tuple[Workload, Cluster, CostTable, Mode]:
+    """Gradients of a few elements, whose shards are rounded to far more than their share."""
+    chance, ready_us = random.Random(seed), 0.0
+    gradients: list[Gradient] = []
+    for k in range(chance.randint(1, 4)):
+        ready_us += chance.uniform(0.0, 200.0)
+        shape = (chance.randint(1, 64),) if chance.random() < 0.4 else (chance.randint(1, 40), chance.randint(1, 40))
+        gradients.append(Gradient(f"w{k}", shape, ready_us, chance.uniform(0.0, 5.0)))
+    where = cluster(*chance.choice(CLUSTERS), f"{10 ** chance.uniform(-2, 2):.3g}gbit")
+    costs = replace(COSTS, processors=chance.choice(PROCESSORS))
+    return Workload(tuple(gradients), ready_us), where, costs, list(Mode)[seed % 3]
+
+
+CLUSTERS = ((2, 1), (3, 1), (2, 3), (4, 4), (4, 8), (8, 8))
+PROCESSORS = (UNSHARED, Processors(1.0, 1.0), Processors(2.0, 1.0))
+
+
+@pytest.mark.parametrize("seed", [14, 160, *range(6)])
+def test_no_uniform_plan_of_tiny_gradients_is_faster_than_the_choice(seed: int):
+    workload, where, costs, mode = tiny(seed)
+    choice = choose(workload, costs, where, mode)
+    offered = strategies(mode, where, Content.MATRICES, offload=costs.offloads)
+    for name in dict.fromkeys(["dense", *map(str, offered)]):
+        plan = uniform(name, workload, costs, where)
+        if plan_error(plan, where) <= error_limit(mode):
+            assert choice.fastest_us <= predict_us(workload, plan, costs, where) * (1 + 1e-9)
+    assert choice.fastest_us <= choice.dense_us * (1 + 1e-9)

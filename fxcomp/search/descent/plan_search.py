@@ -7,6 +7,7 @@ so error is spent only where it shortens the step. Thousands of gradients are jo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ Choices = Mapping[Content, tuple[Strategy, ...]]
 _CLOSE = 3  # how many starts are priced exactly, if they are about as fast as what is found
 _KEPT = 128  # starts that are looked at again
 _ERROR = 5e-3  # relative: how far the search's own prices may be off
+_LINES_ERROR = 1e-3  # relative: how far they may be but for shards, several times what lines are
+_LISTED = 256  # buckets of starts that are priced exactly
 
 
 class _Effort(NamedTuple):
@@ -145,16 +148,18 @@ class PlanSearch:
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
         self.problems = Problems(workload, self.lanes, self.options, self.setting)
-        problem = self.problems.at(traced, question.bounds)
-        self.shares = bool(problem.shares)
-        self.engine = engine_of(problem)
-        self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
+        self._ask(traced)
+        self.shares = bool(self.problem.shares)
 
     def at(self, traced: TracedPrices) -> None:
         """Ask the same at other prices, for links of another bandwidth."""
+        self._ask(traced)
+
+    def _ask(self, traced: TracedPrices) -> None:
         self.traced = traced
-        self.engine = engine_of(self.problems.at(traced, self.question.bounds))
-        self._priced_shapes = None
+        self.problem = self.problems.at(traced, self.question.bounds)
+        self.engine = engine_of(self.problem)
+        self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
         """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
@@ -178,7 +183,8 @@ class PlanSearch:
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
         """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
 
-        Buckets of other lanes stay dense where they must not have it; what is pinned goes by the same levels if it can.
+        Buckets of other lanes stay uncompressed where they must not have it. What is pinned goes by the same levels if
+        it can.
         """
         values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
         values.sort(key=lambda start: start[0])
@@ -199,6 +205,29 @@ class PlanSearch:
     @cached_property
     def _alike(self) -> list[tuple[int, ...]]:
         return [self._options_like(number) for number in range(len(self.options[0]))]
+
+    def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
+        """List the starts whose steps may be shorter than this, the fastest first.
+
+        The largest of several shards is priced as if borders were rounded as in usual buckets. In buckets of a few
+        elements they are not, so no start is left out by a price that contains that. Starts of hundreds of buckets,
+        where it weighs nothing, are only listed down to so many buckets in all.
+        """
+        starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
+        limit = us * (1 + _LINES_ERROR)
+        rounded_us = self.problem.rounded_us
+        near = [found for found in starts if found.value.us - len(found.parts) * rounded_us < limit]
+        if not near:
+            return []
+        least = engine_of(self.problem.unrounded).values([found.parts for found in near])
+        below = sorted((value.us, k) for k, value in enumerate(least) if value.us < limit)
+        buckets = itertools.accumulate(len(near[k].parts) for _, k in below)
+        return [near[k] for (_, k), count in zip(below, buckets, strict=True) if count <= _LISTED]
+
+    @property
+    def is_joined(self) -> bool:
+        """Cells hold several atoms."""
+        return any(lane.cells < len(lane.atoms) for lane in self.lanes)
 
     def plan(self, found: Found) -> Plan:
         buckets: list[Bucket] = []
@@ -222,8 +251,7 @@ class PlanSearch:
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
         """Improve a plan, and the best starts, with a cell for each atom, and get out of where it ends by kicks."""
         lanes = tuple(lane.whole() for lane in self.lanes)
-        is_joined = any(each.cells > lane.cells for each, lane in zip(lanes, self.lanes, strict=True))
-        engine, effort = self._engine_of(lanes) if is_joined else self.engine, _SHARED if self.shares else _ALONE
+        engine, effort = self._engine_of(lanes) if self.is_joined else self.engine, _SHARED if self.shares else _ALONE
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
         starts = self.starts(offered)
 
@@ -231,7 +259,7 @@ class PlanSearch:
             parts, _ = engine.improve(parts, limits._replace(dense_only=dense_only))
             return Found(parts, engine.values([parts])[0], lanes)
 
-        again = starts[: effort.improved] if is_joined else ()
+        again = starts[: effort.improved] if self.is_joined else ()
         best = min([improved(self._spread(each.parts), effort.in_full) for each in (found, *again)], key=_value_of)
         tails = [option for option in dict.fromkeys(map(self._first_option, starts)) if option is not None]
         for _ in range(effort.rounds):
@@ -261,7 +289,8 @@ class PlanSearch:
         def like(offered: Sequence[Option]) -> int:
             same = (k for k, other in enumerate(offered) if other.strategy == wanted)
             alike = (k for k, other in enumerate(offered) if other.is_pinned and _levels(other.strategy) == levels)
-            return next(same, next(alike, 0))
+            plain = (k for k, other in enumerate(offered) if other.strategy == wanted.uncompressed)
+            return next(itertools.chain(same, alike, plain), 0)
 
         return tuple(map(like, self.options))
 

@@ -11,7 +11,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate
 
@@ -128,6 +128,29 @@ class Problem:
     shares: int
     """More processors may be asked for than there are."""
     has_spare: int
+
+    @cached_property
+    def unrounded(self) -> Problem:
+        """The same where the largest of several shards is no larger than the others."""
+        return replace(self, term_more=_floats([0.0] * len(self.term_more)))
+
+    @cached_property
+    def rounded_us(self) -> float:
+        """The most by which that may shorten a bucket's tasks."""
+        tasks = [
+            sum(map(self._rounded_us, range(*self.task_terms[task : task + 2])))
+            for task in range(len(self.task_stream))
+        ]
+        return max((sum(tasks[slice(*self.template_tasks[k : k + 2])]) for k in range(self.patterns)), default=0.0)
+
+    @property
+    def patterns(self) -> int:
+        return len(self.template_arrival)
+
+    def _rounded_us(self, term: int) -> float:
+        curve, more = self.term_curve[term], self.term_more[term]
+        points = slice(*self.curve_points[curve : curve + 2])
+        return more * max(self.slopes[points]) if more else 0.0
 
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
