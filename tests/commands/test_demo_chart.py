@@ -1,6 +1,7 @@
 """The demo's text and chart, of contestants written by hand."""
 
 import random
+from dataclasses import replace
 
 from fxcomp.commands.demo.chart import chart, describe
 from fxcomp.commands.demo.result import Contestant, best_hook, speedup
@@ -58,6 +59,14 @@ def test_a_slower_fxcomp_is_called_slower():
     assert "fxcomp makes a step 2.00 times as fast as DDP (" in text
     assert "fxcomp is SLOWER here than DDP with the bf16 hook, the faster hook here: 0.75 times as fast" in text
     assert "fxcomp's plan" not in text
+
+
+def test_a_few_steps_decide_nothing():
+    found = [replace(each, step_s=each.step_s[:2]) for each in contestants(0.4, 0.3, 0.42, 0.8, 0.2)]
+    text = describe(found, "A title.")
+    assert "2 steps of each are too few to compare; 8 are the least." in text
+    assert "SLOWER" not in text
+    assert "interval" not in text
 
 
 def test_a_difference_within_the_noise_wins_nothing():

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxcomp.commands.demo.result import DDP, FREE, FXCOMP, HOOKS, LABELS, Contestant, Speedup, best_hook, speedup
+from fxcomp.report.quantities import count
 
 WIDTH = 110  # columns that the widest chart needs
 _BAR = 36  # characters, for the longest step
 _LEAST_BAR = 8
+_FEW_STEPS = 8  # of each; with fewer nothing is compared, and one verified step could decide
 _GAP = "  "
 _LEAST_COST = 0.03  # of DDP's step: a network that costs less has nothing to recover
 
@@ -19,14 +21,19 @@ def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, w
     hook = best_hook(contestants)
     other = next(each for each in contestants if each.name in HOOKS and each is not hook)
     shown = [named[DDP], hook, named[FXCOMP], named[FREE]]
+    steps = len(named[DDP].step_s)
+    compared = [f"{count(steps, 'step')} of each are too few to compare; {_FEW_STEPS} are the least."]
+    if steps >= _FEW_STEPS:
+        compared = [
+            _against(speedup(named[FXCOMP], named[DDP]), "DDP"),
+            _recovered(*(named[name] for name in (DDP, FXCOMP, FREE))),
+            _against(speedup(named[FXCOMP], hook), f"{_spoken(hook)}, the faster hook here"),
+        ]
     sentences = [
-        _against(speedup(named[FXCOMP], named[DDP]), "DDP"),
-        _recovered(*(named[name] for name in (DDP, FXCOMP, FREE))),
-        _against(speedup(named[FXCOMP], hook), f"{_spoken(hook)}, the faster hook here"),
+        *compared,
         f"{_spoken(other)} took {other.median_ms:.0f} ms a step.",
         f"fxcomp's plan: {plan}." if plan else "",
     ]
-    steps = len(named[DDP].step_s)
     foot = (
         f"Medians of {steps} steps, taken in turns, and what a host sent in one; losses after the same number of steps"
         " on the same batches."
