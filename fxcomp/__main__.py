@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
-from fxcomp.commands import calibrate, dump, explain, status_line
+from fxcomp.commands import calibrate, diff, dump, explain, status_line
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
 
@@ -30,11 +30,11 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (explain, dump, calibrate, demo)
+COMMANDS: tuple[Command, ...] = (explain, dump, diff, calibrate, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for a mistake of the user, 130 if interrupted."""
+    """Run a command; returns the exit status: 0, 1 if plans differ, 2 for a mistake of the user, 130 if interrupted."""
     try:
         with _short_warnings():
             status = _run(list(sys.argv[1:] if argv is None else argv))

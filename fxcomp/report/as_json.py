@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxcomp.cost.critical import critical_path
+from fxcomp.plan.error_budget import plan_error
 from fxcomp.report.attribution import exposed_by_bucket
 from fxcomp.report.explanation import Explanation, Variation, variation
 from fxcomp.report.wire_arithmetic import formula_lines
@@ -38,9 +39,11 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
         "plan": {
             "digest": plan.digest,
+            "loss": plan_error(plan, cluster),
             "buckets": [
                 {
                     "names": list(plan.labels(bucket)),
+                    "sizes": list(bucket.sizes),
                     "elements": bucket.elements,
                     "bytes": bucket.dense_bytes,
                     "wire_bytes": round(explanation.sent_bytes(bucket)),

@@ -49,6 +49,13 @@ def print_costs(costs: CostTable, notes: Sequence[str], stream: TextIO) -> None:
     stream.write(encodable(text, stream.encoding))
 
 
+def print_sections(headline: str, sections: Sequence[Section], stream: TextIO) -> None:
+    """Write a headline and sections in the stream's width and characters."""
+    width = min(WIDTH, width_of(stream))
+    text = _render([Text(headline), *_sections(sections, width)], width, colors=False)
+    stream.write(encodable(text, stream.encoding))
+
+
 _ASCII = str.maketrans(
     {
         "⌈": "ceil(",

@@ -1,0 +1,286 @@
+"""Say what two plans do differently: strategies, buckets, and the numbers that both files have.
+
+    12 gradients  30.1 MB  int8 -> powersgd(4)
+     3 gradients   0.2 MB  travel with others
+
+Plans may cut gradients at different places, so what is compared are pieces that lie in one bucket in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+from fxcomp.errors import BadPlan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+from fxcomp.report.document import Block, Column, Section, Table
+from fxcomp.report.quantities import count, mb
+from fxcomp.report.sections import short
+
+_MOST_ROWS = 8  # of a table, unless all are asked for
+_SHOWN = 2  # names in a row
+
+_NUMBERS = {"step_ms": "predicted step, ms", "wire_bytes": "bytes sent by a rank", "loss": "relative squared error"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan, and the numbers that its file has about it."""
+
+    plan: Plan
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def from_json(cls, data: object) -> PlanFile:
+        """Read a saved plan, or what `explain --json` prints. Raises BadPlan."""
+        if not isinstance(data, Mapping):
+            raise BadPlan(f"this is a {type(data).__name__}, and no plan")
+        facts = cast("Mapping[str, Any]", data)
+        if "buckets" in facts:
+            return cls(Plan.from_json(facts))
+        if "plan" not in facts:
+            raise BadPlan("this has neither buckets nor a plan")
+        try:
+            buckets: Sequence[Mapping[str, Any]] = facts["plan"]["buckets"]
+            plan = Plan(tuple(map(_bucket, buckets)))
+            found = {
+                "step_ms": facts["step_ms"]["chosen"],
+                "wire_bytes": sum(bucket["wire_bytes"] for bucket in buckets),
+                "loss": facts["plan"].get("loss"),
+            }
+            return cls(plan, {name: float(value) for name, value in found.items() if value is not None})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadPlan(f"this is not what explain --json prints: {type(error).__name__}: {error}") from None
+
+
+def _bucket(data: Mapping[str, Any]) -> Bucket:
+    """Read a bucket of a report: its parts are named like `fc.weight[0:65536]`."""
+    names: list[str] = []
+    starts: list[int] = []
+    for label in data["names"]:
+        part = re.fullmatch(r"(.+)\[(\d+):\d+\]", label)
+        names.append(part[1] if part else label)
+        starts.append(int(part[2]) if part else 0)
+    return Bucket(tuple(names), tuple(map(int, data["sizes"])), Strategy.parse(data["strategy"]), tuple(starts))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one gradient that lie in one bucket before and in one after."""
+
+    name: str
+    elements: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Gradients to which the same happens."""
+
+    what: str
+    names: tuple[str, ...]
+    elements: int
+    kinds: tuple[str, ...] = ()
+    """Of a change of strategy: compressors, levels, device."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "kinds": list(self.kinds),
+            "names": list(self.names),
+            "elements": self.elements,
+            "bytes": 4 * self.elements,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDiff:
+    """All differences, the largest first."""
+
+    strategies: tuple[Change, ...]
+    moved: Change | None
+    """Gradients that travel with others than before."""
+    missing: tuple[Change, ...]
+    """Gradients that one plan alone has, or has in another size."""
+    buckets: tuple[int, int]
+    gradients: int
+    is_reordered: bool
+    """Buckets leave in another order."""
+    numbers: tuple[tuple[str, float, float], ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """The plans are the same; numbers may differ, because clusters or costs do."""
+        return not (self.strategies or self.moved or self.missing or self.is_reordered)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "same": self.is_empty,
+            "strategies": [each.to_json() for each in self.strategies],
+            "moved": self.moved and self.moved.to_json(),
+            "missing": [each.to_json() for each in self.missing],
+            "buckets": list(self.buckets),
+            "gradients": self.gradients,
+            "reordered": self.is_reordered,
+            "numbers": {name: [before, after] for name, before, after in self.numbers},
+        }
+
+
+def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
+    """Compare two plans."""
+    old, new = before.plan, after.plan
+    sizes, others = old.sizes, new.sizes
+    names = [name for name in sizes if others.get(name) == sizes[name]]
+    pieces = [piece for name in names for piece in _pieces(name, old, new)]
+    partner = _partners(pieces)
+    moved = [piece for piece in pieces if partner.get(piece.before) != piece.after]
+    followed = [partner[k] for k in range(len(old.buckets)) if k in partner]
+    shared = [name for name in _NUMBERS if name in before.numbers and name in after.numbers]
+    return PlanDiff(
+        strategies=_strategies(pieces, old, new),
+        moved=_change("travel with others", moved) if moved else None,
+        missing=_missing(sizes, others),
+        buckets=(len(old.buckets), len(new.buckets)),
+        gradients=len(sizes.keys() | others.keys()),
+        is_reordered=followed != sorted(followed),
+        numbers=tuple((name, before.numbers[name], after.numbers[name]) for name in shared),
+    )
+
+
+def _pieces(name: str, old: Plan, new: Plan) -> list[Piece]:
+    """Cut a gradient where either plan cuts it."""
+    parts = [_parts(name, old), _parts(name, new)]
+    borders = sorted({0, *(extent.stop for each in parts for extent, _ in each)})
+    found: list[Piece] = []
+    for start, stop in pairwise(borders):
+        before, after = (next(k for extent, k in each if start in extent) for each in parts)
+        found.append(Piece(name, stop - start, before, after))
+    return found
+
+
+def _parts(name: str, plan: Plan) -> list[tuple[range, int]]:
+    return [
+        (extent, k)
+        for k, bucket in enumerate(plan.buckets)
+        if name in bucket.names
+        for other, extent in zip(bucket.names, bucket.extents, strict=True)
+        if other == name
+    ]
+
+
+def _partners(pieces: Sequence[Piece]) -> dict[int, int]:
+    """Match buckets one to one, those that have the most in common first."""
+    common = Counter[tuple[int, int]]()
+    for piece in pieces:
+        common[piece.before, piece.after] += piece.elements
+    found: dict[int, int] = {}
+    for (before, after), _ in sorted(common.items(), key=lambda each: (-each[1], each[0])):
+        if before not in found and after not in found.values():
+            found[before] = after
+    return found
+
+
+def _strategies(pieces: Sequence[Piece], old: Plan, new: Plan) -> tuple[Change, ...]:
+    groups: dict[tuple[Strategy, Strategy], list[Piece]] = {}
+    for piece in pieces:
+        pair = old.buckets[piece.before].strategy, new.buckets[piece.after].strategy
+        if pair[0] != pair[1]:
+            groups.setdefault(pair, []).append(piece)
+    found = [_change(_words(*pair), members, _kinds(*pair)) for pair, members in groups.items()]
+    return tuple(sorted(found, key=lambda change: -change.elements))
+
+
+def _words(old: Strategy, new: Strategy) -> str:
+    pair = [short(old), short(new)]
+    return " -> ".join(pair if pair[0] != pair[1] else [str(old), str(new)])
+
+
+def _kinds(old: Strategy, new: Strategy) -> tuple[str, ...]:
+    """Name what of a strategy differs."""
+    levels = [[step.level for step in strategy.collectives] for strategy in (old, new)]
+    differ = {
+        "compressors": old.compressors != new.compressors,
+        "levels": set(levels[0]) != set(levels[1]),
+        "device": bool(old.devices and new.devices) and old.devices != new.devices,
+    }
+    return tuple(name for name, is_other in differ.items() if is_other) or ("steps",)
+
+
+def _missing(old: Mapping[str, int], new: Mapping[str, int]) -> tuple[Change, ...]:
+    gone = [name for name in old if name not in new]
+    added = [name for name in new if name not in old]
+    resized = [name for name in old if name in new and new[name] != old[name]]
+    found = [
+        ("only in the first plan", gone, old),
+        ("only in the second plan", added, new),
+        ("another size", resized, new),
+    ]
+    return tuple(
+        Change(what, tuple(names), sum(sizes[name] for name in names)) for what, names, sizes in found if names
+    )
+
+
+def _change(what: str, pieces: Sequence[Piece], kinds: tuple[str, ...] = ()) -> Change:
+    names = dict.fromkeys(piece.name for piece in pieces)
+    return Change(what, tuple(names), sum(piece.elements for piece in pieces), kinds)
+
+
+# In words
+
+
+def headline(diff: PlanDiff) -> str:
+    """Say in a sentence whether the plans differ."""
+    old, new = diff.buckets
+    if diff.is_empty:
+        return f"The plans are the same: {count(diff.gradients, 'gradient')} in {count(old, 'bucket')}."
+    return f"The plans differ: {count(old, 'bucket')} before, {count(new, 'bucket')} after."
+
+
+def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
+    """Lay the differences out; every gradient by name if asked for."""
+    found: list[Section] = []
+    for title, changes in (
+        ("Strategies", diff.strategies),
+        ("Buckets", (diff.moved,) if diff.moved else ()),
+        ("Other gradients", diff.missing),
+    ):
+        if changes:
+            found.append(Section(title, _blocks(changes, all_names=all_names)))
+    if diff.is_reordered:
+        found.append(Section("Order", ["The buckets leave in another order."]))
+    if diff.numbers:
+        found.append(Section("Numbers", [_numbers(diff)]))
+    return found
+
+
+def _blocks(changes: Sequence[Change], *, all_names: bool) -> list[Block]:
+    shown = changes if all_names else changes[:_MOST_ROWS]
+    columns = (Column("gradients"), Column("MB"), Column("", is_text=True), Column("which", is_text=True))
+    rows = [
+        (str(len(each.names)), mb(4 * each.elements), each.what, _names(each.names, all_names=all_names))
+        for each in shown
+    ]
+    rest = changes[len(shown) :]
+    more = f"... and {count(len(rest), 'other change')} of {mb(4 * sum(each.elements for each in rest))} MB (--all)"
+    return [Table(columns, rows), *([more] if rest else [])]
+
+
+def _names(names: Sequence[str], *, all_names: bool) -> str:
+    if all_names or len(names) <= _SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
+
+
+def _numbers(diff: PlanDiff) -> Table:
+    columns = (Column("", is_text=True), Column("before"), Column("after"), Column("change"))
+    rows = [
+        (_NUMBERS[name], f"{before:,.6g}", f"{after:,.6g}", f"{after / before - 1:+.1%}" if before else "")
+        for name, before, after in diff.numbers
+    ]
+    return Table(columns, rows)
