@@ -1,4 +1,4 @@
-"""`fxcomp diff`: say in words and numbers what two plans do differently."""
+"""`fxcomp diff a.json b.json`: say in words and numbers what two plans do differently."""
 
 from __future__ import annotations
 
