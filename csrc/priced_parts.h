@@ -101,9 +101,33 @@ struct Bucket {
     const Record* record;
 };
 
+// Room for many short arrays, which stay where they are.
+template <typename T>
+class Room {
+  public:
+    T* take(size_t size) {
+        if (left_ < size) {
+            left_ = std::max(size, kBlock);
+            blocks_.emplace_back(left_);
+            next_ = blocks_.back().data();
+        }
+        T* taken = next_;
+        next_ += size;
+        left_ -= size;
+        return taken;
+    }
+
+  private:
+    static constexpr size_t kBlock = 4096;
+    std::deque<std::vector<T>> blocks_;
+    T* next_ = nullptr;
+    size_t left_ = 0;
+};
+
 class PricedParts {
   public:
     explicit PricedParts(const Problem& problem) : p(problem) {
+        known_.reserve(kKnown);
         for (int32_t pattern = 0; pattern < patterns(); ++pattern) {
             int32_t tasks = 0;
             for (int32_t k = p.template_stages[pattern]; k < p.template_stages[pattern + 1]; ++k) {
@@ -141,12 +165,10 @@ class PricedParts {
         const double* after = p.sums + static_cast<ptrdiff_t>(row + part.stop) * p.features;
         const int32_t first = p.template_tasks[pattern], tasks = p.template_tasks[pattern + 1] - first;
         const int32_t first_stage = p.template_stages[pattern], stages = p.template_stages[pattern + 1] - first_stage;
-        numbers_.emplace_back(3 * static_cast<size_t>(tasks));
-        double *us = numbers_.back().data(), *demand = us + tasks, *beside = demand + tasks;
-        works_.emplace_back(stages + 1);
+        double *us = numbers_.take(3 * static_cast<size_t>(tasks)), *demand = us + tasks, *beside = demand + tasks;
         records_.emplace_back();
         Record& record = records_.back();
-        Work* works = works_.back().data();
+        Work* works = works_.take(static_cast<size_t>(stages) + 1);
         int32_t stage = 0;
         double busy[kStreams] = {};
         for (int32_t k = 0; k < tasks; ++k) {
@@ -191,10 +213,12 @@ class PricedParts {
         return &record;
     }
 
+    static constexpr size_t kKnown = 4096;  // not to begin small
+
     std::unordered_map<uint64_t, const Record*> known_;
     std::deque<Record> records_;
-    std::deque<std::vector<double>> numbers_;
-    std::deque<std::vector<Work>> works_;  // of stages, and of what no stage has
+    Room<double> numbers_;
+    Room<Work> works_;  // of stages, and of what no stage has
     std::vector<int32_t> stage_ends_;
 };
 

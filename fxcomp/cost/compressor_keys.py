@@ -43,6 +43,8 @@ def nearest_key(
     keys: Collection[str], compressor: Compressor, places: Sequence[str], threads: int | None
 ) -> str | None:
     """Return this compressor's key on the first of `places` that has it, else one of its name with other numbers."""
+    if not keys:
+        return None
     for place in places:
         key = exact_key(keys, compressor, place, threads)
         if key is not None:

@@ -187,6 +187,13 @@ class _Walk:
         """The layout of payloads, outermost row first."""
         self.encoder: Encode | None = None
         self.slot = -1
+        self.held = strategy.held
+        self.leading = strategy.steps[: strategy.leading_splits]
+        # A route cuts and counts the same pieces many times.
+        self.parts: dict[tuple[Piece, int], list[Piece]] = {}
+        self.segments: dict[Piece, tuple[int, ...]] = {}
+        self.payloads: dict[tuple[int, ...], int] = {}
+        """Elements of the encoder's payloads, by segments."""
         self.counts = self._counts()
         self.scale = self._scale()
         self.weight = 1 / (self.scale * cluster.world_size)
@@ -195,8 +202,8 @@ class _Walk:
         strategy = self.strategy
         stages: list[list[Leg]] = [[]]
         first: tuple[Piece, Unit, int] | None = None
-        for number, (held, step) in enumerate(zip(strategy.held, strategy.steps, strict=False)):
-            if number == strategy.leading_splits:
+        for number, (held, step) in enumerate(zip(self.held, strategy.steps, strict=False)):
+            if number == len(self.leading):
                 first = self.extents[-1], self._unit(held), len(stages) - 1
             stages[-1].append(self._leg(number, held, step))
             if isinstance(step, Collective):
@@ -209,7 +216,7 @@ class _Walk:
         """Count the ranks that this rank's values meet: where hosts differ, first ranks meet more than others."""
         counts: dict[Collective, int] = {}
         at = self.rank
-        for held, step in zip(self.strategy.held, self.strategy.steps, strict=False):
+        for held, step in zip(self.held, self.strategy.steps, strict=False):
             if isinstance(step, Collective) and not self._joins(held, step):
                 group = self.cluster.group(step.level, at)
                 counts[step] = len(group)
@@ -220,7 +227,7 @@ class _Walk:
         """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
         payloads = 1
         piled = 1
-        for held, step in zip(self.strategy.held, self.strategy.steps, strict=False):
+        for held, step in zip(self.held, self.strategy.steps, strict=False):
             match step:
                 case Compress():
                     piled = 1
@@ -266,7 +273,7 @@ class _Walk:
         pieces = tuple(self._pieces(self.extents[-1], self.rows))
         segments = tuple(map(self._segments, pieces))
         made = Encode(self.slot, bound, step.device, pieces, segments, self._unit(held), self._place(held), is_proposal)
-        self.encoder = made
+        self.encoder, self.payloads = made, {}
         return made
 
     def _decode(self, step: Decompress) -> Decode:
@@ -359,8 +366,16 @@ class _Walk:
         assert self.encoder is not None, "a payload has been compressed"
         payloads = math.prod(row.count for row in rows if row.split is None)
         pieces = self._pieces(extent, [row for row in rows if row.split is not None])
-        compressor = self.encoder.compressor
-        return payloads * sum(_payload_elements(compressor, self._segments(piece)) for piece in pieces)
+        return payloads * sum(map(self._elements, pieces))
+
+    def _elements(self, piece: Piece) -> int:
+        """Count the elements of one piece's payload."""
+        assert self.encoder is not None, "a payload has been compressed"
+        segments = self._segments(piece)
+        found = self.payloads.get(segments)
+        if found is None:
+            found = self.payloads[segments] = _payload_elements(self.encoder.compressor, segments)
+        return found
 
     # Pieces
 
@@ -372,16 +387,25 @@ class _Walk:
         return [piece for part in self._split(extent, split, ranks) for piece in self._pieces(part, rows[1:])]
 
     def _split(self, extent: Piece, split: Collective, ranks: int) -> list[Piece]:
+        found = self.parts.get((extent, id(split)))
+        if found is None:
+            found = self.parts[extent, id(split)] = self._cut(extent, split, ranks)
+        return found
+
+    def _cut(self, extent: Piece, split: Collective, ranks: int) -> list[Piece]:
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
         # A plan's dense warm-up has the same leading splits, and a rank's velocity stays where it is.
-        grain = 1 if split in self.strategy.steps[: self.strategy.leading_splits] else self.grain
+        grain = 1 if split in self.leading else self.grain
         return shards(self.edges, extent, ranks, grain)
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
         """List the sizes of the parameters' parts in a piece."""
-        return segments_of(self.edges, piece)
+        found = self.segments.get(piece)
+        if found is None:
+            found = self.segments[piece] = segments_of(self.edges, piece)
+        return found
 
 
 @lru_cache(maxsize=16_384)

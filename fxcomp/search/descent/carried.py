@@ -8,24 +8,33 @@ A compressor says so by BadCompressor, for each parameter alone. One that carrie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fxcomp.plan.plan import part_shape
 from fxcomp.search.atoms import Atom
 from fxcomp.search.descent.cells import Lane
 from fxcomp.search.descent.templates import Template, size_of
+from fxcomp.search.workload import Gradient
 
 
-def reach(template: Template, lane: Lane, ranks: int) -> list[int] | None:
-    """Return for each cell where a bucket that starts there must end at the latest; None if any bucket is carried."""
+def reaches(templates: Sequence[Template], lane: Lane, ranks: int) -> list[list[int] | None]:
+    """Return for each template and cell where a bucket that starts there must end; None if any bucket is carried."""
+    gradients = {atom.number: atom.gradient for atom in lane.atoms}
+    if not gradients:
+        return [None] * len(templates)
+    largest = max(gradients, key=lambda number: gradients[number].elements)
+    return [_reach(template, lane, gradients, largest, ranks) for template in templates]
+
+
+def _reach(
+    template: Template, lane: Lane, gradients: Mapping[int, Gradient], largest: int, ranks: int
+) -> list[int] | None:
 
     def refuses(shape: Sequence[int]) -> bool:
         return any(size_of(feature, shape, ranks) is None for feature in compressed)
 
     compressed = [feature for feature in template.features if feature.compressor is not None]
-    gradients = {atom.number: atom.gradient for atom in lane.atoms}
-    largest = max(gradients.values(), key=lambda gradient: gradient.elements, default=None)
-    if largest is None or not compressed or not refuses(largest.shape):
+    if not compressed or not refuses(gradients[largest].shape):
         return None
     found = [lane.cells] * lane.cells
     for number, gradient in gradients.items():

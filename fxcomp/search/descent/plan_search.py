@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
 from fxcomp.search.descent.cells import Lane, lane_of
 from fxcomp.search.descent.engine import Engine, engine_of
+from fxcomp.search.descent.kicks import kicks
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Option, Problems, TracedPrices
 from fxcomp.search.descent.templates import Setting
@@ -160,6 +161,7 @@ class PlanSearch:
         self.problem = self.problems.at(traced, self.question.bounds)
         self.engine = engine_of(self.problem)
         self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
+        self._engine_of_whole: Engine | None = None
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
         """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
@@ -240,7 +242,7 @@ class PlanSearch:
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
         """List what the mode allows instead of each strategy, with the step that it makes, the fastest first."""
-        engine = self.engine if found.lanes is self.lanes else self._engine_of(found.lanes)
+        engine = self.engine if found.lanes is self.lanes else self._engine_in_full()
         answers: list[list[tuple[Strategy, float]]] = []
         for part, values in zip(found.parts, engine.others(found.parts), strict=True):
             ranked = sorted((value, number) for number, value in enumerate(values) if number != part.option)
@@ -250,8 +252,8 @@ class PlanSearch:
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
         """Improve a plan, and the best starts, with a cell for each atom, and get out of where it ends by kicks."""
-        lanes = tuple(lane.whole() for lane in self.lanes)
-        engine, effort = self._engine_of(lanes) if self.is_joined else self.engine, _SHARED if self.shares else _ALONE
+        lanes, effort = self._whole, _SHARED if self.shares else _ALONE
+        engine = self._engine_in_full()
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
         starts = self.starts(offered)
 
@@ -320,9 +322,18 @@ class PlanSearch:
         found, _ = self.engine.improve(parts, limits)
         return Found(found, self.engine.values([found])[0], self.lanes)
 
-    def _engine_of(self, lanes: Sequence[Lane]) -> Engine:
-        problems = Problems(self.question.workload, lanes, self.options, self.setting)
-        return engine_of(problems.at(self.traced, self.question.bounds))
+    @cached_property
+    def _whole(self) -> tuple[Lane, ...]:
+        """The lanes with a cell for each atom."""
+        return tuple(lane.whole() for lane in self.lanes)
+
+    def _engine_in_full(self) -> Engine:
+        if not self.is_joined:
+            return self.engine
+        if self._engine_of_whole is None:
+            problems = Problems(self.question.workload, self._whole, self.options, self.setting)
+            self._engine_of_whole = engine_of(problems.at(self.traced, self.question.bounds))
+        return self._engine_of_whole
 
 
 @lru_cache(maxsize=4096)
@@ -336,43 +347,6 @@ def _pinned_option(strategy: Strategy, cluster: Cluster) -> Option:
 
 def _levels(strategy: Strategy) -> frozenset[Level]:
     return frozenset(step.level for step in strategy.collectives)
-
-
-def kicks(parts: Parts, lanes: Sequence[Lane], tails: Sequence[int]) -> list[Parts]:
-    """Change a plan as no single change does: halves, pairs, and other options at the end or the start."""
-
-    def ordered(found: Iterable[Part]) -> Parts:
-        return tuple(sorted(found, key=lambda part: lanes[part.lane].last(part.stop - 1)))
-
-    def halves(part: Part) -> tuple[Part, ...]:
-        middle = (part.start + part.stop) // 2
-        return (part._replace(stop=middle), part._replace(start=middle)) if middle > part.start else (part,)
-
-    by_lane = [[part for part in parts if part.lane == lane] for lane in range(len(lanes))]
-    found = [
-        ordered(half for part in parts for half in halves(part)),
-        ordered(
-            pair[-1]._replace(start=pair[0].start)
-            for each in by_lane
-            for pair in (each[k : k + 2] for k in range(0, len(each), 2))
-        ),
-    ]
-    if not by_lane[0]:
-        return found
-    last, first = by_lane[0][-1], by_lane[0][0]
-    rest_of_last, rest_of_first = ([part for part in parts if part != one] for one in (last, first))
-    for share in _KICKED_SHARES:
-        cut = last.stop - max(1, int((last.stop - last.start) * share))
-        if cut > last.start:
-            for option in tails:
-                found.append(ordered([*rest_of_last, last._replace(stop=cut), last._replace(start=cut, option=option)]))
-        cut = first.start + max(1, int((first.stop - first.start) * share))
-        if cut < first.stop:
-            found.append(ordered([*rest_of_first, first._replace(stop=cut), first._replace(start=cut)]))
-    return [each for each in dict.fromkeys(found) if each != parts]
-
-
-_KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
 
 
 def _value_of(found: Found) -> Value:

@@ -21,7 +21,7 @@ from fxcomp.cost.curve import Curve, trace
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream
-from fxcomp.search.descent.carried import reach
+from fxcomp.search.descent.carried import reaches
 from fxcomp.search.descent.cells import Lane
 from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.plan_tasks import broadcast_task
@@ -192,9 +192,7 @@ class Problems:
         ranks = setting.cluster.world_size
         self.sums = [lane.sums(self.features, ranks) for lane in lanes]
         self.reaches = [
-            reach(template_of(option.strategy, setting), lane, ranks)
-            for lane, each in zip(lanes, options, strict=True)
-            for option in each
+            reach for lane, templates in zip(lanes, found, strict=True) for reach in reaches(templates, lane, ranks)
         ]
 
     def at(self, traced: TracedPrices, bounds: Bounds) -> Problem:
