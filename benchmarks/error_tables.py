@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 from fxcomp.commands.demo.gpt import gpt_job
-from fxcomp.compressors import parse_compressor
+from fxcomp.compressors import kernels, parse_compressor
 from fxcomp.error_tables import Columns, Draw, measure
 from fxcomp.testing.rounds import average, replicas_of
 
@@ -257,6 +257,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, object] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    record["kernels"] = kernels.describe()
+    print(record["kernels"])
     if options.only in (None, "cost"):
         record["cost_ms"] = found = costs(options.times)
         for what, number in found.items():
