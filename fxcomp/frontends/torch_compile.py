@@ -86,6 +86,8 @@ def fxcomp_backend(
     _refuse_ddp(chosen.model)
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         Ranks.join(chosen.step.cluster, "torch_compile")
+        if chosen.step.pins:
+            _check_pins(chosen, FoundParameters.of(gm, example_inputs, chosen.model))
         return compat.compile_training(gm, example_inputs, reshape_uncertain_views, _run_eagerly)
     found = FoundParameters.of(gm, example_inputs, chosen.model)
     averaged: list[int] = []

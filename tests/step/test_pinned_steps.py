@@ -13,6 +13,7 @@ from ranks import run_ranks
 from replicas import flat_parameters
 
 import fxcomp
+from fxcomp.frontends.torch_compile import compiled_model
 from fxcomp.plan.plan import Plan
 from fxcomp.step.compiled_step import CompiledStep
 
@@ -50,7 +51,7 @@ def error_of(**options: Any) -> tuple[str, str]:
 
 def run_pinned() -> dict[str, Any]:
     raced = compiled(table(0.05), race="auto", per_parameter=SOME)
-    in_race = trained(raced, 0, 20)
+    in_race = trained(raced, 0, 12)
     choice = raced.in_force.decision.choice
     runners = [strategies(runner.plan) for runner in choice.runners] if choice else []
 
@@ -66,7 +67,11 @@ def run_pinned() -> dict[str, Any]:
     other.load_state_dict(state)
     after = trained(other, 5, 2)
     odd = dist.get_rank() == 1
+    model = JOB.build()
+    backward = torch.compile(model, backend="fxcomp", options={"per_parameter": PINS, "costs": table(0.05)})
+    cross_entropy(backward, JOB.batch(0, dist.get_rank())).backward()
     return {
+        "backend": strategies(compiled_model(model).plan),
         "in_race": in_race,
         "runners": runners,
         "again": again,
@@ -95,6 +100,11 @@ def test_every_plan_of_a_race_and_of_a_new_decision_has_what_is_pinned(ranks: li
 def test_steps_follow_the_pins_and_go_on_from_a_saved_state(ranks: list[dict[str, Any]]):
     for found in ranks[0]["pinned"]:
         assert found == {"0.weight": "bf16", "2.weight": "dense", "0.bias": "topk(0.1)", "2.bias": "bf16"}
+
+
+def test_the_backend_of_torch_compile_follows_the_pins_too(ranks: list[dict[str, Any]]):
+    pinned = {"0.weight": "bf16", "2.weight": "dense", "0.bias": "topk(0.1)", "2.bias": "bf16"}
+    assert [rank["backend"] for rank in ranks] == [pinned, pinned]
 
 
 def test_all_ranks_have_the_same_parameters(ranks: list[dict[str, Any]]):

@@ -17,6 +17,7 @@ from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import predict_us
 from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled
@@ -69,19 +70,24 @@ def test_plans_are_priced_as_their_tasks_are_to_half_a_percent(hosts: tuple[int,
 
 @pytest.mark.skipif(not kernels.available(), reason="no kernels are built")
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
-def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: bool):
+@pytest.mark.parametrize(
+    ("mixed", "pins"),
+    [(False, {}), (True, {}), (False, {"layer[0-3].*": "int8", "*.bias": "dense"})],
+    ids=["apart", "mixed", "pinned"],
+)
+def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: bool, pins: dict[str, str]):
     costs, where = TABLES[table], cluster(2, 2, "1gbit")
     workload = replace(layers(9), broadcast_bytes=10_000, broadcast_ready_us=30_000, finish_us=0, commits=mixed)
     traced = TracedPrices(costs, where)
-    question = question_of_mode(workload, traced, Mode.BALANCED, mixed=mixed)
+    question = question_of_mode(workload, traced, Mode.BALANCED, mixed=mixed, pins=Pins.read(pins))
     search = PlanSearch(question, traced)
     problem = search.problems.at(traced, question.bounds)
     compiled, plain = Compiled(problem), Descent(problem)
     starts = [found.parts for found in search.starts(range(len(search.options[0])))]
     assert compiled.values(starts) == plain.values(starts)
     limits = Limits(evaluations=120, options=3)
-    assert compiled.improve(starts[-1], limits) == plain.improve(starts[-1], limits)
+    for asked in (limits, limits._replace(dense_only=True)):
+        assert compiled.improve(starts[-1], asked) == plain.improve(starts[-1], asked)
     options = [(number,) * len(search.lanes) for number in (0, 1)]
     assert compiled.with_options(starts[0], options) == plain.with_options(starts[0], options)
 
