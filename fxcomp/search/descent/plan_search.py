@@ -41,7 +41,7 @@ _CLOSE = 3  # how many starts are priced exactly, if they are about as fast as w
 _KEPT = 128  # starts that are looked at again
 _ERROR = 5e-3  # relative: how far the search's own prices may be off
 _LINES_ERROR = 1e-3  # relative: how far they may be but for shards, several times what lines are
-_LISTED = 256  # buckets of starts that are priced exactly
+_ROUGH, _LISTED = 256, 16  # buckets of starts that are priced exactly, where shards' rounding counts and elsewhere
 
 
 class _Effort(NamedTuple):
@@ -209,22 +209,30 @@ class PlanSearch:
         return [self._options_like(number) for number in range(len(self.options[0]))]
 
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
-        """List the starts whose steps may be shorter than this, the fastest first.
+        """List the starts whose steps may be shorter than this.
 
         The largest of several shards is priced as if borders were rounded as in usual buckets. In buckets of a few
-        elements they are not, so no start is left out by a price that contains that. Starts of hundreds of buckets,
-        where it weighs nothing, are only listed down to so many buckets in all.
+        elements they are not, so no start is left out by a price that contains that. Of the others the fastest few are
+        listed: their prices are followed closely.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)
-        rounded_us = self.problem.rounded_us
-        near = [found for found in starts if found.value.us - len(found.parts) * rounded_us < limit]
-        if not near:
-            return []
-        least = engine_of(self.problem.unrounded).values([found.parts for found in near])
-        below = sorted((value.us, k) for k, value in enumerate(least) if value.us < limit)
-        buckets = itertools.accumulate(len(near[k].parts) for _, k in below)
-        return [near[k] for (_, k), count in zip(below, buckets, strict=True) if count <= _LISTED]
+        rounded_us = [len(found.parts) * self._rounded_us(found) for found in starts]
+        is_rough = [more_us > _LINES_ERROR * found.value.us for found, more_us in zip(starts, rounded_us, strict=True)]
+        close = [found for found, rough in zip(starts, is_rough, strict=True) if not rough and found.value.us < limit]
+        far = zip(starts, is_rough, rounded_us, strict=True)
+        rough = [found for found, rough, more_us in far if rough and found.value.us - more_us < limit]
+        if rough:
+            least = engine_of(self.problem.unrounded).values([found.parts for found in rough])
+            rough = [found for found, value in zip(rough, least, strict=True) if value.us < limit]
+        return [*_of_buckets(rough, _ROUGH), *_of_buckets(close, _LISTED)]
+
+    def _rounded_us(self, found: Found) -> float:
+        """Return the most by which the rounding of shards lengthens one of a plan's buckets, as it is priced."""
+        return max(
+            (self.problem.rounded_us[option] for option in {(part.lane, part.option) for part in found.parts}),
+            default=0.0,
+        )
 
     @property
     def is_joined(self) -> bool:
@@ -347,6 +355,12 @@ def _pinned_option(strategy: Strategy, cluster: Cluster) -> Option:
 
 def _levels(strategy: Strategy) -> frozenset[Level]:
     return frozenset(step.level for step in strategy.collectives)
+
+
+def _of_buckets(starts: Sequence[Found], most: int) -> list[Found]:
+    """Take the first starts, of so many buckets in all."""
+    counts = itertools.accumulate(len(found.parts) for found in starts)
+    return [found for found, count in zip(starts, counts, strict=True) if count <= most]
 
 
 def _value_of(found: Found) -> Value:

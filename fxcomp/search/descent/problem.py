@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import NO_TIME_US
@@ -135,17 +135,15 @@ class Problem:
         return replace(self, term_more=_floats([0.0] * len(self.term_more)))
 
     @cached_property
-    def rounded_us(self) -> float:
-        """The most by which that may shorten a bucket's tasks."""
-        tasks = [
-            sum(map(self._rounded_us, range(*self.task_terms[task : task + 2])))
-            for task in range(len(self.task_stream))
-        ]
-        return max((sum(tasks[slice(*self.template_tasks[k : k + 2])]) for k in range(self.patterns)), default=0.0)
-
-    @property
-    def patterns(self) -> int:
-        return len(self.template_arrival)
+    def rounded_us(self) -> dict[tuple[int, int], float]:
+        """The most by which that may shorten a bucket's tasks, by lane and option."""
+        found: dict[tuple[int, int], float] = {}
+        for lane, (first, end) in enumerate(pairwise(self.lane_options)):
+            for option in range(first, end):
+                tasks = self.template_tasks[self.option_template[option] :][:2]
+                terms = range(*(self.task_terms[task] for task in tasks))
+                found[lane, option - first] = sum(map(self._rounded_us, terms))
+        return found
 
     def _rounded_us(self, term: int) -> float:
         curve, more = self.term_curve[term], self.term_more[term]
