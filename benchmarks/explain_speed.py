@@ -126,13 +126,13 @@ def decide(repeats: int) -> list[dict[str, Any]]:
 
 
 def show_decisions(records: list[dict[str, Any]]) -> None:
-    print("| gradients | cluster | mode | compute's processors | median s | s of the processor | the first | limit |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| gradients | cluster | mode | compute's processors | least s | median | the first | limit |")
+    print("|---:|---|---|---|---:|---:|---:|---:|")
     keys = ("gradients", "cluster", "mode", "processors")
     for kind in dict.fromkeys(tuple(record[key] for key in keys) for record in records):
         runs = [record for record in records if tuple(record[key] for key in keys) == kind]
-        wall, cpu = (statistics.median(run[key] for run in runs) for key in ("wall_s", "cpu_s"))
-        times = f"{wall:.3f} | {cpu:.3f} | {runs[0]['wall_s']:.3f} | {DECIDED[kind[0]]:g}"
+        cpu_s = [run["cpu_s"] for run in runs]  # what else runs shows in it less than in wall_s
+        times = f"{min(cpu_s):.3f} | {statistics.median(cpu_s):.3f} | {cpu_s[0]:.3f} | {DECIDED[kind[0]]:g}"
         print(f"| {' | '.join(map(str, kind))} | {times} |")
 
 
