@@ -40,6 +40,7 @@ from fxcomp.search.workload import Workload
 _PRICED = 3  # how many of the best plans are priced exactly
 _IN_FULL = 2  # how many searches are carried on in full, where that is cheap
 _NEAR = 0.02  # relative: searches that are further from the best one are not
+_FAR = 0.1  # relative: bf16 everywhere is not priced exactly where it is slower by more, which no rounding makes up for
 _UNIFORM = 4  # how many uniform plans are looked at
 _ALTERNATIVES = 24  # how many are told in all, at least one for each bucket
 _FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
@@ -207,7 +208,8 @@ def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: b
     ]
     others = sorted(((each, search) for found, search in ends for each in found), key=_value_of)[: _PRICED - 1]
     if not dense_only:  # what lies close together by the search's prices may not do so exactly
-        others += [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
+        bf16 = [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
+        others += [each for each in bf16 if each[0].value.us <= best_us * (1 + _FAR)]
     best = min((_priced(*each, exact) for each in (*carried_on, *others)), key=_step_of)
     for search in searches:
         for start in search.starts_below(best.step_us, dense_only=dense_only):
