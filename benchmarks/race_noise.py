@@ -1,4 +1,4 @@
-"""How often a race ends wrong on a machine that is disturbed: simulated fields of runners, in no time at all.
+"""Simulate races on a disturbed machine, and count those that end on a slower plan than the best.
 
     python benchmarks/race_noise.py --races 2000
 
@@ -29,7 +29,7 @@ OFF = (0.85, 1.18)
 
 class Ended(NamedTuple):
     behind: float
-    """How much longer the winner's true step is than the best one's, relative."""
+    """The winner's true step over the best runner's, minus 1."""
     cost: float
     """The share of the first thousand steps."""
 

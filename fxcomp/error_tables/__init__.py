@@ -1,4 +1,4 @@
-"""What compressors lose of each gradient: measured in the running job, or assumed to be as of Gaussian values.
+"""Measure what compressors lose of each gradient; where nothing was measured, assume Gaussian values.
 
 - table: the numbers, and `error_of`, which says whether they are measured.
 - columns: which entries there are, and which serves a compressor.

@@ -39,7 +39,7 @@ _MEASURED, _GRADIENT, _VALUE, _LOST = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which random choices a measurement makes: others on each rank and at each look, so that means settle."""
+    """Seed a measurement's random choices by rank and look: they differ, so that means settle."""
 
     rank: int = 0
     look: int = 0

@@ -30,7 +30,7 @@ _MOST = 1e150
 
 
 class Source(Enum):
-    """Where an error is from."""
+    """The source of an error: a measurement, a formula or an assumption."""
 
     MEASURED = "measured"
     """In the running job."""
@@ -56,7 +56,7 @@ class Row:
     errors: tuple[float, ...]
     """By column; of no meaning without samples."""
     samples: int
-    """So many looks in time are in it."""
+    """The number of looks in time that the smoothed errors are of."""
 
     @property
     def size(self) -> int:

@@ -75,4 +75,4 @@ def test_no_workload_holds_such_a_time(value: float):
         with pytest.raises(BadOption, match=f"a workload has {name} = {value}: write a time"):
             replace(Workload((), 1.0), **{name: value})
     with pytest.raises(BadOption, match="broadcast_bytes"):
-        Workload((), 1.0, broadcast_bytes=value)  # type: ignore[arg-type]
+        replace(Workload((), 1.0), broadcast_bytes=value)
