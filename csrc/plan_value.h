@@ -54,17 +54,19 @@ class PlanValues {
         if (lost > p.lossable || sums.bursting > p.bursty) return {kInfinity, lost};
         const Work& work = sums.work;
         const double wires = plan.empty() ? 0.0 : plan.front().record->ready_us + std::max(work.inter_us, work.intra_us);
-        double us = std::max(work.compute_us, wires);
+        const double paid = price * lost;
+        double us = std::max(work.compute_us, wires) + paid;
         if (us > best.us * (1 + kSame)) return {us, lost};
         ++evaluations;
         const double limit = best.us * (lost < best.lost ? 1 + kSame : 1 - kSame);
-        us = clock_.alone_us(plan, same, in_full ? kInfinity : limit);
+        us = clock_.alone_us(plan, same, in_full ? kInfinity : limit - paid) + paid;
         if (p.shares == 0 || us > best.us * (1 + kSame) || (!in_full && us > limit)) return {us, lost};
-        return {clock_.shared_us(plan), lost};
+        return {clock_.shared_us(plan) + paid, lost};
     }
 
     const Problem& p;
     int64_t evaluations = 0;
+    double price = 0.0;  // us that an element's loss counts for: a value's time has it in it
 
   private:
     // What adds up over buckets.

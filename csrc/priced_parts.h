@@ -31,7 +31,8 @@ struct Problem {
     const double* join_us;          // of each cell: the time of joining that gradient
     const int32_t* lane_options;    // starts
     const int32_t* option_template;
-    const double* option_error;
+    const int32_t* lane_losses;     // starts
+    const double* losses;           // of each cell, and behind the last: what each option loses of all before
     const int32_t* option_traits;
     const int32_t* option_reach;    // where its entries in `reach` begin; -1 if it carries any bucket
     const int32_t* reach;           // of an option and a cell: where a bucket from there on must end at the latest
@@ -193,6 +194,10 @@ class PricedParts {
         double update_us = p.updates_us[row + part.stop] - p.updates_us[row + part.start];
         if (p.join_last[cell] >= part.start && p.join_last[cell] < part.stop) update_us += p.join_us[cell];
         const double elements = after[0] - before[0];
+        const int32_t width = p.lane_options[part.lane + 1] - p.lane_options[part.lane];
+        const double* losses = p.losses + p.lane_losses[part.lane] + part.option;
+        const ptrdiff_t start = part.start, stop = part.stop;
+        const double lost = losses[stop * width] - losses[start * width];
         const int32_t reach = p.option_reach[option];
         const bool is_carried = reach < 0 || part.stop <= p.reach[reach + part.start];
         const int32_t end = p.lane_cells[part.lane] + part.stop - 1;
@@ -208,7 +213,7 @@ class PricedParts {
                   works,
                   {busy[kCompute] + update_us, busy[kInter], busy[kIntra]},
                   update_us,
-                  is_carried ? elements * p.option_error[option] : std::numeric_limits<double>::infinity(),
+                  is_carried ? lost : std::numeric_limits<double>::infinity(),
                   (p.option_traits[option] & kBursty) != 0 ? elements : 0.0};
         return &record;
     }

@@ -14,6 +14,8 @@ struct Limits {
     int32_t apart;    // buckets that are changed together are no further apart
     int32_t dense_only;
     int32_t pairs;
+    int32_t borders;  // buckets themselves may change, and not their options alone
+    double price;     // us that an element's loss counts for
 };
 
 class Descent {
@@ -23,6 +25,7 @@ class Descent {
     void improve(std::vector<Bucket>& plan, const Limits& allowed) {
         limits = allowed;
         limits.evaluations += values.evaluations;
+        values.price = limits.price;
         plan_ = plan;
         value_ = values.of(plan_);
         is_base_ = false;
@@ -36,6 +39,7 @@ class Descent {
             if (value_.us >= before * (1 - kWorthARound)) break;
         }
         plan = plan_;
+        values.price = 0.0;
     }
 
     // Find a plan's values with each option for one bucket at a time.
@@ -67,8 +71,7 @@ class Descent {
         for (auto k = static_cast<int32_t>(plan_.size()) - 1; k >= 0 && values.evaluations < limits.evaluations; --k) {
             rebase();
             rank_options(k);
-            split(k);
-            join(k);
+            if (limits.borders != 0) split(k), join(k);
             k = std::min(k, static_cast<int32_t>(plan_.size()));
         }
     }
@@ -222,7 +225,7 @@ class Descent {
                 }
             }
             for (int32_t other = 0; other < k; ++other) exchanged(k, other);
-            split_into(k, options[k]);
+            if (limits.borders != 0) split_into(k, options[k]);
         }
         everywhere();
     }

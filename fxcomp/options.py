@@ -13,6 +13,7 @@ import torch
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
+from fxcomp.plan.budget import ErrorBudget
 from fxcomp.plan.check_feedback import check_experiment, check_is_feedback, check_momentum
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
@@ -70,6 +71,7 @@ class StepOptions:
     costs: GivenCosts | None = None
     plan: GivenPlan | None = None
     pins: Pins = NO_PINS
+    error_budget: ErrorBudget | None = None
     feedback: ErrorFeedback = CLASSIC
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
@@ -86,6 +88,7 @@ class StepOptions:
         replan: str = Replan.OFFER.value,
         race: str = RaceOption.AUTO.value,
         per_parameter: Mapping[str, str] | None = None,
+        error_budget: str | float | None = None,
         **others: Any,
     ) -> StepOptions:
         """Check options as compile_step takes them. Raises BadOption, BadPlan and the errors of error feedback."""
@@ -104,7 +107,13 @@ class StepOptions:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
         chosen = {"mode": Mode.parse(mode), "replan": Replan.parse(replan), "race": RaceOption.parse(race)}
-        options = cls(feedback=error_feedback, pins=pins, **chosen, **others)
+        budget = None if error_budget is None else ErrorBudget.parse(error_budget)
+        if plan is not None and budget is not None:
+            raise BadOption(
+                "plan= says what every gradient travels by, and error_budget= what fxcomp may choose: keep one.\n"
+                "  To let parameters follow the gradients, leave plan= out."
+            )
+        options = cls(feedback=error_feedback, pins=pins, error_budget=budget, **chosen, **others)
         VerifiedSteps.parse(options.verify_every)
         if options.replan is Replan.AUTO and options.why_not_replan:
             raise BadOption(f"replan='auto' cannot be done here: {options.why_not_replan}")
@@ -162,5 +171,6 @@ class StepOptions:
             "race": self.race.value,
             "the plan": asked_plan(self.plan),
             "per_parameter": self.pins.facts(),
+            "error_budget": None if self.error_budget is None else str(self.error_budget),
             "how costs are given": costs,
         }

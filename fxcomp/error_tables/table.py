@@ -88,6 +88,12 @@ class ErrorTable:
         """Return the lookup of one gradient's errors, which takes a compressor and the number of ranks."""
         return lambda compressor, ranks: self.error_of(gradient, compressor, ranks).value
 
+    def errors_by_gradient(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
+        """Look up what a compressor loses of each of many gradients."""
+        if not self.rows:
+            return [gaussian_error(compressor, ranks)] * len(gradients)
+        return [self.error_of(gradient, compressor, ranks).value for gradient in gradients]
+
     def squares_of(self, gradient: str, elements: int) -> float:
         """Return |g|² of a gradient; for one that is not in the table, of so many elements of the mean square."""
         row = self.rows.get(gradient)

@@ -34,9 +34,10 @@ from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_feedback import CLASSIC
 from fxcomp.plan.given import check_names_compressor, strategy_named
-from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import foreign_note, plan_as_given
@@ -45,8 +46,8 @@ from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
-from fxcomp.search.pinned import pins_note
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
@@ -114,6 +115,8 @@ class Question:
     """A plan to predict instead of the chosen one."""
     pins: Pins = NO_PINS
     """What is pinned by hand."""
+    error_budget: ErrorBudget | None = None
+    """In the place of the mode's limit."""
     step_ms: float | None = None
     """The time of a step there without a network."""
     device: str | None = None
@@ -130,14 +133,22 @@ class Question:
             )
         if self.plan is not None and self.pins:
             raise BadOption("--plan says what every parameter travels by, --per-parameter what some do: keep one")
+        if self.plan is not None and self.error_budget is not None:
+            raise BadOption("--plan says what every gradient travels by, --error-budget what may be chosen: keep one")
         if self.device is not None and self.costs is not None:
             raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
         """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
-        candidates = compressors_of(self.mode if self.mode is Mode.AGGRESSIVE else Mode.BALANCED)
+        offered = self.mode if self.mode is Mode.AGGRESSIVE else Mode.BALANCED
+        candidates = compressors_of(offered) if self.error_budget is None else LADDER_COMPRESSORS
         return (*candidates, *(self.plan.compressors if self.plan else ()), *self.pins.compressors)
+
+    @property
+    def terms(self) -> Terms:
+        """What plans may be, by errors of Gaussian values."""
+        return Terms(self.mode, pins=self.pins, budget=self.error_budget and Budget(self.error_budget))
 
 
 ANYTHING = Question()
@@ -173,7 +184,7 @@ def what_if(
         workload = scaled(workload, 1e3 * question.step_ms / workload.free_us)
         costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
     tell("choosing")
-    choice = choose(workload, costs, cluster, question.mode, pins=question.pins)
+    choice = choose(workload, costs, cluster, question.terms)
     wanted = choice.plan if question.plan is None else question.plan.make(workload, costs)
     if wanted.buckets:
         wanted.check_covers(workload.sizes)
@@ -186,10 +197,10 @@ def what_if(
         costs=costs,
         cluster=cluster,
         mode=question.mode,
-        flip_gbit=_flip_gbit(workload, costs, cluster, question.mode, choice),
+        flip_gbit=_flip_gbit(workload, costs, cluster, question.terms, choice),
         is_own_compute=question.step_ms is None and preset is None and not foreign,
         notes=(
-            *pins_note(question.pins, workload, cluster, question.mode),
+            *question.terms.notes(workload, cluster),
             *foreign,
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
@@ -205,11 +216,11 @@ def _costs_here(question: Question, device: torch.device, tell: Callable[[str], 
     return with_processors(machine_costs(question.compressors, device), device)
 
 
-def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, choice: Choice) -> float | None:
+def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
     """Find the break-even bandwidth; the verdict here is part of the answer if it was found by the same links."""
     if cluster.hosts == 1:
         return None
-    return flip_gbit(workload, costs, cluster, mode, pins=choice.pins, choice=None if costs.collectives else choice)
+    return flip_gbit(workload, costs, cluster, terms, choice=None if costs.collectives else choice)
 
 
 def with_processors(costs: CostTable, device: torch.device) -> CostTable:
@@ -229,7 +240,9 @@ def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None, pins
     _, captured = capture_job(job)
     costs = CostTable()
     workload = Compiler(cluster).analyze(captured.graph, costs)
-    wanted = plan.make(workload, costs) if plan else choose(workload, costs, cluster, Mode.BALANCED, pins=pins).plan
+    wanted = (
+        plan.make(workload, costs) if plan else choose(workload, costs, cluster, Terms(Mode.BALANCED, pins=pins)).plan
+    )
     if cluster.world_size == 1:
         wanted = Plan(())
     return Compiler(cluster).emit(captured, wanted, costs)

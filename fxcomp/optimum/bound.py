@@ -34,11 +34,12 @@ from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.optimum.least_work import Least, LeastWork
 from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Content, Mode, strategies
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of
-from fxcomp.search.pinned import Pinned
+from fxcomp.search.losses import Losses
+from fxcomp.search.pinned import Pinned, elements_of
 from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]
@@ -62,7 +63,8 @@ def bound_us(
     """Return a time that no plan's step is shorter than; at least the step without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
         return workload.free_us
-    pinned = Pinned.of(pins, workload, cluster, offload=costs.offloads)
+    losses = Losses(workload.gradients, cluster)
+    pinned = Pinned.of(pins, workload, cluster, losses, offload=costs.offloads)
     bound = _Bound(_Job(workload, costs, cluster, mode, bursts, pinned))
     return max(workload.free_us, bound.best_us() * (1 - _ROUNDING))
 
@@ -97,7 +99,8 @@ class _Bound:
         self.job, self.workload = job, job.workload
         self.elements = np.array([gradient.elements for gradient in self.workload.gradients], float)
         self.ready_us = [gradient.ready_us for gradient in self.workload.gradients]
-        others = job.pinned.mode_of_others(job.workload, job.mode)
+        is_spent = job.pinned.exceeds(elements_of(job.workload) * error_limit(job.mode))
+        others = Mode.LOSSLESS if is_spent else job.mode
         by_content = {
             content: strategies(others, job.cluster, content, offload=job.costs.offloads) for content in Content
         }
@@ -109,7 +112,7 @@ class _Bound:
         self.errors = np.array([strategy_error(each, job.cluster) for each in self.strategies])
         self.bursty = np.array([float(is_bursty(each, job.cluster)) for each in self.strategies])
         total = float(self.elements.sum())
-        bounds = job.pinned.bounds(self.workload, job.mode, job.bursts)
+        bounds = job.pinned.bounds(self.workload, elements_of(self.workload) * error_limit(job.mode), job.bursts)
         self.lossable, self.burstable = bounds.lost, min(bounds.bursting, total)
         self.fixed = np.array([least.fixed_us for least in self._of_any()])
         self.used = [s for s in range(len(STREAMS)) if s != COMPUTE and self._is_used(s)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -79,6 +79,21 @@ ENTRIES: dict[Mode, tuple[Entry, ...]] = {
 }
 """The candidates of each mode, beside the dense strategies. docs/strategies.md shows them."""
 
+_DENSITIES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+_RANKS = (1, 2, 4, 8, 16)
+_LADDER = (
+    *_BALANCED,
+    Entry("int2", None, "a sixteenth, at ten times the error of int4"),
+    Entry("int2", "int4", "between int4 twice and the sign"),
+    *(Entry(f"powersgd({rank})", None, "as many singular values as a layer needs") for rank in _RANKS),
+    Entry("sign", None, "a bit a value"),
+    Entry("sign", "int4", "a bit a value on any number of ranks"),
+    *(Entry(f"topk({density})", None, "as many values as a layer needs") for density in _DENSITIES),
+    *(Entry(f"topk({density})", "int4", "the same on many ranks") for density in _DENSITIES),
+    *(Entry(f"sidco({density})", None, "the same, sooner") for density in (0.001, 0.01)),
+)
+"""What a budget offers: every family, with its parameters a factor of two or three apart, as error tables have them."""
+
 _ERROR_LIMITS = {
     Mode.LOSSLESS: 0.0,
     Mode.BALANCED: 0.028,  # 4 bits a number in blocks of 128, in both shots, everywhere: follows the dense loss
@@ -97,8 +112,16 @@ def error_limit(mode: Mode) -> float:
 @cache
 def compressors_of(mode: Mode) -> tuple[Compressor, ...]:
     """Return the compressors that a mode may choose."""
-    names = dict.fromkeys(name for entry in ENTRIES[mode] for name in (entry.first, entry.second) if name is not None)
+    return _compressors(ENTRIES[mode])
+
+
+def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
+    names = dict.fromkeys(name for entry in entries for name in (entry.first, entry.second) if name is not None)
     return tuple(map(parse_compressor, names))
+
+
+LADDER_COMPRESSORS = _compressors(_LADDER)
+"""What an error budget may choose."""
 
 
 def strategies(
@@ -108,13 +131,28 @@ def strategies(
 
     `offload` allows the pool: it is no help where the device's own work takes all processors.
     """
+    entries = [entry for entry in ENTRIES[mode] if mode is Mode.AGGRESSIVE or _is_for(entry, content)]
+    return _ways_of(entries, cluster, offload=offload)
+
+
+def strategies_within(
+    limit: float, cluster: Cluster, content: Content = Content.MATRICES, *, offload: bool = True
+) -> tuple[Strategy, ...]:
+    """Return every strategy that a bucket may have under a limit of its own, of all families.
+
+    Vectors are treated as in balanced mode up to its limit, and as in aggressive mode above it.
+    """
+    is_gentle = limit <= error_limit(Mode.BALANCED)
+    entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
+    return _ways_of(entries, cluster, offload=offload)
+
+
+def _ways_of(entries: Sequence[Entry], cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]:
     if cluster.world_size == 1:
         return (DENSE,)
-    dense = one_shot_ways(None, cluster)
-    entries = [entry for entry in ENTRIES[mode] if _is_for(entry, content, mode)]
     devices = tuple(Device) if offload else (Device.GPU,)
     compressed = (each for entry in entries for device in devices for each in _compressed(entry, device, cluster))
-    return (*dense, *dict.fromkeys(compressed))
+    return tuple(dict.fromkeys((*one_shot_ways(None, cluster), *compressed)))
 
 
 def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
@@ -128,8 +166,8 @@ def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: b
     return tuple(dict.fromkeys(each for device in devices for each in _compressed(entry, device, cluster)))
 
 
-def _is_for(entry: Entry, content: Content, mode: Mode) -> bool:
-    if content is Content.MATRICES or mode is Mode.AGGRESSIVE:
+def _is_for(entry: Entry, content: Content) -> bool:
+    if content is Content.MATRICES:
         return True
     return entry.vectors if content is Content.VECTORS else entry.mixed
 

@@ -14,7 +14,9 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.budget import Budget
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path
+from fxcomp.plan.modes import LADDER_COMPRESSORS
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.gather_costs import gathered_costs
 from fxcomp.planning.measure_job import measured_on_job
@@ -22,7 +24,7 @@ from fxcomp.planning.measure_machine import hardware
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.decision import Decision
-from fxcomp.search.pinned import pins_note
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.inputs import Example
@@ -50,7 +52,8 @@ class Planner:
             table = costs or CostTable()
             return self._as_told(self.options.plan, self.compiler.analyze(self.graph, table), table)
         if costs is None:
-            costs = gathered_costs(self.site, self.options.pins.compressors)
+            offered = () if self.options.error_budget is None else LADDER_COMPRESSORS
+            costs = gathered_costs(self.site, (*self.options.pins.compressors, *offered))
             if example is not None:
                 costs = measured_on_job(self.compiler, self.site, example, costs)
         return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
@@ -61,18 +64,24 @@ class Planner:
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
         return self._best(workload, costs, topic)
 
+    @property
+    def terms(self) -> Terms:
+        """What plans of this job may be, by errors of Gaussian values."""
+        budget = self.options.error_budget
+        return Terms(self.options.mode, self.bursts, self.options.pins, budget and Budget(budget))
+
     def _best(self, workload: Workload, costs: CostTable, topic: str) -> Decision:
         """Choose on rank 0 and follow on all."""
-        cluster, mode, pins = self.site.cluster, self.options.mode, self.options.pins
+        cluster, terms = self.site.cluster, self.terms
 
         def decide() -> dict[str, Any]:
-            chosen = choose(workload, costs, cluster, mode, bursts=self.bursts, pins=pins)
+            chosen = choose(workload, costs, cluster, terms)
             return {"choice": chosen.to_json(), "costs": costs.to_json(), "workload": workload.to_json()}
 
         data = self.site.ranks.from_rank_0(topic, decide)
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
-        notes = (*pins_note(pins, work, cluster, mode), *self._foreign(agreed))
+        notes = (*terms.notes(work, cluster), *self._foreign(agreed))
         return Decision(choice.plan, agreed, work, choice.dense, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:

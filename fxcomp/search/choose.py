@@ -14,17 +14,18 @@ from fxcomp.cost.timeline import step_time_us
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.given import strategy_named
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.atoms import atoms_of
 from fxcomp.search.descent.parts import Value
-from fxcomp.search.descent.plan_search import Found, PlanSearch, Question, question_of_mode
+from fxcomp.search.descent.plan_search import Found, PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exact_plans import ExactPlans
+from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.question import Question
 from fxcomp.search.runners import (
     BF16,
     DENSE,
@@ -35,6 +36,7 @@ from fxcomp.search.runners import (
     pick_runners,
 )
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # how many of the best plans are priced exactly
@@ -139,26 +141,24 @@ def choose(
     workload: Workload,
     costs: CostTable,
     cluster: Cluster,
-    mode: Mode,
-    *,
-    bursts: float = 1.0,
-    pins: Pins = NO_PINS,
+    terms: Terms | Mode,
 ) -> Choice:
-    """Choose a plan, with the reasons. At most the share `bursts` of all elements may come in bursts.
+    """Choose a plan, with the reasons. A mode alone stands for terms of that mode.
 
     What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
     """
+    terms = terms if isinstance(terms, Terms) else Terms(terms)
     traced, exact = TracedPrices(costs, cluster), ExactPlans(workload, costs, cluster)
-    searches = searches_of_mode(workload, traced, mode, bursts=bursts, pins=pins)
+    searches = searches_of(workload, traced, terms)
     dense = _fastest(searches, exact, dense_only=True)
     least = min(dense, _fastest(searches, exact, dense_only=False), key=lambda best: best.step_us)
-    bf16 = bf16_everywhere(workload, costs, cluster, pins)
+    bf16 = bf16_everywhere(workload, costs, cluster, terms.pins)
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
-        is_allowed = plan_error(bf16, cluster) <= error_limit(mode)
+        is_allowed = plan_error(bf16, cluster, terms.table) <= terms.limit(workload, cluster)
         always = {DENSE: dense.plan, FASTEST: least.plan, **({BF16: bf16} if is_allowed else {})}
         uniforms = _uniform_plans(searches[0], least.found)
-        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), exact)
+        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), exact, terms.table)
     chosen = least if is_worth_following(least.plan, runners) else dense
     return Choice(
         plan=chosen.plan,
@@ -172,7 +172,7 @@ def choose(
         error=costs.error_of(workload.free_us, dense.step_us),
         alternatives=_alternatives(chosen),
         runners=runners,
-        pins=pins,
+        pins=terms.pins,
     )
 
 
@@ -263,8 +263,9 @@ def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster, pins
     bf16 = _bf16_strategies(costs, cluster) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
     traced = TracedPrices(costs, cluster)
-    pinned = Pinned.of(pins, workload, cluster, offload=costs.offloads)
-    asked = [Question(workload, choices, pinned=pinned) for choices in groupings[: 1 + _has_both(workload)]]
+    pinned = Pinned.of(pins, workload, cluster, Losses(workload.gradients, cluster), offload=costs.offloads)
+    has_both = len({gradient.is_vector for gradient in workload.gradients}) == 2
+    asked = [Question(workload, choices, pinned=pinned) for choices in groupings[: 1 + has_both]]
     searches = [PlanSearch(question, traced) for question in asked]
     search, start = min(
         ((each, each.starts(range(len(bf16)), 1)[0]) for each in searches), key=lambda one: one[1].value
@@ -283,35 +284,12 @@ def _bf16_numbers(search: PlanSearch) -> list[int]:
     return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
 
-def searches_of_mode(
-    workload: Workload, traced: TracedPrices, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
-) -> list[PlanSearch]:
-    """Search plans of vectors apart and of vectors with matrices, with large gradients cut and with all of them whole.
-
-    Where latency rules, one bucket less is worth more than the vectors' precision, or than stages that overlap.
-    """
-    groupings = (False, True) if _has_both(workload) else (False,)
-    has_parts = len(atoms_of(workload, traced.cluster.world_size)) > len(workload.gradients)
-    asked = [
-        question_of_mode(workload, traced, mode, bursts=bursts, mixed=mixed, cuts=cuts, pins=pins)
-        for cuts in ((True, False) if has_parts else (True,))
-        for mixed in groupings
-    ]
-    return [PlanSearch(question, traced) for question in asked]
-
-
-def _has_both(workload: Workload) -> bool:
-    return len({gradient.is_vector for gradient in workload.gradients}) == 2
-
-
 def flip_gbit(
     workload: Workload,
     costs: CostTable,
     cluster: Cluster,
-    mode: Mode,
+    terms: Terms | Mode,
     *,
-    bursts: float = 1.0,
-    pins: Pins = NO_PINS,
     choice: Choice | None = None,
 ) -> float | None:
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
@@ -320,8 +298,9 @@ def flip_gbit(
     Plans are improved a little and not to the end. `choice`, the verdict on this cluster by its links, is never
     contradicted.
     """
-    costs = costs.without_collectives()
-    searches = searches_of_mode(workload, TracedPrices(costs, cluster), mode, bursts=bursts, pins=pins)
+    costs, terms = costs.without_collectives(), terms if isinstance(terms, Terms) else Terms(terms)
+    traced = TracedPrices(costs, cluster)
+    searches = searches_of(workload, traced, terms)
 
     def is_dense(gbit: float) -> bool:
         traced = TracedPrices(costs, cluster.with_inter(gbit / 8))

@@ -10,12 +10,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Mode, error_limit
+from fxcomp.plan.error_budget import is_bursty
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.parts import SAME
 from fxcomp.search.descent.problem import Bounds
+from fxcomp.search.losses import Losses
 from fxcomp.search.workload import Workload
 
 
@@ -43,7 +43,7 @@ class Pinned:
     """By the gradient's name."""
 
     @classmethod
-    def of(cls, pins: Pins, workload: Workload, cluster: Cluster, *, offload: bool = True) -> Pinned:
+    def of(cls, pins: Pins, workload: Workload, cluster: Cluster, losses: Losses, *, offload: bool = True) -> Pinned:
         decided = pins.decided(gradient.name for gradient in workload.gradients)
         names: dict[str, list[str]] = {}
         for rule, found in decided.items():
@@ -54,39 +54,26 @@ class Pinned:
             PinnedLane(text, strategies[text], frozenset(found), sum(sizes[name] for name in found))
             for text, found in names.items()
         )
-        lost = sum(lane.elements * max(strategy_error(each, cluster) for each in lane.strategies) for lane in lanes)
+        places = {
+            text: [number for number, gradient in enumerate(workload.gradients) if gradient.name in lane.names]
+            for text, lane in zip(names, lanes, strict=True)
+        }
+        lost = sum(max(losses.of(each, places[lane.text]) for each in lane.strategies) for lane in lanes)
         bursting = sum(lane.elements for lane in lanes if any(is_bursty(each, cluster) for each in lane.strategies))
         return cls(lanes, lost, bursting, {name: lane for lane in lanes for name in lane.names})
 
-    def mode_of_others(self, workload: Workload, mode: Mode) -> Mode:
-        """Return the mode for all that is not pinned: lossless where pins alone lose more than the mode allows."""
-        return Mode.LOSSLESS if self.exceeds(workload, mode) else mode
+    def exceeds(self, lossable: float) -> bool:
+        """Tell that pins alone lose more than so many elements."""
+        return self.lost > lossable * (1 + SAME)
 
-    def exceeds(self, workload: Workload, mode: Mode) -> bool:
-        """Tell that pins alone lose more than a mode allows."""
-        return self.lost > _elements(workload) * error_limit(mode) * (1 + SAME)
-
-    def bounds(self, workload: Workload, mode: Mode, bursts: float = 1.0) -> Bounds:
-        """Return a plan's limits: the mode's and the optimizer's, or what pins alone take if that is more."""
-        elements = _elements(workload)
-        bursting = math.inf if bursts >= 1 else max(elements * bursts, self.bursting)
-        return Bounds(max(elements * error_limit(mode), self.lost) * (1 + SAME), bursting)
+    def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
+        """Return a plan's limits: what it may lose, in elements, and the optimizer's; or what pins alone take."""
+        bursting = math.inf if bursts >= 1 else max(elements_of(workload) * bursts, self.bursting)
+        return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 
 
 NOTHING_PINNED = Pinned()
 
 
-def pins_note(pins: Pins, workload: Workload, cluster: Cluster, mode: Mode) -> tuple[str, ...]:
-    """Say that pins alone lose more than the mode allows, if they do."""
-    pinned = Pinned.of(pins, workload, cluster)
-    if not pinned.exceeds(workload, mode):
-        return ()
-    share = pinned.lost / max(1, _elements(workload))
-    return (
-        f"What is pinned by hand loses {share:.2g} of the gradient's square, more than the {error_limit(mode):.2g} that"
-        f" mode {mode.value} allows in all. So everything else stays dense.",
-    )
-
-
-def _elements(workload: Workload) -> int:
+def elements_of(workload: Workload) -> int:
     return workload.dense_bytes // 4

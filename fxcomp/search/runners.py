@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fxcomp.cost.timeline import step_time_us
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
@@ -73,6 +74,7 @@ def pick_runners(
     always: Mapping[str, Plan],
     others: Iterable[tuple[Plan, float]],
     exact: ExactPlans,
+    table: ErrorTable = ASSUMED,
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
 
@@ -86,7 +88,7 @@ def pick_runners(
     def runner(name: str, plan: Plan) -> Runner:
         tasks = exact.tasks(plan)
         wins = share_won(steps_in_draws(plan, tasks, costs), dense_us)
-        return Runner(name, plan, step_time_us(tasks, costs.processors), wins, plan_error(plan, cluster))
+        return Runner(name, plan, step_time_us(tasks, costs.processors), wins, plan_error(plan, cluster, table))
 
     picked: list[Runner] = []
     for name, plan in always.items():
@@ -96,7 +98,7 @@ def pick_runners(
             picked.append(runner(name, plan))
     most = len(picked) + OTHERS
     for plan, step_us in others:
-        loss = plan_error(plan, cluster)
+        loss = plan_error(plan, cluster, table)
         is_worse = any(known.loss <= loss and known.step_us <= step_us * (1 + SAME) for known in picked)
         if len(picked) < most and not is_worse and _differs(plan, picked, DIFFERENT):
             each = runner(_name_of(plan), plan)

@@ -44,7 +44,7 @@ class CompiledStep:
         self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
-        self._explainer = Explainer(site, options, planner.bursts)
+        self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
         self.steps = 0
         self.skipped_steps = 0

@@ -8,6 +8,7 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
+from fxcomp.search.terms import Terms
 from fxcomp.site import Site
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
@@ -19,10 +20,10 @@ EVERY_STEP_VERIFIED = (
 
 
 class Explainer:
-    """Makes the explanation of one step function. `bursts` is the part of all elements that may come in bursts."""
+    """Makes the explanation of one step function, whose plans are chosen by these terms."""
 
-    def __init__(self, site: Site, options: StepOptions, bursts: float):
-        self._site, self._options, self._bursts = site, options, bursts
+    def __init__(self, site: Site, options: StepOptions, terms: Terms):
+        self._site, self._options, self._terms = site, options, terms
         self._flip: tuple[Decision, float | None] | None = None
 
     def explanation(
@@ -54,7 +55,6 @@ class Explainer:
         if decision.choice is None or self._site.cluster.hosts == 1:
             return None
         if self._flip is None or self._flip[0] is not decision:
-            asked = decision.workload, decision.costs, self._site.cluster, self._options.mode
-            found = flip_gbit(*asked, bursts=self._bursts, pins=self._options.pins)
+            found = flip_gbit(decision.workload, decision.costs, self._site.cluster, self._terms)
             self._flip = decision, found
         return self._flip[1]

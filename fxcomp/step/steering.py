@@ -17,6 +17,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
+from fxcomp.search.terms import Terms
 from fxcomp.site import Site
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.monitor import Monitor
@@ -31,7 +32,7 @@ class Replanner(Protocol):
     """Decides again; all ranks call it together."""
 
     @property
-    def bursts(self) -> float: ...
+    def terms(self) -> Terms: ...
 
     def again(self, costs: CostTable, topic: str) -> Decision: ...
 

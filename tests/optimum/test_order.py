@@ -16,6 +16,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.search.choose import choose, predict_us
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 PROCESSORS = (UNSHARED, Processors(1.0, 1.0), Processors(2.0, 1.0), Processors(3.0, 1.0))
@@ -58,7 +59,7 @@ def test_the_bound_the_best_plan_and_the_choice_stand_in_this_order(seed: int):
 
 def check(seed: int) -> None:
     workload, costs, where, mode, bursts = drawn(seed)
-    choice = choose(workload, costs, where, mode, bursts=bursts)
+    choice = choose(workload, costs, where, Terms(mode, bursts=bursts))
     for plan, us in (
         (choice.plan, choice.step_us),
         (choice.dense, choice.dense_us),

@@ -24,6 +24,7 @@ from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.search.choose import choose
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -225,7 +226,7 @@ def test_the_search_keeps_bursts_within_the_share():
     gradients = tuple(Gradient(f"p{k}", (1 << 18, 1), 500.0 * (k + 1), 10.0) for k in range(8))
     workload, costs = Workload(gradients, 4000.0), fxcomp.CostTable(error=0.0)
     free = choose(workload, costs, where, Mode.AGGRESSIVE)
-    bound = choose(workload, costs, where, Mode.AGGRESSIVE, bursts=POLLUTING_SHARE)
+    bound = choose(workload, costs, where, Terms(Mode.AGGRESSIVE, bursts=POLLUTING_SHARE))
     assert polluting_share(free.plan, where) > POLLUTING_SHARE
     assert polluting_share(bound.plan, where) <= POLLUTING_SHARE
     assert not bound.plan.is_dense

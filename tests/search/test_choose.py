@@ -14,6 +14,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 
@@ -98,7 +99,7 @@ def test_dense_and_bf16_may_always_race_and_others_differ(mode: Mode):
 
 
 def test_bursts_that_an_optimizer_cannot_take_do_not_race():
-    choice = choose(layers(12), COSTS, cluster(2, 1, "10mbit"), Mode.AGGRESSIVE, bursts=0.15)
+    choice = choose(layers(12), COSTS, cluster(2, 1, "10mbit"), Terms(Mode.AGGRESSIVE, bursts=0.15))
     assert all(polluting_share(each.plan, cluster(2, 1, "10mbit")) <= 0.15 for each in choice.runners)
 
 

@@ -16,12 +16,14 @@ from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Plan
-from fxcomp.search.choose import choose, flip_gbit, predict_us, searches_of_mode, uniform
+from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
 from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled
 from fxcomp.search.descent.parts import Limits, Part
-from fxcomp.search.descent.plan_search import PlanSearch, Question
+from fxcomp.search.descent.plan_search import PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.question import Question
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 WHERE = cluster(2, 1, "1gbit")
@@ -84,7 +86,7 @@ def test_no_step_is_shorter_than_its_own_work(waits: tuple[bool, bool, bool]):
     buffers = {"broadcast_bytes": 10_000, "broadcast_ready_us": 30_000.0, "buffers_us": 50.0} if shares else {}
     workload = replace(layers(6), clips=clips, commits=commits, finish_us=2_000.0, **buffers)
     where = cluster(2, 2, "100gbit")
-    for search in searches_of_mode(workload, TracedPrices(COSTS, where), Mode.BALANCED):
+    for search in searches_of(workload, TracedPrices(COSTS, where), Terms(Mode.BALANCED)):
         assert all(found.value.us >= workload.free_us for found in search.starts(range(len(search.options[0]))))
     for name in ("dense", "bf16"):
         assert predict_us(workload, uniform(name, workload, COSTS, where), COSTS, where) >= workload.free_us

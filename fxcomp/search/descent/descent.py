@@ -39,6 +39,8 @@ class Descent:
         self.parts, self.clock = PricedParts(problem), PlanClock(problem)
         self.evaluations = 0
         self.limits = Limits()
+        self.price = 0.0
+        """Of an element's loss, while a plan is improved."""
         self.plan: _Plan = []
         self.value = _NEVER
         self.base: _Plan = []
@@ -64,6 +66,7 @@ class Descent:
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
         self.limits = limits._replace(evaluations=limits.evaluations + self.evaluations)
+        self.price = limits.price
         self.plan = self._bound(plan)
         self.value = self._value(self.plan, _NEVER)
         while self.evaluations < self.limits.evaluations:
@@ -77,6 +80,7 @@ class Descent:
             self._pairs()
             if self.value.us >= before_us * (1 - _WORTH_A_ROUND):
                 break
+        self.price = 0.0
         return tuple(bucket.part for bucket in self.plan), self.evaluations
 
     def _bound(self, plan: Parts) -> _Plan:
@@ -86,7 +90,7 @@ class Descent:
         return _Bucket(part, self.parts.of(part))
 
     def _value(self, plan: _Plan, best: Value) -> Value:
-        """Return a plan's value if it beats `best`, else one that does not."""
+        """Return a plan's value if it beats `best`, else one that does not. Its time has its loss's price in it."""
         p = self.p
         lost = bursting = inter = intra = 0.0
         compute = p.backward_us + p.finish_us
@@ -98,17 +102,18 @@ class Descent:
             intra += record.intra_us
         if lost > p.lossable or bursting > p.bursty:
             return Value(math.inf, lost)
+        paid_us = self.price * lost
         wires = plan[0].record.ready_us + max(inter, intra) if plan else 0.0
-        us = max(compute, wires)
+        us = max(compute, wires) + paid_us
         if us > best.us * (1 + SAME):
             return Value(us, lost)
         self.evaluations += 1
         records = [record for _, record in plan]
         if p.shares:
-            us = self.clock.alone_us(records)
+            us = self.clock.alone_us(records) + paid_us
             if us > best.us * (1 + SAME):
                 return Value(us, lost)
-        return Value(self.clock.step_us(records), lost)
+        return Value(self.clock.step_us(records) + paid_us, lost)
 
     def _round(self) -> None:
         """Change one bucket at a time, the last one first."""
@@ -116,8 +121,9 @@ class Descent:
         while k >= 0 and self.evaluations < self.limits.evaluations:
             self.base = self.plan
             options = self._best_options(k)
-            self._split(k, options)
-            self._join(k, options)
+            if self.limits.borders:
+                self._split(k, options)
+                self._join(k, options)
             k = min(k, len(self.plan)) - 1
 
     def _attempt(self, trial: _Plan) -> Value:
@@ -220,7 +226,7 @@ class Descent:
                         self._switch([(k, one), (other, two)])
             for other in range(k):
                 self._exchange(k, other)
-            for cut in self._cuts(self.base[k].part):
+            for cut in self._cuts(self.base[k].part) if self.limits.borders else ():
                 for first in options[k][1:]:
                     for second in options[k][1:]:
                         self._split_at(k, cut, first, second)

@@ -42,6 +42,8 @@ class _Limits(ctypes.Structure):
         ("apart", ctypes.c_int32),
         ("dense_only", ctypes.c_int32),
         ("pairs", ctypes.c_int32),
+        ("borders", ctypes.c_int32),
+        ("price", ctypes.c_double),
     )
 
 

@@ -46,3 +46,7 @@ class Limits(NamedTuple):
     dense_only: bool = False
     pairs: bool = True
     """Change two buckets together, where no single change helps."""
+    borders: bool = True
+    """Change the buckets themselves, and not their options alone."""
+    price: float = 0.0
+    """The time that an element's loss counts for, in us: what is least is the step and that."""

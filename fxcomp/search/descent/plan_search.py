@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Content, Mode, strategies
-from fxcomp.plan.pins import NO_PINS, Pins
+from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.modes import Content
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
@@ -25,17 +24,16 @@ from fxcomp.search.descent.cells import Lane, lane_of
 from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.kicks import kicks
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
-from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Option, Problems, TracedPrices
+from fxcomp.search.descent.problem import Option, Problems, TracedPrices
 from fxcomp.search.descent.templates import Setting
-from fxcomp.search.pinned import NOTHING_PINNED, Pinned
+from fxcomp.search.losses import Losses
+from fxcomp.search.question import Question, questions_of
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 
 MIB = 1 << 20
 CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)
 """Sizes of the buckets that the search starts from."""
-
-Choices = Mapping[Content, tuple[Strategy, ...]]
-"""The strategies that buckets of each content may have."""
 
 _CLOSE = 3  # how many starts are priced exactly, if they are about as fast as what is found
 _KEPT = 128  # starts that are looked at again
@@ -88,41 +86,6 @@ _QUICK = Limits(evaluations=300, pairs=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Whose plan, and what it may be."""
-
-    workload: Workload
-    choices: Choices
-    bounds: Bounds = NO_BOUNDS
-    cuts: bool = True
-    """Large gradients are cut. The sizes of parts add up, which prices the factors of a joined matrix too high."""
-    pinned: Pinned = NOTHING_PINNED
-    """Gradients that are no part of `choices`."""
-
-
-def question_of_mode(
-    workload: Workload,
-    traced: TracedPrices,
-    mode: Mode,
-    *,
-    bursts: float = 1.0,
-    mixed: bool = False,
-    cuts: bool = True,
-    pins: Pins = NO_PINS,
-) -> Question:
-    """Ask for what a mode offers: vectors apart, or in buckets with matrices; large gradients cut, or not.
-
-    What is pinned goes its own way, and what it loses is spent. If that is too much, all else is dense.
-    """
-    contents = (Content.MIXED,) if mixed else (Content.MATRICES, Content.VECTORS)
-    offload = traced.costs.offloads
-    pinned = Pinned.of(pins, workload, traced.cluster, offload=offload)
-    others = pinned.mode_of_others(workload, mode)
-    choices = {content: strategies(others, traced.cluster, content, offload=offload) for content in contents}
-    return Question(workload, choices, pinned.bounds(workload, mode, bursts), cuts, pinned)
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
     """A plan that the search found."""
 
@@ -148,7 +111,8 @@ class PlanSearch:
         places += [[k for k, lane in enumerate(pinned_to) if lane is each] for each in pinned.lanes]
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
-        self.problems = Problems(workload, self.lanes, self.options, self.setting)
+        self._losses = question.losses or Losses(workload.gradients, cluster)
+        self.problems = Problems(self._losses, workload, self.lanes, self.options, self.setting)
         self._ask(traced)
         self.shares = bool(self.problem.shares)
 
@@ -339,14 +303,19 @@ class PlanSearch:
         if not self.is_joined:
             return self.engine
         if self._engine_of_whole is None:
-            problems = Problems(self.question.workload, self._whole, self.options, self.setting)
+            problems = Problems(self._losses, self.question.workload, self._whole, self.options, self.setting)
             self._engine_of_whole = engine_of(problems.at(self.traced, self.question.bounds))
         return self._engine_of_whole
 
 
+def searches_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list[PlanSearch]:
+    """Make a search for each question that terms ask."""
+    return [PlanSearch(question, traced) for question in questions_of(workload, traced, terms)]
+
+
 @lru_cache(maxsize=4096)
 def _option(strategy: Strategy, cluster: Cluster) -> Option:
-    return Option(strategy, strategy_error(strategy, cluster), is_bursty(strategy, cluster))
+    return Option(strategy, is_bursty(strategy, cluster))
 
 
 def _pinned_option(strategy: Strategy, cluster: Cluster) -> Option:

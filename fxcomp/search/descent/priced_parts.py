@@ -79,6 +79,8 @@ class PricedParts:
         if part.start <= p.join_last[first_cell + part.start] < part.stop:
             update_us += p.join_us[first_cell + part.start]
         elements = p.sums[after] - p.sums[before]
+        first, width = p.lane_losses[part.lane] + part.option, p.lane_options[part.lane + 1] - p.lane_options[part.lane]
+        lost = p.losses[first + part.stop * width] - p.losses[first + part.start * width]
         reach = p.option_reach[option]
         is_carried = reach < 0 or part.stop <= p.reach[reach + part.start]
         return Record(
@@ -92,6 +94,6 @@ class PricedParts:
             compute_us=busy[PLACE[Stream.COMPUTE]] + update_us,
             inter_us=busy[PLACE[Stream.INTER]],
             intra_us=busy[PLACE[Stream.INTRA]],
-            lost=elements * p.option_error[option] if is_carried else math.inf,
+            lost=lost if is_carried else math.inf,
             bursting=elements if p.option_traits[option] & BURSTY else 0.0,
         )

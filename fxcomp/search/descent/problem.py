@@ -24,6 +24,7 @@ from fxcomp.plan.streams import Stream
 from fxcomp.search.descent.carried import reaches
 from fxcomp.search.descent.cells import Lane
 from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
+from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import broadcast_task
 from fxcomp.search.workload import Workload
 
@@ -41,10 +42,9 @@ PLACE = {stream: place for place, stream in enumerate(Stream)}
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A strategy that the buckets of a lane may have, and what it loses of each value."""
+    """A strategy that the buckets of a lane may have."""
 
     strategy: Strategy
-    error: float
     is_bursty: bool
     is_pinned: bool = False
     """By hand: its gradients have it, or one like it, in every plan."""
@@ -82,7 +82,9 @@ class Problem:
     join_us: array[float]
     lane_options: array[int]
     option_template: array[int]
-    option_error: array[float]
+    lane_losses: array[int]
+    losses: array[float]
+    """Of each cell, and behind a lane's last: what each option loses of all before it, in elements."""
     option_traits: array[int]
     option_reach: array[int]
     """Where an option's entries in `reach` begin; -1 if it carries any bucket."""
@@ -176,9 +178,18 @@ class Problems:
     """Writes problems: one workload's lanes and options, at the prices of a cost table and a cluster."""
 
     def __init__(
-        self, workload: Workload, lanes: Sequence[Lane], options: Sequence[Sequence[Option]], setting: Setting
+        self,
+        losses: Losses,
+        workload: Workload,
+        lanes: Sequence[Lane],
+        options: Sequence[Sequence[Option]],
+        setting: Setting,
     ) -> None:
         self.workload, self.lanes, self.options = workload, lanes, options
+        self.losses = [
+            losses.sums(lane.atoms, lane.borders, [option.strategy for option in offered])
+            for lane, offered in zip(lanes, options, strict=True)
+        ]
         found = [[template_of(option.strategy, setting) for option in each] for each in options]
         numbers: dict[Template, int] = {}
         for template in (template for each in found for template in each):
@@ -220,7 +231,8 @@ class Problems:
             join_us=_floats(us for _, times in joins for us in times),
             lane_options=_starts(map(len, self.options)),
             option_template=_ints(number for each in self.numbers for number in each),
-            option_error=_floats(option.error for option in flat),
+            lane_losses=_starts(sums.size for sums in self.losses),
+            losses=array("d", b"".join(sums.tobytes() for sums in self.losses)),
             option_traits=_ints(option.traits for option in flat),
             option_reach=_places(self.reaches),
             reach=_ints(stop for stops in self.reaches if stops for stop in stops),

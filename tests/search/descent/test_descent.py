@@ -16,14 +16,17 @@ from fxcomp.compressors import kernels
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.error_budget import strategy_error
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import predict_us
 from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled
 from fxcomp.search.descent.parts import Limits, Part, Parts
-from fxcomp.search.descent.plan_search import Found, PlanSearch, Question, question_of_mode
+from fxcomp.search.descent.plan_search import Found, PlanSearch
 from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.question import Question, questions_of
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 
 TRANSPORT = {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0, 0.8, 20.0)}
@@ -79,7 +82,7 @@ def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: b
     costs, where = TABLES[table], cluster(2, 2, "1gbit")
     workload = replace(layers(9), broadcast_bytes=10_000, broadcast_ready_us=30_000, finish_us=0, commits=mixed)
     traced = TracedPrices(costs, where)
-    question = question_of_mode(workload, traced, Mode.BALANCED, mixed=mixed, pins=Pins.read(pins))
+    question = questions_of(workload, traced, Terms(Mode.BALANCED, pins=Pins.read(pins)))[mixed]
     search = PlanSearch(question, traced)
     problem = search.problems.at(traced, question.bounds)
     compiled, plain = Compiled(problem), Descent(problem)
@@ -100,7 +103,7 @@ def test_two_changes_are_made_together_where_no_single_one_helps():
     search = PlanSearch(Question(workload, choices), traced)
     names = [str(option.strategy) for option in search.options[0]]
     dense, int4 = (next(k for k, name in enumerate(names) if text in name) for text in ("all_reduce", "int4"))
-    lossable = 1_000_001 * search.options[0][int4].error
+    lossable = 1_000_001 * strategy_error(search.options[0][int4].strategy, where)
     bounded = PlanSearch(replace(search.question, bounds=replace(search.question.bounds, lost=lossable)), traced)
     one, other = (Part(0, 0, 1, dense), Part(0, 1, 2, int4)), (Part(0, 0, 1, int4), Part(0, 1, 2, dense))
     slower, faster = sorted((one, other), key=lambda parts: -bounded.engine.values([parts])[0].us)

@@ -1,0 +1,73 @@
+"""Add up what strategies lose of a workload's gradients, by an error table.
+
+    lost = weight · error, of each gradient        weight = its squares · all elements / all squares
+
+Weights add up to the elements, so limits and losses of plans are in elements, with a table and without one. Without one
+every element weighs the same. A part of a gradient weighs as much as its share of the elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import Compressor
+from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.plan.error_budget import strategy_errors
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.atoms import Atom
+from fxcomp.search.workload import Gradient
+
+Numbers = Any
+"""A numpy array of fp64."""
+
+
+class Losses:
+    """What each strategy loses of each gradient. Strategies are looked up once."""
+
+    def __init__(self, gradients: Sequence[Gradient], cluster: Cluster, table: ErrorTable = ASSUMED) -> None:
+        self._names = [gradient.name for gradient in gradients]
+        self._cluster, self._table = cluster, table
+        elements = [gradient.elements for gradient in gradients]
+        squares = [table.squares_of(gradient.name, gradient.elements) for gradient in gradients]
+        self.elements = sum(elements)
+        total = sum(squares)
+        self.weights: Numbers = np.array(elements, dtype=float)
+        if table.rows and total > 0:
+            self.weights = np.array(squares) * (self.elements / total)
+        self._columns: dict[tuple[Compressor, int], Numbers] = {}
+        self._errors: dict[Strategy, Numbers] = {}
+
+    def errors(self, strategy: Strategy) -> Numbers:
+        """The relative squared error of each gradient."""
+        found = self._errors.get(strategy)
+        if found is None:
+            errors = strategy_errors(strategy, self._cluster, self._column)  # of a dense one a single number
+            found = self._errors[strategy] = np.broadcast_to(errors, self.weights.shape)
+        return found
+
+    def of(self, strategy: Strategy, numbers: Sequence[int] | None = None) -> float:
+        """What is lost, in elements, of the gradients with these places; of all if none are given."""
+        lost = self.weights * self.errors(strategy)
+        return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
+
+    def sums(self, atoms: Sequence[Atom], borders: Sequence[int], strategies: Sequence[Strategy]) -> Numbers:
+        """Add up what each strategy loses of all atoms before each border: an array of borders * strategies."""
+        numbers = [atom.number for atom in atoms]
+        shares = np.array([atom.elements / max(1, atom.gradient.elements) for atom in atoms])
+        weights = self.weights[numbers] * shares if atoms else np.zeros(0)
+        errors = np.stack([self.errors(strategy)[numbers] for strategy in strategies])
+        before = np.zeros((len(strategies), len(atoms) + 1))
+        np.cumsum(weights * errors, axis=1, out=before[:, 1:])
+        return before[:, list(borders)].T
+
+    def _column(self, compressor: Compressor, ranks: int) -> Numbers:
+        found = self._columns.get((compressor, ranks))
+        if found is None:
+            found = self._columns[compressor, ranks] = np.array(
+                self._table.errors_by_gradient(self._names, compressor, ranks)
+            )
+        return found

@@ -1,0 +1,61 @@
+"""Say what a plan may be: its mode or error budget, what is pinned, and how much may come in bursts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.plan.budget import Budget
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies, strategies_within
+from fxcomp.plan.pins import NO_PINS, Pins
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.losses import Losses
+from fxcomp.search.pinned import Pinned, elements_of
+from fxcomp.search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What plans of one workload may be."""
+
+    mode: Mode
+    bursts: float = 1.0
+    """The share of all elements that may come in bursts."""
+    pins: Pins = NO_PINS
+    budget: Budget | None = None
+    """In the place of the mode's limit and compressors."""
+
+    @property
+    def table(self) -> ErrorTable:
+        """The errors that limits are counted in."""
+        return ASSUMED if self.budget is None else self.budget.table
+
+    def limit(self, workload: Workload, cluster: Cluster) -> float:
+        """Return the relative squared error that a plan may have."""
+        return error_limit(self.mode) if self.budget is None else self.budget.limit(workload.shapes, cluster)
+
+    def losses(self, workload: Workload, cluster: Cluster) -> Losses:
+        return Losses(workload.gradients, cluster, self.table)
+
+    def strategies(
+        self, limit: float, cluster: Cluster, content: Content, *, offload: bool = True
+    ) -> tuple[Strategy, ...]:
+        """Return every strategy that a bucket of this content may have, with the limit of the whole plan."""
+        if self.budget is None:
+            mode = self.mode if limit > 0 else Mode.LOSSLESS
+            return strategies(mode, cluster, content, offload=offload)
+        return strategies_within(limit, cluster, content, offload=offload)
+
+    def notes(self, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
+        """Say that pins alone lose more than the limit, if they do, and what was put right in the table."""
+        losses, limit = self.losses(workload, cluster), self.limit(workload, cluster)
+        pinned, elements = Pinned.of(self.pins, workload, cluster, losses), elements_of(workload)
+        if not pinned.exceeds(limit * elements):
+            return self.table.notes
+        by = f"mode {self.mode.value}" if self.budget is None else f"error_budget={self.budget.asked}"
+        return (
+            f"What is pinned by hand loses {pinned.lost / max(1, elements):.2g} of the gradient's square, more than the"
+            f" {limit:.2g} that {by} allows in all. So everything else stays dense.",
+            *self.table.notes,
+        )
