@@ -50,8 +50,8 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
     """Return the same for many gradients at once; `errors_of` gives an array with an entry for each."""
     kept, grown = _kept_and_grown(strategy, cluster, errors_of)
-    lost: Any = np.where(kept < 1.0, 1.0 - kept * (2.0 - grown), grown - 1.0)
-    return lost
+    where: Any = np.where
+    return where(kept < 1.0, 1.0 - kept * (2.0 - grown), grown - 1.0)
 
 
 def _kept_and_grown(strategy: Strategy, cluster: Cluster, error_of: Callable[[Compressor, int], Any]) -> Any:

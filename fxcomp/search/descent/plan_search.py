@@ -39,6 +39,8 @@ _CLOSE = 3  # how many starts are priced exactly, if they are about as fast as w
 _KEPT = 128  # starts that are looked at again
 _ERROR = 5e-3  # relative: how far the search's own prices may be off
 _LINES_ERROR = 1e-3  # relative: how far they may be but for shards, several times what lines are
+_PRICES = (1 / 64, 64.0)  # of all that is saved over all that may be lost: between these the price is sought
+_SPENT = 0.98  # of the limit: what loses more has spent it
 _ROUGH, _LISTED = 256, 16  # buckets of starts that are priced exactly, where shards' rounding counts and elsewhere
 
 
@@ -58,6 +60,8 @@ class _Effort(NamedTuple):
     """Times that kicks are tried."""
     tails: int
     """Options that a kick gives to the end of the last bucket."""
+    prices: int
+    """Prices of what is lost that are tried."""
 
 
 _ALONE = _Effort(
@@ -69,6 +73,7 @@ _ALONE = _Effort(
     Limits(evaluations=500, options=3, pairs=False),
     2,
     2,
+    6,
 )
 _SHARED = _Effort(
     4,
@@ -79,6 +84,7 @@ _SHARED = _Effort(
     Limits(evaluations=250, options=2, pairs=False),
     1,
     1,
+    4,
 )
 """Where processors are shared a simulation takes ten times as long."""
 
@@ -136,10 +142,30 @@ class PlanSearch:
         ends = sorted((self._improved(found.parts, first) for found in varied), key=_value_of)
         then = effort.then._replace(dense_only=dense_only)
         ends += [self._improved(found.parts, then) for found in ends[: effort.improved]]
+        if self.question.prices_errors and not dense_only:
+            ends += self._at_prices(min(ends, key=_value_of), effort)
         best_us = min(found.value.us for found in ends)
         close = [found for found in starts[:_CLOSE] if found.value.us <= best_us * (1 + _ERROR)]
         distinct = {found.parts: found for found in (*close, *ends)}
         return sorted(distinct.values(), key=_value_of)
+
+    def _at_prices(self, begun: Found, effort: _Effort) -> list[Found]:
+        """Improve a plan with a price on what it loses: at the right one the limit is spent where that helps most.
+
+        A price that is too low spends it where it buys little, one that is too high leaves some of it over.
+        """
+        lossable, found = self.question.bounds.lost, begun
+        saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
+        if not 0 < lossable < math.inf or saved_us <= 0:
+            return []
+        low, high = (factor * saved_us / lossable for factor in _PRICES)
+        ends: list[Found] = []
+        for _ in range(effort.prices):
+            price = math.sqrt(low * high)
+            found = self._improved(found.parts, effort.first._replace(price=price))
+            low, high = (price, high) if found.value.lost > _SPENT * lossable else (low, price)
+            ends += [found, self._improved(found.parts, effort.first)]
+        return ends
 
     def quick(self, *, dense_only: bool) -> Found:
         """Find a fast plan, without searching to the end."""
