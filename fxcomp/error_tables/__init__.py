@@ -4,9 +4,11 @@
 - columns: which entries there are, and which serves a compressor.
 - measure: one look at gradients and residuals; largest, low_rank, codecs: a family each.
 - smooth: the mean over looks.
+- families: columns that are measured at different steps.
 """
 
 from fxcomp.error_tables.columns import STANDARD, Columns
+from fxcomp.error_tables.families import cut, families, joined, joined_columns
 from fxcomp.error_tables.measure import Draw, measure
 from fxcomp.error_tables.smooth import smoothed
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorTable, Row, Source, legal
@@ -20,6 +22,10 @@ __all__ = [
     "ErrorTable",
     "Row",
     "Source",
+    "cut",
+    "families",
+    "joined",
+    "joined_columns",
     "legal",
     "measure",
     "smoothed",

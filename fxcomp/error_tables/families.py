@@ -1,0 +1,60 @@
+"""Cut tables into families of columns, which are measured at different steps, and join them again.
+
+densities │ ranks │ codecs        each smoothed by itself, from looks of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxcomp.error_tables.columns import Columns
+from fxcomp.error_tables.table import ErrorTable, Row, legal
+
+
+def families(columns: Columns) -> tuple[Columns, ...]:
+    """List the families that have columns, each alone."""
+    alone = Columns(columns.densities, (), ()), Columns((), columns.ranks, ()), Columns((), (), columns.codecs)
+    return tuple(each for each in alone if each.count)
+
+
+def joined_columns(parts: Sequence[Columns]) -> Columns:
+    """Join what different families have."""
+    return Columns(
+        tuple(density for each in parts for density in each.densities),
+        tuple(rank for each in parts for rank in each.ranks),
+        tuple(codec for each in parts for codec in each.codecs),
+    )
+
+
+def cut(table: ErrorTable, columns: Columns) -> ErrorTable:
+    """Return some of a table's columns."""
+    places = [table.columns.names.index(name) for name in columns.names]
+    rows = {
+        name: Row(row.shape, row.squares, tuple(row.errors[place] for place in places), row.samples)
+        for name, row in table.rows.items()
+    }
+    return legal(columns, rows, table.notes)
+
+
+def joined(tables: Sequence[ErrorTable]) -> ErrorTable:
+    """Join families' tables of the same gradients into one.
+
+    A gradient counts as measured if every family was: a row is measured as a whole. Its share of all squares is the
+    mean of its shares in the tables.
+    """
+    columns = joined_columns([each.columns for each in tables])
+    totals = [sum(row.squares for row in each.rows.values()) for each in tables]
+    mean_total = sum(totals) / len(totals)
+    rows: dict[str, Row] = {}
+    for name, row in tables[0].rows.items():
+        of_all = [each.rows[name] for each in tables]
+        shares = [one.squares / total for one, total in zip(of_all, totals, strict=True) if total]
+        squares = sum(shares) / len(shares) * mean_total if shares else 0.0
+        by_column = {
+            column: error
+            for each, one in zip(tables, of_all, strict=True)
+            for column, error in zip(each.columns.names, one.errors, strict=True)
+        }
+        errors = tuple(by_column[column] for column in columns.names)
+        rows[name] = Row(row.shape, squares, errors, min(one.samples for one in of_all))
+    return legal(columns, rows, [note for each in tables for note in each.notes])
