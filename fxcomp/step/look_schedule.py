@@ -1,0 +1,103 @@
+"""Schedule looks at gradients so that they take at most 1 % of the steps' time. Numbers alone, the same on all ranks.
+
+    20 quiet steps ─► ranks tell what a step takes ─► a look of some families ─► ranks tell what it took ─► ...
+                                                              ▲                                             │
+                                                              └── after max(20, ⌈look / (0.01 · step)⌉) steps
+
+A look is paid for before the next one, by what it was measured to take. Families take turns: a look is at as many as
+lengthen its step to 1.8 medians, and at one alone that has not been measured yet, or that takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+SHARE = 0.01
+"""The share of a job's time that looks may take."""
+
+LEAST = 20
+"""Steps between looks, and before the first one under a plan: so many make a median, and warm what they use."""
+
+ROOM = 0.8
+"""A look of several families takes at most so many steps, by what each took; the rest to twice a step is for noise."""
+
+OUTLIER = 4.0
+"""What took longer than so many times what it took before was disturbed, and is not waited for in full."""
+
+
+class LookSchedule:
+    """Says at which steps families are looked at. `estimates_us` has each family's cost before it is measured."""
+
+    def __init__(self, estimates_us: Sequence[float]):
+        self._costs_us = list(estimates_us)
+        self._is_measured = [False] * len(estimates_us)
+        self._next = 0
+        """The family whose turn it is."""
+        self._earliest = LEAST
+        """Up to this step there is nothing to agree on."""
+        self._due: int | None = None
+        """The step of the next look; None before ranks have told what a step takes."""
+        self._step_us = 0.0
+        self._looked_us = self._passed_us = 0.0
+        self._last = 0
+
+    def postpone(self, step: int) -> None:
+        """Let quiet steps pass first: now they are others' or another plan's."""
+        self._earliest = step + LEAST
+
+    def asks_at(self, step: int) -> bool:
+        """Tell that ranks should say now what a step takes, once."""
+        return self._due is None and step >= self._earliest
+
+    def begin(self, step: int, step_us: float) -> None:
+        """Take in what a step takes on the fastest rank; 0 if one does not know."""
+        if step_us <= 0:
+            self.postpone(step)
+            return
+        self._step_us, self._last = step_us, step
+        self._due = step + self._wait(self._costs_us[self._next])
+
+    def is_due(self, step: int) -> bool:
+        """Tell a step that takes a look."""
+        return self._due is not None and step >= self._due and step >= self._earliest
+
+    @property
+    def families(self) -> tuple[int, ...]:
+        """The places of those that the next look is at."""
+        found, sum_us, count = [self._next], self._costs_us[self._next], len(self._costs_us)
+        for after in range(1, count):
+            place = (self._next + after) % count
+            sum_us += self._costs_us[place]
+            if sum_us > ROOM * self._step_us or not (self._is_measured[place] and self._is_measured[self._next]):
+                break
+            found.append(place)
+        return tuple(found)
+
+    def took(self, step: int, look_us: float, step_us: float) -> None:
+        """Take in what the last step's look took on the slowest rank, and a step without one; 0 if nobody knows.
+
+        `step` is the number of steps so far.
+        """
+        looked = self.families
+        self._step_us = step_us if step_us > 0 else self._step_us
+        self._looked_us += look_us
+        self._passed_us += (step - self._last) * self._step_us
+        self._last = step
+        before_us = sum(self._costs_us[place] for place in looked)
+        if all(self._is_measured[place] for place in looked):
+            look_us = min(look_us, OUTLIER * before_us)
+        for place in looked:
+            us = look_us * self._costs_us[place] / before_us
+            self._costs_us[place] = (us + self._costs_us[place]) / 2 if self._is_measured[place] else us
+            self._is_measured[place] = True
+        self._next = (looked[-1] + 1) % len(self._costs_us)
+        self._due = step - 1 + self._wait(look_us)
+
+    def share_at(self, step: int) -> float:
+        """Return the share of the time since the schedule began that looks have taken."""
+        passed_us = self._passed_us + (step - self._last) * self._step_us
+        return self._looked_us / passed_us if passed_us else 0.0
+
+    def _wait(self, look_us: float) -> int:
+        return max(LEAST, ceil(look_us / (SHARE * self._step_us)))

@@ -1,0 +1,72 @@
+"""Looks are scheduled by what they take: seldom enough, and spread over steps where they are long."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from fxcomp.step.look_schedule import LEAST, ROOM, SHARE, LookSchedule
+
+STEP_US, STEPS = 1e5, 20_000
+
+
+def looks(
+    costs_us: list[float], steps: int, estimates_us: list[float] | None = None
+) -> list[tuple[int, tuple[int, ...]]]:
+    """When looks of families that take so long are taken, and at which families."""
+    schedule, found = LookSchedule(estimates_us or costs_us), list[tuple[int, tuple[int, ...]]]()
+    for step in range(steps):
+        families = schedule.families if schedule.is_due(step) else ()
+        if families:
+            found.append((step, families))
+            schedule.took(step + 1, sum(costs_us[place] for place in families), STEP_US)
+        elif schedule.asks_at(step + 1):
+            schedule.begin(step + 1, STEP_US)
+    return found
+
+
+@pytest.mark.parametrize("cost_us", [10.0, 3e4, 7e4, 5e5])
+@pytest.mark.parametrize("wrong", [0.1, 1.0, 10.0])
+def test_looks_take_no_more_than_their_share(cost_us: float, wrong: float):
+    costs_us = [cost_us, 1.5 * cost_us, 0.5 * cost_us]
+    found = looks(costs_us, STEPS, [wrong * each for each in costs_us])
+    times_us = [sum(costs_us[place] for place in families) for _, families in found]
+    assert sum(times_us[:-1]) <= SHARE * found[-1][0] * STEP_US * (1.001 if wrong >= 1 else 1.1)
+    if cost_us > 1e4:
+        assert sum(times_us) >= 0.7 * SHARE * STEPS * STEP_US, "nor much less, where looks cost anything"
+
+
+def test_cheap_looks_are_at_all_families_every_twentieth_step():
+    found = looks([10.0, 10.0, 10.0], 500)
+    assert [families for _, families in found[:4]] == [(0,), (1,), (2,), (0, 1, 2)]
+    steps = [step for step, _ in found]
+    assert {after - before for before, after in pairwise(steps)} == {LEAST}
+
+
+def test_families_take_turns_where_a_look_at_all_would_make_the_step_twice_as_long():
+    found = looks([0.5 * STEP_US, 0.2 * STEP_US, 0.6 * STEP_US], 2000)
+    assert [families for _, families in found[3:7]] == [(0, 1), (2,), (0, 1), (2,)]
+
+
+def test_a_look_that_was_disturbed_does_not_stop_looks():
+    schedule = LookSchedule([1e4])
+    schedule.begin(20, STEP_US)
+    schedule.took(41, 1e4, STEP_US)
+    schedule.took(61, 1e9, STEP_US)
+    assert not schedule.is_due(60 + 39)
+    assert schedule.is_due(60 + 40)
+    assert ROOM < 1
+
+
+def test_nothing_is_due_until_quiet_steps_have_passed():
+    schedule = LookSchedule([1e4])
+    schedule.postpone(100)
+    assert not schedule.asks_at(100 + LEAST - 1)
+    assert schedule.asks_at(100 + LEAST)
+    schedule.begin(100 + LEAST, 0.0)
+    assert not schedule.asks_at(100 + LEAST), "a rank that has timed no step is asked again later"
+    schedule.begin(100 + 2 * LEAST, STEP_US)
+    schedule.postpone(200)
+    assert not schedule.is_due(200 + LEAST - 1)
+    assert schedule.is_due(200 + LEAST)
