@@ -14,6 +14,7 @@ from fxcomp.capture.batch_type import BatchType, batch_type
 from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import FxcompError
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
@@ -22,11 +23,13 @@ from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given, state_dict
 from fxcomp.step.drift.watch import Watch
+from fxcomp.step.error_watch import ErrorWatch
 from fxcomp.step.explain import Explainer
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.steering import Replanner, Steering
+from fxcomp.step.step_look import StepLook
 from fxcomp.step.step_times import Looks
 from fxcomp.step.verify.verifier import Verification, Verifier
 
@@ -40,7 +43,7 @@ class CompiledStep:
     def __init__(self, force: PlanInForce, planner: Replanner, site: Site, options: StepOptions):
         self.in_force = force
         """The plan with its gradient state, runtime and programs."""
-        self._options = options
+        self._options, self._site = options, site
         self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
@@ -54,6 +57,8 @@ class CompiledStep:
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._verifier = Verifier(self.training, options.verified, force.inputs.is_fresh, self.notes.append)
+        self.errors: ErrorWatch | None = None
+        """Measures what compressors lose of gradients; None where nobody asks."""
 
     # Running
 
@@ -70,18 +75,22 @@ class CompiledStep:
         kind, leaves = batch_type(batch)
         program = self.in_force.find(batch, kind, leaves)
         verifies = self._verifier.wants(self.steps)
+        look = self._look_at(kind, verifies=verifies)
         begin = self.monitor.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         with torch.inference_mode(False):
             verification = self._begin_verifying(batch, program) if verifies else None
             with torch.no_grad(), compat.without_autocast():
-                observer = verification if verifies else self._watch_of(kind)
+                observer = verification if verifies else look or self._watch_of(kind)
                 result = self._run(program, leaves, observer)
-        self._count((begin, self.monitor.times.look()), timed=not verifies and self.in_force.serves_first(kind))
+        is_timed = not verifies and look is None and self.in_force.serves_first(kind)
+        self._count((begin, self.monitor.times.look()), timed=is_timed)
+        if self.errors is not None:
+            self.errors.act(self.steps)
         self._steering.act(self.steps)
         return result
 
-    def _run(self, program: Program, leaves: Sequence[Any], observer: Watch | Verification | None) -> Any:
+    def _run(self, program: Program, leaves: Sequence[Any], observer: Watch | StepLook | Verification | None) -> Any:
         inputs, state, runtime = self.in_force.inputs, self.in_force.state, self.in_force.runtime
         if self._options.feedback.scale_with_lr:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())
@@ -118,6 +127,16 @@ class CompiledStep:
         is_timed = self.in_force.serves_first(kind) and self.in_force.is_warm and not self._steering.is_racing
         return watch if watch is not None and is_timed and watch.wants(self.steps) else None
 
+    def _look_at(self, kind: BatchType, *, verifies: bool) -> StepLook | None:
+        """The look at gradients that this step takes; None for most steps, and for those that others watch."""
+        if self.errors is None:
+            return None
+        watch = self.monitor.watch
+        is_timed = watch is not None and watch.schedule.every > 1 and watch.wants(self.steps)
+        is_quiet = self.in_force.is_warm and not self._steering.is_racing
+        serves_first, is_free = self.in_force.serves_first(kind), not (verifies or is_timed)
+        return self.errors.look_at(self.steps, is_quiet=is_quiet, is_free=is_free, is_first_kind=serves_first)
+
     def _count(self, looks: Looks, *, timed: bool) -> None:
         counters = self.in_force.runtime.take_counters()
         compat.count_as_stepped(self.training.optimizer)
@@ -151,6 +170,10 @@ class CompiledStep:
         with self._ranks.together("replan"):
             return self._steering.replan(self.steps)
 
+    def watch_errors(self) -> None:
+        """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
+        self.errors = ErrorWatch(self.in_force, self._site, self.monitor.times, self.notes.append)
+
     # Looking
 
     @property
@@ -172,6 +195,11 @@ class CompiledStep:
     def raced(self) -> Raced | None:
         """The last race of plans, with what each was predicted and measured at; None before one is over."""
         return self._steering.raced
+
+    @property
+    def error_table(self) -> ErrorTable:
+        """What compressors lose of each gradient, as measured while training; without data where nothing was."""
+        return ASSUMED if self.errors is None else self.errors.table
 
     @property
     def step_ms(self) -> float:

@@ -47,6 +47,11 @@ class ErrorLook:
                     self._left_out[name] = torch.zeros(prod(self._shapes[name]), device=flat.device)
                 piece.add_to(self._left_out[name], times=self._ranks)
 
+    @property
+    def is_whole(self) -> bool:
+        """Tell that each gradient has been seen, with all of its elements."""
+        return all(sum(map(len, self._seen[name].values())) == prod(shape) for name, shape in self._shapes.items())
+
     def table(
         self, columns: Columns = STANDARD, draw: Draw | None = None, all_reduce: AllReduce | None = None
     ) -> ErrorTable:

@@ -1,0 +1,167 @@
+"""A running step takes looks at its gradients, at the same steps on all ranks, and trains as it would without them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from drifting import table as costs
+from jobs import JOBS, OPTIMIZERS, Job, cross_entropy
+from ranks import run_ranks
+from replicas import replica_fingerprint
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.compressors import parse_compressor
+from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable
+from fxcomp.error_tables.table import Source
+from fxcomp.step import look_schedule
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.error_look import ErrorLook
+from fxcomp.step.race import LONGEST
+
+EVERY = 5
+
+
+@contextmanager
+def often() -> Generator[None]:
+    """Let looks take what they like: one is due every five steps, the first one in step 10."""
+    with patch.object(look_schedule, "SHARE", 1e6), patch.object(look_schedule, "LEAST", EVERY):
+        yield
+
+
+def compiled(job: Job, *, looks: bool = True, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
+    torch.manual_seed(dist.get_rank())
+    model = job.build()
+    given: dict[str, Any] = {"verify_every": "never", "race": "off", "plan": "topk(0.1)", **options}
+    batch = job.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, loss, OPTIMIZERS["sgd"](model.parameters()), batch, **given)
+    if looks:
+        step.watch_errors()
+    return step
+
+
+def measured_at(step: CompiledStep, steps: int, batch: Callable[[int], Any]) -> list[int]:
+    """Train, and list the steps in which looks were measured."""
+    at: list[int] = []
+    with often():
+        for number in range(steps):
+            before = step.errors.looks if step.errors is not None else 0
+            step(batch(number))
+            if step.errors is not None and step.errors.looks > before:
+                at.append(number)
+    return at
+
+
+def both_ways() -> dict[str, Any]:
+    job = JOBS["dropout"]
+    found: dict[str, Any] = {}
+    for looks in (True, False):
+        with often():
+            step = compiled(job, looks=looks)
+        found[f"at, {looks}"] = measured_at(step, 50, lambda number: job.batch(number, dist.get_rank()))
+        found[f"parameters, {looks}"] = replica_fingerprint(step.training.model)
+        found[f"table, {looks}"] = step.error_table.to_json()
+        found[f"timed, {looks}"] = len(step.monitor.times.step_ms)
+    return found
+
+
+def test_looks_are_taken_together_and_change_nothing_in_training():
+    one, other = run_ranks(2, both_ways)
+    assert one == other
+    assert one["at, True"] == list(range(2 * EVERY, 50, EVERY))
+    assert not one["at, False"]
+    assert one["parameters, True"] == one["parameters, False"]
+    assert one["timed, True"] == 50 - len(one["at, True"]), "a step with a look is none of those that are timed"
+    assert one["table, False"] == ASSUMED.to_json()
+    table = ErrorTable.from_json(one["table, True"])
+    assert table.columns == STANDARD
+    for name, row in table.rows.items():
+        assert row.samples >= 2, "eight looks, in turn at three families, or at all at once if they are quick"
+        found = table.error_of(name, parse_compressor("topk(0.01)"))
+        assert found.source is Source.MEASURED
+        assert 0 < found.value < 1
+
+
+def dropped() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    job, rank = JOBS["transformer"], dist.get_rank()
+    with often():
+        step = compiled(job)
+    short = 10 if rank == 1 else -1
+    found["other batches on one rank"] = measured_at(
+        step, 22, lambda number: job.batch(number, rank, 7 if number == short else None)
+    )
+    with often():
+        step = compiled(JOBS["mlp"], verify_every=10)
+    found["verified"] = measured_at(step, 22, lambda number: JOBS["mlp"].batch(number, rank))
+    return found
+
+
+def test_looks_are_dropped_at_other_batches_and_put_off_where_steps_are_verified():
+    one, other = run_ranks(2, dropped)
+    assert one == other
+    assert one == {"other batches on one rank": [16, 21], "verified": [11, 16, 21]}
+
+
+def racing() -> tuple[list[int], tuple[int, int]]:
+    job = JOBS["mlp"]
+    with often():
+        step = compiled(job, race="auto", plan=None, costs=costs(0.8))
+    at = measured_at(step, LONGEST + 20, lambda number: job.batch(number, dist.get_rank()))
+    assert step.raced is not None
+    return at, (step.raced.first_step, step.raced.last_step)
+
+
+def test_no_look_is_taken_while_plans_race():
+    (at, (first, last)), other = run_ranks(2, racing)
+    assert other[0] == at
+    assert at
+    assert first < last
+    assert min(at) >= last + EVERY
+
+
+def left_out() -> tuple[int, dict[str, float], int, bool]:
+    """A gradient is infinite in the steps of the first looks. Gradients are followed, too, to where they are freed."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(model, batch)
+
+    job, kept = JOBS["mlp"], list[weakref.ref[Tensor]]()
+    see = ErrorLook.see
+
+    def followed(look: ErrorLook, name: str, gradient: Tensor, start: int = 0) -> None:
+        kept.append(weakref.ref(gradient))
+        see(look, name, gradient, start)
+
+    def batch(number: int) -> Any:
+        inputs, target = job.batch(number, dist.get_rank())
+        return (inputs * float("inf") if number in {10, 15, 20} else inputs), target
+
+    with often():
+        step = compiled(job, skip_nonfinite=True, loss=loss)
+    with patch.object(ErrorLook, "see", followed):
+        at = measured_at(step, 24, batch)
+        skipped = step.skipped_steps
+        before = step.error_table.is_measured
+        measured_at(step, 20, lambda number: job.batch(number, dist.get_rank()))
+    squares = {name: row.squares for name, row in step.error_table.rows.items()}
+    assert at
+    assert not before
+    assert all(each() is None for each in kept)
+    return skipped, squares, len(kept), step.error_table.is_measured
+
+
+def test_a_step_that_is_left_out_is_none_to_look_at_and_memory_is_given_back():
+    one, other = run_ranks(2, left_out)
+    assert one == other
+    skipped, squares, kept, is_measured = one
+    assert skipped == 3
+    assert is_measured
+    assert kept >= 7 * len(squares)
+    assert all(0 < each < 1e6 for each in squares.values())
