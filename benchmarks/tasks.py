@@ -51,9 +51,9 @@ def make_task(name: str, seed: int = 0, workers: int = WORKERS) -> Task:
     return ALL_TASKS[name](seed, workers)
 
 
-def logistic_regression(seed: int, workers: int = WORKERS) -> Task:
+def logistic_regression(seed: int, workers: int = WORKERS, steps: int = 600) -> Task:
     """Features are sparse and of scales from 1 to e^-4; the rows of each worker lean another way."""
-    features, rows, batch, steps, decay = 4096, 1000, 32, 600, 5e-4
+    features, rows, batch, decay = 4096, 1000, 32, 5e-4
     random = torch.Generator().manual_seed(seed)
     scale = (-4 * torch.rand(features, generator=random)).exp()
     truth = torch.randn(features, generator=random) / scale.sqrt()
