@@ -9,10 +9,12 @@ import sys
 from fxcomp.commands import status_line
 from fxcomp.commands.job_options import add_job_options, chosen_cluster, names_links
 from fxcomp.cost.table import CostTable
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import Question, plan_named, what_if
 from fxcomp.gc_paused import gc_paused
+from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import parse_pins
 from fxcomp.report.as_json import to_json
@@ -27,6 +29,7 @@ EXAMPLES = """\
   fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
   fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
   fxcomp explain train.py --per-parameter 'embed.*=dense'       leave some gradients alone
+  fxcomp explain train.py --error-budget 'topk(0.01)'           the same error, in any way that is faster
   fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
 """
 
@@ -34,6 +37,10 @@ EXAMPLES = """\
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
     parser.add_argument("--mode", default="balanced", help="lossless, balanced or aggressive (default: balanced)")
+    parser.add_argument(
+        "--error-budget", metavar="ERROR", help="lose as much as topk(0.01), 'int4 > int4', a mode or a number"
+    )
+    parser.add_argument("--errors", metavar="FILE", help="what compressors lose of its gradients: step.error_table")
     parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
     parser.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
     parser.add_argument("--costs", metavar="FILE", help="a table that fxcomp calibrate wrote, here or elsewhere")
@@ -53,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         mode=Mode.parse(arguments.mode),
         plan=plan_named(arguments.plan, cluster) if arguments.plan else None,
         pins=parse_pins(arguments.per_parameter),
+        budget=_budget(arguments),
         step_ms=arguments.step_ms,
         device=arguments.device,
         costs=costs,
@@ -68,6 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_report(explanation, sys.stdout)
     return 0
+
+
+def _budget(arguments: argparse.Namespace) -> Budget | None:
+    table = ErrorTable.load(arguments.errors) if arguments.errors else ASSUMED
+    if arguments.error_budget is None:
+        if arguments.errors:
+            raise BadOption("--errors says what compressors lose: say with --error-budget how much a plan may lose")
+        return None
+    return Budget(ErrorBudget.parse(arguments.error_budget), table)
 
 
 def _tell(what: str) -> None:

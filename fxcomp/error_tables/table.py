@@ -12,17 +12,19 @@ was. So the empty table, `ASSUMED`, is the one without data.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fxcomp.compressors import BadCompressor, Compressor, RandomK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.compressors.topk import counts
 from fxcomp.error_tables.columns import STANDARD, Columns
-from fxcomp.errors import BadErrorTable
+from fxcomp.errors import BadErrorTable, FxcompError
 
 VERSION = 1
 
@@ -119,6 +121,20 @@ class ErrorTable:
             "rows": {name: asdict(row) for name, row in self.rows.items()},
             "notes": list(self.notes),
         }
+
+    def save(self, path: str | Path) -> None:
+        """Write it for `fxcomp explain --errors`."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ErrorTable:
+        """Read a saved table. Raises BadErrorTable naming the file."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise BadErrorTable(f"cannot read the error table {path}: {error.strerror}") from None
+        except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no table
+            raise BadErrorTable(f"cannot read the error table {path}: {error}") from None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ErrorTable:

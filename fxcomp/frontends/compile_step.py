@@ -46,6 +46,7 @@ def compile_step(
     plan: Plan | str | Path | None = None,
     per_parameter: Mapping[str, str] | None = None,
     mode: str = "balanced",
+    error_budget: str | float | None = None,
     error_feedback: ErrorFeedback = CLASSIC,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
@@ -64,8 +65,11 @@ def compile_step(
     the choice: a Plan, the path of a saved one, or one compressor for all matrices (`dense`, `bf16`, `int8`, `sign`,
     `topk(0.01)`; biases and norms then stay dense). `per_parameter` pins some parameters by hand: patterns of their
     names with a compressor or strategy each, like `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`; the last one
-    that matches decides. `mode` bounds what may be lost: `lossless`, `balanced`, `aggressive`. `error_feedback` has the
-    variants of error feedback, and warm-up. `max_grad_norm` clips the averaged gradients by their global norm.
+    that matches decides. `mode` bounds what may be lost: `lossless`, `balanced`, `aggressive`. `error_budget` does so
+    in its place, by what compressors lose of this job's gradients: as much as a uniform setting (`topk(0.01)`,
+    `int4 > int4`), a mode, or a relative squared error. Then every family of compressors is offered, and parameters
+    follow the gradients while the job runs. `error_feedback` has the variants of error feedback, and warm-up.
+    `max_grad_norm` clips the averaged gradients by their global norm.
     `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not finite: parameters and the
     optimizer's state stay as they were, and residuals up to one rounding; all updates wait for the last bucket.
     `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update: `sampled` (2, 5, 10,
@@ -79,6 +83,7 @@ def compile_step(
     """
     given = {
         "cluster": cluster, "costs": costs, "plan": plan, "per_parameter": per_parameter, "mode": mode,
+        "error_budget": error_budget,
         "error_feedback": error_feedback, "max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite,
         "verify_every": verify_every, "replan": replan, "race": race,
     }  # fmt: skip

@@ -8,6 +8,7 @@ happens here with the backward pass alone: waits end with it, and the plan short
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
 Options, all in `options={...}`: `mode`, `plan`, `per_parameter`, `cluster` and `costs` as in compile_step;
+`error_budget`, by errors of Gaussian values, because no gradients are looked at here;
 `error_feedback`, of which only what needs no optimizer; `race`, which is "off", because no steps are timed here;
 `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters that the graph
 does not reach; `ignore`, names of those that need no reduction. Without `model`, parameters must start equal, and the
@@ -155,7 +156,18 @@ class Options:
     ignore: tuple[str, ...] = ()
 
 
-KNOWN = ("mode", "plan", "per_parameter", "cluster", "costs", "model", "ignore", "error_feedback", "race")
+KNOWN = (
+    "mode",
+    "error_budget",
+    "plan",
+    "per_parameter",
+    "cluster",
+    "costs",
+    "model",
+    "ignore",
+    "error_feedback",
+    "race",
+)
 OF_WHOLE_STEPS = ("max_grad_norm", "skip_nonfinite", "verify_every", "replan")
 """Options that compile_step has beyond these."""
 
@@ -332,7 +344,9 @@ def _start(
     covered = {name: found.parameters[name] for name in gradients(labelled)}
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
     facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
-    asked = {what: chosen.step.facts()[what] for what in ("the plan", "per_parameter", "how costs are given")}
+    asked = {
+        what: chosen.step.facts()[what] for what in ("the plan", "per_parameter", "error_budget", "how costs are given")
+    }
     ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered} | asked)
     site = Site.of(ranks, chosen.step.cluster, next(iter(covered.values())).device)
     if chosen.model is not None:

@@ -34,7 +34,7 @@ from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.budget import Budget, ErrorBudget
+from fxcomp.plan.budget import Budget
 from fxcomp.plan.error_feedback import CLASSIC
 from fxcomp.plan.given import check_names_compressor, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
@@ -115,7 +115,7 @@ class Question:
     """A plan to predict instead of the chosen one."""
     pins: Pins = NO_PINS
     """What is pinned by hand."""
-    error_budget: ErrorBudget | None = None
+    budget: Budget | None = None
     """In the place of the mode's limit."""
     step_ms: float | None = None
     """The time of a step there without a network."""
@@ -133,7 +133,7 @@ class Question:
             )
         if self.plan is not None and self.pins:
             raise BadOption("--plan says what every parameter travels by, --per-parameter what some do: keep one")
-        if self.plan is not None and self.error_budget is not None:
+        if self.plan is not None and self.budget is not None:
             raise BadOption("--plan says what every gradient travels by, --error-budget what may be chosen: keep one")
         if self.device is not None and self.costs is not None:
             raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
@@ -142,13 +142,13 @@ class Question:
     def compressors(self) -> tuple[Compressor, ...]:
         """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
         offered = self.mode if self.mode is Mode.AGGRESSIVE else Mode.BALANCED
-        candidates = compressors_of(offered) if self.error_budget is None else LADDER_COMPRESSORS
+        candidates = compressors_of(offered) if self.budget is None else LADDER_COMPRESSORS
         return (*candidates, *(self.plan.compressors if self.plan else ()), *self.pins.compressors)
 
     @property
     def terms(self) -> Terms:
-        """What plans may be, by errors of Gaussian values."""
-        return Terms(self.mode, pins=self.pins, budget=self.error_budget and Budget(self.error_budget))
+        """What plans may be."""
+        return Terms(self.mode, pins=self.pins, budget=self.budget)
 
 
 ANYTHING = Question()

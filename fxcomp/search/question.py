@@ -52,7 +52,7 @@ def questions_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list
     return [
         Question(
             workload,
-            {each: terms.strategies(left, cluster, each, offload=offload) for each in contents},
+            {each: terms.strategies(left, losses, cluster, each, offload=offload) for each in contents},
             pinned.bounds(workload, lossable, terms.bursts),
             cuts,
             pinned,

@@ -14,6 +14,12 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned, elements_of
 from fxcomp.search.workload import Workload
 
+LEAST_KEPT = 0.25
+"""A strategy that would keep a smaller part of the gradient than this share of what the budget keeps is not offered.
+
+Error feedback delays what is left out, and the wait grows as 1 / kept: one layer must not wait for thousands of steps
+so that others need not wait at all. L-GreCo's parameters stay within a factor of 2 to 4 of the reference's, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -39,13 +45,15 @@ class Terms:
         return Losses(workload.gradients, cluster, self.table)
 
     def strategies(
-        self, limit: float, cluster: Cluster, content: Content, *, offload: bool = True
+        self, limit: float, losses: Losses, cluster: Cluster, content: Content, *, offload: bool = True
     ) -> tuple[Strategy, ...]:
         """Return every strategy that a bucket of this content may have, with the limit of the whole plan."""
         if self.budget is None:
             mode = self.mode if limit > 0 else Mode.LOSSLESS
             return strategies(mode, cluster, content, offload=offload)
-        return strategies_within(limit, cluster, content, offload=offload)
+        offered = strategies_within(limit, cluster, content, offload=offload)
+        least = LEAST_KEPT * (1 - limit) * losses.elements
+        return tuple(each for each in offered if each.is_dense or losses.elements - losses.of(each) >= least)
 
     def notes(self, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
         """Say that pins alone lose more than the limit, if they do, and what was put right in the table."""
