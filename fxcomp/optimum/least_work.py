@@ -42,6 +42,8 @@ class Least:
     tail_us_per_element: float
 
 
+_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # an empty gradient is in a bucket of others
+
 Line = tuple[float, float]
 
 
@@ -75,6 +77,8 @@ class LeastWork:
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster)
         elements = sum(map(math.prod, shapes))
+        if elements == 0:
+            return _NOTHING
         writer = _Writer(self, strategy, elements, is_exact=shape is not None, proposes=not is_cut)
         return writer.least(route)
 
@@ -140,7 +144,8 @@ class _Writer:
         breaks = self.costs.compressor_breaks(compressor, leg.device, getattr(leg, "payloads", 1))
         line = self.work.line(key, price, breaks, self.work.elements)
         pool = _CPU if isinstance(leg, Encode) else _ARRIVING
-        self._add(COMPUTE if leg.device is Device.GPU else pool, line, leg.elements, self.short)
+        short = self.short if leg.elements < self.elements else 0
+        self._add(COMPUTE if leg.device is Device.GPU else pool, line, leg.elements, short)
 
     def _send(self, leg: Send) -> None:
         self.on_pool = self.on_pool and leg.slot is not None
@@ -164,11 +169,9 @@ class _Writer:
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
         """Add a price of a size that this bucket has; another's may be short of its share by so much."""
-        fixed, rate = line[0], line[1] * size / self.elements * self.rounded
-        if size < self.elements:
-            fixed -= line[1] * short
-            if fixed < 0:
-                return
+        fixed, rate = line[0] - line[1] * short, line[1] * size / self.elements * self.rounded
+        if fixed < 0:
+            return
         self.fixed[stream] += fixed
         self.rates[stream] += rate
         if stream == COMPUTE:

@@ -95,6 +95,15 @@ def test_the_bound_is_close_where_one_stream_rules(rate: str, within: float):
     assert bound <= best_us <= bound * (1 + within)
 
 
+@pytest.mark.parametrize("hosts", [(2, 4), (3, 2)])
+def test_the_bound_of_a_few_elements_and_of_none_is_below_their_plan(hosts: tuple[int, int]):
+    where = cluster(*hosts, "1gbit")
+    for shapes in (((1,),), ((33,),), ((70,),), ((0, 5),), ((0,), (64, 32), (5, 0, 3))):
+        workload = Workload(tuple(Gradient(f"g{k}", shape, 0.0, 1.0) for k, shape in enumerate(shapes)), 0.0)
+        best_us = choose(workload, EAGER, where, Mode.LOSSLESS).fastest_us
+        assert bound_us(workload, EAGER, where, Mode.LOSSLESS) <= best_us
+
+
 def test_one_rank_alone_is_bound_by_its_own_work():
     assert bound_us(layers(3), EAGER, cluster(1, 1, "1gbit"), Mode.BALANCED) == layers(3).free_us
 
