@@ -3,7 +3,8 @@
     {"*": "int8", "*.embedding.weight": "dense", "lm_head.*": "bf16"}
 
 A pattern is matched against a parameter's whole name, as `model.named_parameters()` gives it, the way a shell matches
-file names: `*` is any text, dots too. docs/decisions/0018-pinned-by-hand.md says why the last one decides.
+file names: `*` is any text, dots too. A name matches itself, whatever is in it.
+docs/decisions/0018-pinned-by-hand.md says why the last one decides.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Rule:
     """`dense`, a compressor or a strategy, as it is written back."""
 
     def matches(self, name: str) -> bool:
-        return fnmatchcase(name, self.pattern)
+        return name == self.pattern or fnmatchcase(name, self.pattern)
 
     def strategies(self, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
         """List what a bucket may have: exactly the strategy that is named, or any way of one compressor in one shot."""
@@ -112,21 +113,23 @@ class Pins:
         return all(bucket.strategy.is_dense or self.is_pinned(bucket) for bucket in plan.buckets)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise BadOption for a pattern that decides nothing in a model."""
+        """Raise BadOption for a pattern that decides nothing in a model, or not all that it names."""
         everything = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shared = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self.check_names(everything, shared)
 
     def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
-        """Raise BadOption for a pattern that decides nothing.
+        """Raise BadOption for a pattern that decides nothing, or not all that it names.
 
         `trained` says of each parameter whether it needs a gradient, `shared` by which name each one is known.
         """
         for rule in self.rules:
             matched = [name for name in trained if rule.matches(name)]
+            for name, first in (shared or {}).items():
+                self._check_shared(rule, name, first, is_alone=not matched)
             if not matched:
-                raise BadOption(_matches_nothing(rule, tuple(trained), shared or {}))
+                raise BadOption(_matches_nothing(rule, tuple(trained)))
             frozen = [name for name in matched if not trained[name]]
             if frozen == matched:
                 raise BadOption(
@@ -141,6 +144,18 @@ class Pins:
                     " too, and the last pattern that matches decides.\n"
                     "  Write general patterns first and special ones after them."
                 )
+
+    def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
+        """Raise BadOption if a rule matches a second name of a tensor, and the first one is decided otherwise."""
+        if not rule.matches(name) or rule.matches(first):
+            return
+        decides = self.rule_for(first)
+        if is_alone or decides is None or decides.text != rule.text:
+            raise BadOption(
+                f"per_parameter[{rule.pattern!r}] matches {name!r}, which is the same tensor as {first!r}, and not that"
+                " name.\n  A tensor is pinned by its first name in model.named_parameters(): write a pattern for that"
+                " name, and none that matches the other alone."
+            )
 
     def check_fits(self, cluster: Cluster) -> None:
         """Raise BadOption for a strategy that the cluster's shape does not allow."""
@@ -205,11 +220,8 @@ def _rule(pattern: object, value: object) -> Rule:
     return Rule(pattern, "dense" if strategy.compressor is None else str(strategy.compressor))
 
 
-def _matches_nothing(rule: Rule, names: Sequence[str], shared: Mapping[str, str]) -> str:
+def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
     text = f"per_parameter[{rule.pattern!r}] matches no parameter"
-    same = next((name for name in shared if name not in names and rule.matches(name)), None)
-    if same is not None:
-        return f"{text}: {same!r} is the same tensor as {shared[same]!r}.\n  Write a pattern for that name."
     asked = rule.pattern.replace("*", "").replace("?", "")
     near = difflib.get_close_matches(asked, names, n=_SHOWN, cutoff=0.5) or _sharing(asked, names)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f": they are named like {_names(names)}."

@@ -47,10 +47,10 @@ class Planner:
         Raises BadPlan where a given plan does not fit, and BadOption where what is pinned does not.
         """
         cluster = self.site.cluster
-        self.options.pins.check_fits(cluster)
         if cluster.world_size == 1 or self.options.plan is not None:
             table = costs or CostTable()
             return self._as_told(self.options.plan, self.compiler.analyze(self.graph, table), table)
+        self.options.pins.check_fits(cluster)
         if costs is None:
             offered = () if self.options.error_budget is None else LADDER_COMPRESSORS
             costs = gathered_costs(self.site, (*self.options.pins.compressors, *offered))

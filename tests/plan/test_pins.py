@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from jobs import Transformer
 from torch import nn
 
@@ -50,6 +51,24 @@ def test_a_star_is_any_text_with_dots_and_upper_and_lower_case_differ():
     assert pins.rule_for("Layers.0.weight") is None
 
 
+def test_a_name_matches_itself_whatever_is_in_it():
+    pins = Pins.read({"heads.task[0].w*": "int8", "heads.task[0].weight": "dense"})
+    assert [rule.pattern for name in ("heads.task[0].weight", "heads.task0.wide") if (rule := pins.rule_for(name))] == [
+        "heads.task[0].weight",
+        "heads.task[0].w*",
+    ]
+
+
+def test_a_pattern_of_a_tensors_second_name_is_an_error_unless_the_first_has_the_same_strategy():
+    tied = Transformer()
+    tied.head.bias = nn.Parameter(torch.zeros(tied.head.out_features))
+    for given in ({"head.*": "int8"}, {"embed.*": "dense", "head.*": "int8"}):
+        with pytest.raises(BadOption, match=r"'head.\*'\] matches 'head.weight', which is the same tensor as 'embed.w"):
+            Pins.read(given).check_model(tied)
+    for given in ({"embed.*": "int8", "head.*": "int8"}, {"*": "int8"}, {"*.weight": "int8", "head.bias": "dense"}):
+        Pins.read(given).check_model(tied)
+
+
 def test_a_compressor_goes_any_way_in_one_shot_and_a_strategy_as_it_says():
     def ways(text: str, where: Cluster) -> list[str]:
         (rule,) = Pins.read({"*": text}).rules
@@ -87,7 +106,8 @@ def test_patterns_of_a_model_are_accepted():
         ({"*.embed.weight": "dense"}, r"did you mean 'embed.weight'.*with the whole names of model.named_parameters"),
         ({"layer.linar1.*": "dense"}, r"did you mean 'layer.linear1.(bias|weight)' or 'layer.linear"),
         ({"xyz": "dense"}, r"matches no parameter: they are named like 'embed.weight', .* and \d+ more\."),
-        ({"head.*": "dense"}, r"matches no parameter: 'head.weight' is the same tensor as 'embed.weight'.*that name"),
+        ({"head.*": "dense"}, r"matches 'head.weight', which is the same tensor as 'embed.weight', and not that name"),
+        ({"*": "bf16", "head.weight": "dense"}, r"matches 'head.weight', which is the same tensor as 'embed.weight'"),
         ({"norm.*": "dense"}, r"is about 'norm.weight', 'norm.bias', which need no gradient \(requires_grad=False\)"),
         ({"norm.bias": "dense"}, r"is about 'norm.bias', which needs no gradient.*Leave the pattern out"),
         (
