@@ -58,7 +58,9 @@ class CompiledStep:
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._verifier = Verifier(self.training, options.verified, force.inputs.is_fresh, self.notes.append)
         self.errors: ErrorWatch | None = None
-        """Measures what compressors lose of gradients; None where nobody asks."""
+        """Measures what compressors lose of gradients; None without an error budget, or with one rank."""
+        if options.error_budget is not None and site.ranks.world_size > 1:
+            self.watch_errors()
 
     # Running
 
@@ -75,7 +77,7 @@ class CompiledStep:
         kind, leaves = batch_type(batch)
         program = self.in_force.find(batch, kind, leaves)
         verifies = self._verifier.wants(self.steps)
-        look = self._look_at(kind, verifies=verifies)
+        look = self.errors.look_at(self.steps, kind, verifies=verifies) if self.errors is not None else None
         begin = self.monitor.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         with torch.inference_mode(False):
@@ -127,16 +129,6 @@ class CompiledStep:
         is_timed = self.in_force.serves_first(kind) and self.in_force.is_warm and not self._steering.is_racing
         return watch if watch is not None and is_timed and watch.wants(self.steps) else None
 
-    def _look_at(self, kind: BatchType, *, verifies: bool) -> StepLook | None:
-        """The look at gradients that this step takes; None for most steps, and for those that others watch."""
-        if self.errors is None:
-            return None
-        watch = self.monitor.watch
-        is_timed = watch is not None and watch.schedule.every > 1 and watch.wants(self.steps)
-        is_quiet = self.in_force.is_warm and not self._steering.is_racing
-        serves_first, is_free = self.in_force.serves_first(kind), not (verifies or is_timed)
-        return self.errors.look_at(self.steps, is_quiet=is_quiet, is_free=is_free, is_first_kind=serves_first)
-
     def _count(self, looks: Looks, *, timed: bool) -> None:
         counters = self.in_force.runtime.take_counters()
         compat.count_as_stepped(self.training.optimizer)
@@ -172,7 +164,7 @@ class CompiledStep:
 
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
-        self.errors = ErrorWatch(self.in_force, self._site, self.monitor.times, self.notes.append)
+        self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self._steering, self.notes.append)
 
     # Looking
 
@@ -256,6 +248,8 @@ class CompiledStep:
             notes.append(
                 f"warming up until step {stages[-1].first_step}: stage {self.in_force.stage + 1} of {len(stages) - 1}"
             )
+        if self.errors is not None:
+            notes.append(self.errors.said)
         if self.skipped_steps:
             notes.append(f"{self.skipped_steps} of {self.steps} steps left out: a gradient was not finite")
         return tuple(notes)
@@ -264,7 +258,9 @@ class CompiledStep:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
-        return state_dict(self.in_force.whole_state, self.plan, self.steps, self._ranks.rank, self._ranks.world_size)
+        place = self._ranks.rank, self._ranks.world_size
+        saved = state_dict(self.in_force.whole_state, self.plan, self.steps, *place)
+        return saved if self.errors is None else {**saved, "errors": self.errors.state()}
 
     def load_state_dict(self, state: Given) -> None:
         """Take back a saved state. Every rank calls this, each with what it saved, or with None where there is nothing.
@@ -284,5 +280,7 @@ class CompiledStep:
                 self.steps = steps
                 self.monitor.resume(steps)
                 self._steering.resume(steps)
+            if self.errors is not None:
+                self.errors.resume(self.steps, state)
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
             self._ranks.check_same("going on from the states", here)

@@ -2,21 +2,25 @@
 
     schedule ─► a look at some families ─► each family's table, smoothed ─► `table`, the same on every rank
 
-Looks are taken while steps are quiet: one plan is followed, the one that stays, and it is neither verified nor timed
-line by line in that step. Every rank calls all of this at the same steps.
+Looks are taken while steps are quiet: one plan is followed, the one that stays, and nobody else watches the step. Every
+rank calls all of this at the same steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
+from fxcomp.capture.batch_type import BatchType
 from fxcomp.error_tables import ASSUMED, STANDARD, Columns, ErrorTable, cut, families, joined, joined_columns, smoothed
+from fxcomp.errors import BadErrorTable, BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
+from fxcomp.state.saved_state import Given
 from fxcomp.step.look_schedule import LookSchedule
+from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_look import StepLook, needed_bytes
-from fxcomp.step.step_times import StepTimes
 from fxcomp.step.table_drift import what_drifted
 
 NS_PER_VALUE = {"densities": 13.0, "ranks": 12.0, "codecs": 15.0}
@@ -26,6 +30,13 @@ FASTER = 10.0
 """A GPU, as a guess, than one thread (assumed)."""
 
 
+class Races(Protocol):
+    """The races of plans; `fxcomp.step.steering.Steering` has them."""
+
+    @property
+    def is_racing(self) -> bool: ...
+
+
 class ErrorWatch:
     """The error table of one step function, and the looks that it is from."""
 
@@ -33,16 +44,16 @@ class ErrorWatch:
         self,
         force: PlanInForce,
         site: Site,
-        times: StepTimes,
+        monitor: Monitor,
+        races: Races,
         note: Callable[[str], None],
         columns: Columns = STANDARD,
     ):
-        self._force, self._site, self._times, self._note = force, site, times, note
+        self._force, self._site, self._monitor = force, site, monitor
+        self._races, self._note = races, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.trained_sizes}
         self._families = families(columns)
-        values = sum(force.trained_sizes.values())
-        speed = 1.0 if site.device.type == "cpu" else FASTER
-        self.schedule = LookSchedule([values * _ns_per_value(each) / 1e3 / speed for each in self._families])
+        self.schedule = self._new_schedule()
         self._tables = [ErrorTable(each) for each in self._families]
         self.looks = 0
         """The number of looks that were measured."""
@@ -54,21 +65,29 @@ class ErrorWatch:
         self._plan, self._step = force.plan, 0
         self._has_noted = False
 
+    def _new_schedule(self) -> LookSchedule:
+        values = sum(self._force.trained_sizes.values())
+        speed = 1.0 if self._site.device.type == "cpu" else FASTER
+        return LookSchedule([values * _ns_per_value(each) / 1e3 / speed for each in self._families])
+
     # In a step
 
-    def look_at(self, step: int, *, is_quiet: bool, is_free: bool, is_first_kind: bool) -> StepLook | None:
+    def look_at(self, step: int, kind: BatchType, *, verifies: bool) -> StepLook | None:
         """Return the look that a step takes; None for most steps. Called before every step.
 
-        `is_quiet` says that the plan that stays is followed and none races; `is_free`, that nobody else watches this
-        step. Both are the same on all ranks. `is_first_kind`, a rank's own, tells batches like the first one.
+        No look is taken while plans race or error feedback warms up, nor in a step that is verified or timed line by
+        line, all of which ranks know alike; nor if the batch is unlike the first one on some rank.
         """
+        watch = self._monitor.watch
+        is_timed = watch is not None and watch.schedule.every > 1 and watch.wants(step)
+        is_quiet = self._force.is_warm and not self._races.is_racing
         if not is_quiet or self._force.plan is not self._plan:
             self.schedule.postpone(step)
         self._plan, self._look = self._force.plan, None
-        if is_free and is_quiet and self.schedule.is_due(step):
+        if is_quiet and not (verifies or is_timed) and self.schedule.is_due(step):
             columns = joined_columns([self._families[place] for place in self.schedule.families])
-            residuals = self._force.state.residuals
-            self._look = StepLook(self._shapes, residuals, self._site, columns, self.looks, wants=is_first_kind)
+            residuals, wants = self._force.state.residuals, self._force.serves_first(kind)
+            self._look = StepLook(self._shapes, residuals, self._site, columns, self.looks, wants=wants)
         return self._look
 
     def act(self, steps: int) -> None:
@@ -106,7 +125,34 @@ class ErrorWatch:
         return max(look for look, _ in everyone), min(step for _, step in everyone)
 
     def _step_us(self) -> float:
-        return 1e3 * self._times.median_ms if self._times.step_ms else 0.0
+        return 1e3 * self._monitor.times.median_ms if self._monitor.times.step_ms else 0.0
+
+    # Saved and loaded
+
+    def state(self) -> dict[str, Any]:
+        """Return what looks have found as plain data, the same on every rank."""
+        return {"looks": self.looks, "table": self.table.to_json()}
+
+    def resume(self, steps: int, given: Given) -> None:
+        """Go on from the table in a saved state, or without data where none fits; every rank calls it.
+
+        The table is taken from the first rank that has one, so that all go on with the same. Raises BadState.
+        """
+        ranks = self._site.ranks
+        states = [given] if isinstance(given, Mapping) else given or ()
+        mine = next((state["errors"] for state in states if "errors" in state), None)
+        has_one = ranks.gather("whose error table is loaded", mine is not None)
+        sent = mine if True in has_one and ranks.rank == has_one.index(True) else None
+        data = next((each for each in ranks.gather("loading the error table", sent) if each is not None), None)
+        self.looks, table = (0, ASSUMED) if data is None else ranks.attempt("the error table", lambda: _read(data))
+        self._marked, self._look, self._step = ASSUMED, None, steps
+        self._tables = [ErrorTable(each) for each in self._families]
+        self.table = ASSUMED
+        self.schedule = self._new_schedule()
+        self.schedule.postpone(steps)
+        if table.columns == joined_columns(self._families) and self._shapes == _shapes(table):
+            self._tables = [cut(table, each) for each in self._families]
+            self.table = table
 
     # What looks have found
 
@@ -118,6 +164,13 @@ class ErrorWatch:
     def mark(self) -> None:
         """Remember today's table: the plan was chosen by it."""
         self._marked = self.table
+
+    @property
+    def said(self) -> str:
+        """Tell what the table is from, for the report."""
+        if not self.table.is_measured:
+            return "errors of Gaussian values are assumed until each family of compressors has been looked at"
+        return f"errors are measured: {self.looks} looks at gradients took {self.share:.1%} of the time"
 
     @property
     def drift(self) -> str:
@@ -132,3 +185,16 @@ class ErrorWatch:
 def _ns_per_value(family: Columns) -> float:
     has = {"densities": family.densities, "ranks": family.ranks, "codecs": family.codecs}
     return sum(NS_PER_VALUE[what] for what, columns in has.items() if columns)
+
+
+def _shapes(table: ErrorTable) -> dict[str, tuple[int, ...]]:
+    return {name: row.shape for name, row in table.rows.items()}
+
+
+def _read(data: Mapping[str, Any]) -> tuple[int, ErrorTable]:
+    try:
+        return int(data["looks"]), ErrorTable.from_json(data["table"])
+    except (BadErrorTable, KeyError, TypeError, ValueError) as error:
+        raise BadState(
+            f"the state's error table cannot be read: {error}.\n  Load a state as state_dict() returned it."
+        ) from None

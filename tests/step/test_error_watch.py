@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from drifting import table as costs
@@ -20,6 +22,7 @@ import fxcomp
 from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable
 from fxcomp.error_tables.table import Source
+from fxcomp.errors import BadState, PeerFailed
 from fxcomp.step import look_schedule
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.error_look import ErrorLook
@@ -165,3 +168,40 @@ def test_a_step_that_is_left_out_is_none_to_look_at_and_memory_is_given_back():
     assert is_measured
     assert kept >= 7 * len(squares)
     assert all(0 < each < 1e6 for each in squares.values())
+
+
+def resumed() -> dict[str, Any]:
+    """A job is saved when everything is measured, and another one goes on from that."""
+    job, rank = JOBS["mlp"], dist.get_rank()
+    with often():
+        step = compiled(job)
+        at = measured_at(step, 40, lambda number: job.batch(number, rank))
+        saved = json.loads(json.dumps(step.state_dict()["errors"])), step.state_dict()
+        again = compiled(job)
+        again.load_state_dict(saved[1])
+    table = json.loads(json.dumps(again.error_table.to_json()))
+    later = measured_at(again, 25, lambda number: job.batch(40 + number, rank))
+    bad = {**saved[1], "errors": {"looks": 3, "table": {"version": 1}}} if rank == 0 else saved[1]
+    with pytest.raises((BadState, PeerFailed), match="error table cannot be read"):
+        again.load_state_dict(bad)
+    again.load_state_dict({key: value for key, value in saved[1].items() if key != "errors"})
+    return {
+        "at": at,
+        "saved": saved[0],
+        "loaded": table,
+        "later": later,
+        "samples": max(row.samples for row in again.error_table.rows.values()) if again.error_table.rows else 0,
+        "said": [each.counted_notes[-1] for each in (step, again)],
+    }
+
+
+def test_the_table_is_saved_and_loaded_the_same_on_all_ranks():
+    one, other = run_ranks(2, resumed)
+    assert one == other
+    assert one["saved"]["looks"] == len(one["at"]) >= 3
+    assert one["loaded"] == one["saved"]["table"]
+    assert one["loaded"]["rows"]
+    assert one["later"][0] == 2 * EVERY
+    assert one["samples"] == 0, "a state without errors is one of a job that measured none"
+    assert one["said"][0].startswith(f"errors are measured: {len(one['at'])} looks at gradients took")
+    assert one["said"][1].startswith("errors of Gaussian values are assumed")
