@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -78,6 +79,15 @@ class Columns:
         """Count the entries, from the first on, that leave values out and so lose at most all."""
         return len(self.densities) + len(self.ranks)
 
+    def entry_of(self, compressor: Compressor) -> int | None:
+        """Number the entry that is measured for this very compressor; None if there is none."""
+        if isinstance(compressor, _ABOUT_K):
+            return self.densities.index(compressor.ratio) if compressor.ratio in self.densities else None
+        if isinstance(compressor, PowerSGD):
+            found = self.ranks.index(compressor.rank) if compressor.rank in self.ranks else None
+            return None if found is None else len(self.densities) + found
+        return self.contractions() + self.codecs.index(compressor) if compressor in self.codecs else None
+
     def find(self, row: Sequence[float], compressor: Compressor, shape: tuple[int, ...]) -> float | None:
         """Read off what a compressor loses of a gradient of this shape; None if no entry serves it."""
         if isinstance(compressor, _ABOUT_K):
@@ -103,6 +113,7 @@ class Columns:
 STANDARD = Columns()
 
 
+@lru_cache(maxsize=4096)
 def sends_whole(compressor: PowerSGD, shape: tuple[int, ...]) -> bool:
     """Tell that a vector, or a matrix too small for two factors to pay, travels as it is."""
     return compressor.bound_to([shape], 1).columns == (0,)

@@ -20,10 +20,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxcomp.compressors import BadCompressor, Compressor, RandomK, parse_compressor
+from fxcomp.compressors import BadCompressor, Compressor, PowerSGD, RandomK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.compressors.topk import counts
-from fxcomp.error_tables.columns import STANDARD, Columns
+from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
 from fxcomp.errors import BadErrorTable, FxcompError
 
 VERSION = 1
@@ -94,7 +94,17 @@ class ErrorTable:
         """Look up what a compressor loses of each of many gradients."""
         if not self.rows:
             return [gaussian_error(compressor, ranks)] * len(gradients)
-        return [self.error_of(gradient, compressor, ranks).value for gradient in gradients]
+        entry = self.columns.entry_of(compressor)
+        if entry is None:
+            return [self.error_of(gradient, compressor, ranks).value for gradient in gradients]
+        assumed, found = gaussian_error(compressor, ranks), list[float]()
+        for row in map(self.rows.get, gradients):
+            if row is None or not row.samples:
+                found.append(assumed)
+            else:
+                is_whole = isinstance(compressor, PowerSGD) and sends_whole(compressor, row.shape)
+                found.append(0.0 if is_whole else row.errors[entry])
+        return found
 
     def squares_of(self, gradient: str, elements: int) -> float:
         """Return |g|² of a gradient; for one that is not in the table, of so many elements of the mean square."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, BadStrategy
 from fxcomp.plan.error_budget import strategy_error
 from fxcomp.plan.given import is_strategy
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
@@ -51,13 +51,14 @@ class ErrorBudget:
                     f" nothing lost, to below 1, everything.\n  {_EXAMPLES}"
                 )
             return cls(f"{number:g}")
-        if text not in _MODES:
+        if text != "dense" and text not in _MODES:
             try:
                 text = " > ".join(str(parse_compressor(each)) for each in _shots(text))
                 _strategy_of(text)
-            except ValueError as error:
+            except (ValueError, BadStrategy) as error:
+                why = str(error).partition("\n")[0]
                 raise BadOption(
-                    f"error_budget={asked!r} is neither a number, a mode nor a uniform setting: {error}.\n  {_EXAMPLES}"
+                    f"error_budget={asked!r} is neither a number, a mode nor a uniform setting: {why}.\n  {_EXAMPLES}"
                 ) from None
         return cls(text)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor, parse_compressor
@@ -132,7 +132,7 @@ def strategies(
     `offload` allows the pool: it is no help where the device's own work takes all processors.
     """
     entries = [entry for entry in ENTRIES[mode] if mode is Mode.AGGRESSIVE or _is_for(entry, content)]
-    return _ways_of(entries, cluster, offload=offload)
+    return _ways_of(tuple(entries), cluster, offload=offload)
 
 
 def strategies_within(
@@ -144,10 +144,11 @@ def strategies_within(
     """
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
-    return _ways_of(entries, cluster, offload=offload)
+    return _ways_of(tuple(entries), cluster, offload=offload)
 
 
-def _ways_of(entries: Sequence[Entry], cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]:
+@lru_cache(maxsize=256)
+def _ways_of(entries: tuple[Entry, ...], cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]:
     if cluster.world_size == 1:
         return (DENSE,)
     devices = tuple(Device) if offload else (Device.GPU,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -35,12 +35,16 @@ MIB = 1 << 20
 CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)
 """Sizes of the buckets that the search starts from."""
 
+PRICES = (1 / 64, 64.0)
+"""Of all that is saved, over all that may be lost: between these the price of what is lost is sought."""
+
+SPENT = 0.98
+"""Of a limit: what loses more has spent it."""
+
 _CLOSE = 3  # how many starts are priced exactly, if they are about as fast as what is found
 _KEPT = 128  # starts that are looked at again
 _ERROR = 5e-3  # relative: how far the search's own prices may be off
 _LINES_ERROR = 1e-3  # relative: how far they may be but for shards, several times what lines are
-_PRICES = (1 / 64, 64.0)  # of all that is saved over all that may be lost: between these the price is sought
-_SPENT = 0.98  # of the limit: what loses more has spent it
 _ROUGH, _LISTED = 256, 16  # buckets of starts that are priced exactly, where shards' rounding counts and elsewhere
 
 
@@ -109,8 +113,8 @@ class PlanSearch:
         workload, cluster = question.workload, traced.cluster
         atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
         pinned = question.pinned
-        self.options = [[_option(each, cluster) for each in offered] for offered in question.choices.values()]
-        self.options += [[_pinned_option(each, cluster) for each in lane.strategies] for lane in pinned.lanes]
+        self.options = [[option_of(each, cluster) for each in offered] for offered in question.choices.values()]
+        self.options += [[pinned_option(each, cluster) for each in lane.strategies] for lane in pinned.lanes]
         pinned_to = [pinned.lane_of.get(atom.gradient.name) for atom in atoms]
         free = [k for k, lane in enumerate(pinned_to) if lane is None]
         places = [[k for k in free if _may_hold(content, atoms[k])] for content in question.choices]
@@ -139,38 +143,38 @@ class PlanSearch:
         effort = _SHARED if self.shares else _ALONE
         first = effort.first._replace(dense_only=dense_only)
         varied = self._varied(starts, effort.starts)
-        ends = sorted((self._improved(found.parts, first) for found in varied), key=_value_of)
+        ends = sorted((self.improved(found.parts, first) for found in varied), key=_value_of)
         then = effort.then._replace(dense_only=dense_only)
-        ends += [self._improved(found.parts, then) for found in ends[: effort.improved]]
+        ends += [self.improved(found.parts, then) for found in ends[: effort.improved]]
         if self.question.prices_errors and not dense_only:
-            ends += self._at_prices(min(ends, key=_value_of), effort)
+            ends += self.at_prices(min(ends, key=_value_of), effort.first, effort.prices)
         best_us = min(found.value.us for found in ends)
         close = [found for found in starts[:_CLOSE] if found.value.us <= best_us * (1 + _ERROR)]
         distinct = {found.parts: found for found in (*close, *ends)}
         return sorted(distinct.values(), key=_value_of)
 
-    def _at_prices(self, begun: Found, effort: _Effort) -> list[Found]:
+    def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
         """Improve a plan with a price on what it loses: at the right one the limit is spent where that helps most.
 
-        A price that is too low spends it where it buys little, one that is too high leaves some of it over.
+        A price that is too low spends it where it buys little, one that is too high leaves some of it over. So each
+        price's plan comes twice, the second time improved without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
         if not 0 < lossable < math.inf or saved_us <= 0:
-            return []
-        low, high = (factor * saved_us / lossable for factor in _PRICES)
-        ends: list[Found] = []
-        for _ in range(effort.prices):
+            return
+        low, high = (factor * saved_us / lossable for factor in PRICES)
+        for _ in range(rounds):
             price = math.sqrt(low * high)
-            found = self._improved(found.parts, effort.first._replace(price=price))
-            low, high = (price, high) if found.value.lost > _SPENT * lossable else (low, price)
-            ends += [found, self._improved(found.parts, effort.first)]
-        return ends
+            found = self.improved(found.parts, limits._replace(price=price))
+            low, high = (price, high) if found.value.lost > SPENT * lossable else (low, price)
+            yield found
+            yield self.improved(found.parts, limits)
 
     def quick(self, *, dense_only: bool) -> Found:
         """Find a fast plan, without searching to the end."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
-        return self._improved(best.parts, _QUICK._replace(dense_only=dense_only))
+        return self.improved(best.parts, _QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
         """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
@@ -316,7 +320,8 @@ class PlanSearch:
     def _strategy(self, part: Part) -> Strategy:
         return self.options[part.lane][part.option].strategy
 
-    def _improved(self, parts: Parts, limits: Limits) -> Found:
+    def improved(self, parts: Parts, limits: Limits) -> Found:
+        """Change a plan until no change helps, or the limits are reached."""
         found, _ = self.engine.improve(parts, limits)
         return Found(found, self.engine.values([found])[0], self.lanes)
 
@@ -340,12 +345,12 @@ def searches_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list[
 
 
 @lru_cache(maxsize=4096)
-def _option(strategy: Strategy, cluster: Cluster) -> Option:
+def option_of(strategy: Strategy, cluster: Cluster) -> Option:
     return Option(strategy, is_bursty(strategy, cluster))
 
 
-def _pinned_option(strategy: Strategy, cluster: Cluster) -> Option:
-    return replace(_option(strategy, cluster), is_pinned=True)
+def pinned_option(strategy: Strategy, cluster: Cluster) -> Option:
+    return replace(option_of(strategy, cluster), is_pinned=True)
 
 
 def _levels(strategy: Strategy) -> frozenset[Level]:

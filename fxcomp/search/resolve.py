@@ -1,0 +1,239 @@
+"""Solve again for a plan in force, by errors as they are now.
+
+    solving = Resolve(workload, traced, plan, terms)
+    solving.turn()                                      a few milliseconds of work: None, and in the end the plan
+
+No step waits for it: one turn fits between two steps. First the same buckets get other strategies and parameters, which
+a running step can follow at once. Then other buckets are looked for. They must save `WORTH_MOVING` of the step, or the
+first ones stay. Both are improved at one price of what is lost after the other, as a search does (`PlanSearch`). The
+result keeps the budget, whatever the plan in force does by now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fxcomp.plan.modes import Content
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.atoms import Atom
+from fxcomp.search.descent.cells import Lane
+from fxcomp.search.descent.engine import engine_of
+from fxcomp.search.descent.parts import Limits, Part, Parts, Value
+from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, option_of, pinned_option
+from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problem, Problems, TracedPrices
+from fxcomp.search.descent.templates import Setting
+from fxcomp.search.losses import Losses
+from fxcomp.search.pinned import Pinned, elements_of
+from fxcomp.search.question import questions_of
+from fxcomp.search.terms import Terms
+from fxcomp.search.workload import Workload
+
+WORTH_MOVING = 0.02
+"""Of the step: what other buckets must save, which need another program."""
+
+_ROUNDS = 8  # prices that are tried
+_ROUND = Limits(evaluations=600, options=5, pairs=False, borders=False)
+_STARTS, _MOVING_ROUNDS = 3, 6
+_MOVE = Limits(evaluations=2500, options=5, pairs=False)
+_MOVED = Limits(evaluations=2500, options=4)
+_LAST = Limits(evaluations=1200, options=4, borders=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What is predicted of a plan: its step, and its relative squared error by the table."""
+
+    step_us: float
+    error: float
+
+
+class Resolve:
+    """One solution, turn by turn."""
+
+    def __init__(
+        self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, *, moves: bool = True
+    ) -> None:
+        self._workload, self._traced, self._plan, self._terms = workload, traced, plan, terms
+        self._moves = moves
+        """Look for other buckets, too."""
+        self.before: Solved | None = None
+        """The plan in force; None until it is priced."""
+        self.after: Solved | None = None
+        """The plan that was found; None until there is one."""
+        self._turns = self._solve()
+
+    def turn(self) -> Plan | None:
+        """Go on for a few milliseconds; returns the plan in the end. Ask no more after that."""
+        return next(self._turns)
+
+    def _solve(self) -> Iterator[Plan | None]:
+        losses = self._terms.losses(self._workload, self._traced.cluster)
+        yield None
+        elements = max(1, losses.elements)
+        best, plan = yield from self._with_same_buckets(losses)
+        if self._moves:
+            value, other = yield from self._with_others()
+            if value.us < best.us * (1 - WORTH_MOVING):
+                best, plan = value, other
+        self.after = Solved(best.us, best.lost / elements)
+        yield plan
+
+    def _with_same_buckets(self, losses: Losses) -> Generator[None, None, tuple[Value, Plan]]:
+        buckets = _Buckets(self._workload, self._traced, self._plan, self._terms, losses)
+        yield None
+        value = engine_of(buckets.problem(NO_BOUNDS)).values([buckets.now])[0]
+        self.before = Solved(value.us, value.lost / max(1, losses.elements))
+        yield None
+        engine, lossable = engine_of(buckets.problem(buckets.bounds)), buckets.bounds.lost
+        starts = (buckets.now, buckets.plainest)
+        found = list(zip(engine.values(starts), starts, strict=True))
+        dense_us = found[1][0].us
+        value, parts = min(found, key=_value_of)
+        saved_us = max(dense_us - value.us, 0.1 * dense_us)
+        low, high = (factor * saved_us / max(lossable, _LEAST) for factor in PRICES)
+        for _ in range(_ROUNDS):
+            price = math.sqrt(low * high)
+            parts, _ = engine.improve(parts, _ROUND._replace(price=price))
+            value = engine.values([parts])[0]
+            low, high = (price, high) if value.lost > SPENT * lossable else (low, price)
+            found.append((value, parts))
+            yield None
+        parts, _ = engine.improve(min(found, key=_value_of)[1], _LAST)
+        return engine.values([parts])[0], buckets.plan(parts)
+
+    def _with_others(self) -> Generator[None, None, tuple[Value, Plan]]:
+        """Search as for a new plan, with less effort: vectors apart, and together with matrices."""
+        ends: list[tuple[Value, Plan]] = []
+        for question in questions_of(self._workload, self._traced, self._terms)[:2]:
+            search = PlanSearch(question, self._traced)
+            yield None
+            starts = search.starts(range(len(search.options[0])), _STARTS)
+            yield None
+            found: list[Found] = []
+            for start in starts:
+                found.append(search.improved(start.parts, _MOVE))
+                yield None
+            for each in search.at_prices(min(found, key=_plan_value_of), _MOVE, _MOVING_ROUNDS):
+                found.append(each)
+                yield None
+            best = search.improved(min(found, key=_plan_value_of).parts, _MOVED)
+            yield None
+            ends.append((best.value, search.plan(best)))
+        return min(ends, key=_value_of)
+
+
+_LEAST = 1e-9  # elements
+
+
+def _value_of(found: tuple[Value, object]) -> Value:
+    return found[0]
+
+
+def _plan_value_of(found: Found) -> Value:
+    return found.value
+
+
+class _Kind(NamedTuple):
+    """What a bucket may travel by."""
+
+    strategies: tuple[Strategy, ...]
+    is_pinned: bool
+
+
+class _Buckets:
+    """A plan's buckets as cells: a lane for those that may travel by the same."""
+
+    def __init__(self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
+        self._plan, self._traced, cluster = plan, traced, traced.cluster
+        limit = terms.limit(workload, cluster)
+        lossable = limit * elements_of(workload)
+        pinned = Pinned.of(terms.pins, workload, cluster, losses, offload=traced.costs.offloads)
+        self.bounds: Bounds = pinned.bounds(workload, lossable, terms.bursts)
+        offered = {
+            each: terms.strategies(0.0 if pinned.exceeds(lossable) else limit, losses, cluster, each)
+            for each in Content
+        }
+        numbers = {gradient.name: number for number, gradient in enumerate(workload.gradients)}
+        members = [
+            sorted(
+                (Atom(numbers[name], extent, workload.gradients[numbers[name]]) for name, extent in _extents(bucket)),
+                key=_place_of,
+            )
+            for bucket in plan.buckets
+        ]
+        order = {place: k for k, place in enumerate(sorted(_place_of(atom) for each in members for atom in each))}
+        by_kind: dict[_Kind, list[int]] = {}
+        for number, bucket in enumerate(plan.buckets):
+            lane = pinned.lane_of.get(bucket.names[0])
+            found = lane.strategies if lane is not None else offered[_content_of(members[number])]
+            by_kind.setdefault(_Kind(found, lane is not None), []).append(number)
+        self._numbers = [sorted(each, key=lambda k: order[_place_of(members[k][-1])]) for each in by_kind.values()]
+        self._strategies = [
+            list(dict.fromkeys((*kind.strategies, *(plan.buckets[k].strategy for k in each))))
+            for kind, each in zip(by_kind, self._numbers, strict=True)
+        ]
+        lanes = [_lane_of([members[k] for k in each], order) for each in self._numbers]
+        options = [
+            [(pinned_option if kind.is_pinned else option_of)(each, cluster) for each in found]
+            for kind, found in zip(by_kind, self._strategies, strict=True)
+        ]
+        setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
+        self._problems = Problems(losses, workload, lanes, options, setting)
+        places = [
+            (max(order[_place_of(atom)] for atom in members[k]), lane, cell)
+            for lane, each in enumerate(self._numbers)
+            for cell, k in enumerate(each)
+        ]
+        self._cells = [(lane, cell) for _, lane, cell in sorted(places)]
+
+    def problem(self, bounds: Bounds) -> Problem:
+        """Write down the numbers under these limits."""
+        return self._problems.at(self._traced, bounds)
+
+    @property
+    def now(self) -> Parts:
+        """The plan as it is."""
+        return tuple(
+            Part(lane, cell, cell + 1, self._strategies[lane].index(self._bucket(lane, cell).strategy))
+            for lane, cell in self._cells
+        )
+
+    @property
+    def plainest(self) -> Parts:
+        """Each bucket with the first strategy that it may have: dense, unless it is pinned."""
+        return tuple(Part(lane, cell, cell + 1, 0) for lane, cell in self._cells)
+
+    def plan(self, parts: Parts) -> Plan:
+        """Give the buckets the strategies of a solution."""
+        found = {self._numbers[part.lane][part.start]: self._strategies[part.lane][part.option] for part in parts}
+        return self._plan.with_strategies([found[number] for number in range(len(self._plan.buckets))])
+
+    def _bucket(self, lane: int, cell: int) -> Bucket:
+        return self._plan.buckets[self._numbers[lane][cell]]
+
+
+def _extents(bucket: Bucket) -> list[tuple[str, range]]:
+    return list(zip(bucket.names, bucket.extents, strict=True))
+
+
+def _place_of(atom: Atom) -> tuple[int, int]:
+    """Its place among all that travels."""
+    return atom.number, atom.extent.start
+
+
+def _content_of(atoms: list[Atom]) -> Content:
+    kinds = {atom.gradient.is_vector for atom in atoms}
+    return Content.MIXED if len(kinds) == 2 else Content.VECTORS if True in kinds else Content.MATRICES
+
+
+def _lane_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Lane:
+    """Put buckets one behind the other, a cell each."""
+    atoms = [atom for cell in cells for atom in cell]
+    borders = [0]
+    for cell in cells:
+        borders.append(borders[-1] + len(cell))
+    return Lane(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))
