@@ -20,7 +20,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.report.document import Block, Column, Section, Table
 from fxcomp.report.quantities import count, mb
-from fxcomp.report.sections import short
+from fxcomp.report.short_names import short
 
 _MOST_ROWS = 8  # of a table, unless all are asked for
 _SHOWN = 2  # names in a row

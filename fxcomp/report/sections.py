@@ -10,11 +10,12 @@ from enum import Enum
 
 from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import kernels
-from fxcomp.plan.strategy import Compress, Device, Strategy
+from fxcomp.plan.strategy import Compress
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
 from fxcomp.report.explanation import Explanation, variation
 from fxcomp.report.quantities import count, decimals, mb, ms
+from fxcomp.report.short_names import members, short
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.raced import JUDGED_STEPS, Raced
@@ -68,15 +69,6 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Notes", list(explanation.notes)))
     tone, verdict = _verdict(explanation)
     return Report(_headline(explanation), tone, verdict, _reason(explanation), sections)
-
-
-def short(strategy: Strategy) -> str:
-    """A strategy in a few words: `dense`, `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
-    name = ", then ".join(map(str, strategy.compressors)) or "dense"
-    if len(strategy.compressors) == 2 and len(set(strategy.compressors)) == 1:
-        name = f"{strategy.compressor} twice"
-    levels = " by level" if strategy.is_hierarchical else ""
-    return f"{name}{levels}{' on cpu' if Device.CPU in strategy.devices else ''}"
 
 
 # The verdict
@@ -255,17 +247,12 @@ def _plan(explanation: Explanation, digits: int) -> Table:
                 short(bucket.strategy),
                 sent,
                 exposed,
-                _members(explanation.plan.labels(bucket)),
+                members(explanation.plan.labels(bucket)),
             )
         )
     if waits.get(None):
         rows.append(("buffers", "", "broadcast@world", "", ms(waits[None], digits), ""))
     return Table(columns, rows)
-
-
-def _members(names: Sequence[str]) -> str:
-    first, number = names[0], len(names)
-    return first if number == 1 else f"{first} and {number - 1} more"
 
 
 def _strategies(explanation: Explanation) -> Pairs:
@@ -284,7 +271,7 @@ def _pinned(explanation: Explanation) -> Table:
         Column("parameters", is_text=True, is_optional=True),
     )
     rows = [
-        (rule.pattern, rule.text, mb(4 * sum(sizes[name] for name in names)), _members(names))
+        (rule.pattern, rule.text, mb(4 * sum(sizes[name] for name in names)), members(names))
         for rule, names in explanation.pins.decided(sizes).items()
     ]
     return Table(columns, rows)

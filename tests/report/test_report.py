@@ -22,7 +22,7 @@ from fxcomp.plan.streams import Stream
 from fxcomp.report.as_json import to_json
 from fxcomp.report.attribution import exposed_by_bucket, parts_us
 from fxcomp.report.explanation import Explanation
-from fxcomp.report.sections import short
+from fxcomp.report.short_names import short
 from fxcomp.report.terminal import encodable, to_text
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks

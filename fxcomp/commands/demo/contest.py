@@ -34,7 +34,7 @@ from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job
 from fxcomp.plan.plan import Plan
 from fxcomp.report.quantities import count
-from fxcomp.report.sections import short
+from fxcomp.report.short_names import short
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
 MODE = "balanced"

@@ -1,0 +1,22 @@
+"""Name strategies and lists of gradients as reports show them: in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxcomp.plan.strategy import Device, Strategy
+
+
+def short(strategy: Strategy) -> str:
+    """Name a strategy in a few words: `dense`, `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
+    name = ", then ".join(map(str, strategy.compressors)) or "dense"
+    if len(strategy.compressors) == 2 and len(set(strategy.compressors)) == 1:
+        name = f"{strategy.compressor} twice"
+    levels = " by level" if strategy.is_hierarchical else ""
+    return f"{name}{levels}{' on cpu' if Device.CPU in strategy.devices else ''}"
+
+
+def members(names: Sequence[str]) -> str:
+    """Name the first and count the others: `fc.weight and 3 more`."""
+    first, number = names[0], len(names)
+    return first if number == 1 else f"{first} and {number - 1} more"
