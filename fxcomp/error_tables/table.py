@@ -122,6 +122,11 @@ class ErrorTable:
     def is_measured(self) -> bool:
         return any(row.samples for row in self.rows.values())
 
+    @property
+    def looks(self) -> int:
+        """The most looks that any gradient's errors are of."""
+        return max((row.samples for row in self.rows.values()), default=0)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "version": VERSION,

@@ -89,6 +89,7 @@ class Answer:
     notes: tuple[str, ...]
     unknowns: Unknowns
     """Operators that the model of compute knows little of."""
+    budget: Budget | None = None
 
     def explanation(self, *first_notes: str) -> Explanation:
         """The same for a report."""
@@ -103,6 +104,7 @@ class Answer:
             flip_gbit=self.flip_gbit,
             notes=(*first_notes, *self.notes),
             unknowns=self.unknowns,
+            budget=self.budget,
         )
 
 
@@ -205,6 +207,7 @@ def what_if(
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
         unknowns=unknowns(captured.graph),
+        budget=question.budget,
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxcomp.cost.critical import critical_path
-from fxcomp.plan.error_budget import plan_error
 from fxcomp.report.attribution import exposed_by_bucket
 from fxcomp.report.explanation import Explanation, Variation, variation
 from fxcomp.report.wire_arithmetic import formula_lines
@@ -39,7 +38,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
         "plan": {
             "digest": plan.digest,
-            "loss": plan_error(plan, cluster),
+            "loss": explanation.spent,
             "buckets": [
                 {
                     "names": list(plan.labels(bucket)),
@@ -56,6 +55,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "pinned": _pinned(explanation),
         "flip_gbit": explanation.flip_gbit,
         "mode": explanation.mode,
+        "budget": _budget(explanation),
         "cluster": {
             "hosts": cluster.hosts,
             "ranks_per_host": cluster.ranks_per_host,
@@ -91,6 +91,21 @@ def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
         }
         for rule, names in explanation.pins.decided(sizes).items()
     ]
+
+
+def _budget(explanation: Explanation) -> dict[str, Any] | None:
+    """What plans may lose, and what this one does; None without a budget."""
+    budget, errors = explanation.budget, explanation.errors
+    if budget is None:
+        return None
+    return {
+        "asked": str(budget.asked),
+        "allowed": explanation.allowed,
+        "spent": explanation.spent,
+        "measured": errors.is_measured,
+        "looks": errors.looks,
+        "notes": list(errors.notes),
+    }
 
 
 def _counted(operators: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:

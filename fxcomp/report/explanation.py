@@ -16,8 +16,11 @@ from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.optimum.bound import bound_us
+from fxcomp.plan.budget import Budget
+from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
@@ -54,6 +57,8 @@ class Explanation:
     """The last race of plans in the running job."""
     is_racing: bool = False
     """The plan in use is the one whose turn it is."""
+    budget: Budget | None = None
+    """What plans may lose in the place of the mode's limit, by the errors that are known now."""
 
     @property
     def step_us(self) -> float:
@@ -82,9 +87,24 @@ class Explanation:
         return self.choice.pins if self.choice is not None else NO_PINS
 
     @property
+    def errors(self) -> ErrorTable:
+        """The errors that the plan's is counted in."""
+        return ASSUMED if self.budget is None else self.budget.table
+
+    @property
+    def spent(self) -> float:
+        """The plan's relative squared error."""
+        return plan_error(self.plan, self.cluster, self.errors)
+
+    @property
+    def allowed(self) -> float | None:
+        """The relative squared error that the budget allows; None without one."""
+        return None if self.budget is None else self.budget.limit(self.workload.shapes, self.cluster)
+
+    @property
     def bound_us(self) -> float | None:
         """A time that no plan of the mode is predicted to be faster than; None if the plan was not chosen by one."""
-        if not self.is_chosen or self.mode not in _MODES:
+        if not self.is_chosen or self.mode not in _MODES or self.budget is not None:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
 

@@ -13,6 +13,7 @@ from fxcomp.compressors import kernels
 from fxcomp.plan.strategy import Compress
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
+from fxcomp.report.error_section import error_section
 from fxcomp.report.explanation import Explanation, variation
 from fxcomp.report.quantities import count, decimals, mb, ms
 from fxcomp.report.short_names import members, short
@@ -54,6 +55,8 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Worth trying", [_worth_trying(choice, digits)]))
     if plan.buckets:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
+    if explanation.budget is not None and plan.buckets:
+        sections.append(error_section(explanation, explanation.budget))
     if explanation.pins and plan.buckets:
         sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
@@ -86,7 +89,9 @@ def _headline(explanation: Explanation) -> str:
         links = ["links as measured"]
     parts = [", ".join([where, *links])]
     parts.append(f"{count(len(workload.gradients), 'gradient')}, {mb(workload.dense_bytes)} MB")
-    if explanation.mode:
+    if explanation.budget is not None:
+        parts.append(f"error budget {explanation.budget.asked}")
+    elif explanation.mode:
         parts.append(f"mode {explanation.mode}")
     if explanation.costs.estimate:
         parts.append(f"estimate for {explanation.costs.hardware}")
@@ -289,7 +294,8 @@ def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Table:
     runs: list[tuple[int, int, Sequence[str]]] = []
     for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
         best = _best_other(others)
-        why = "pinned by hand" if choice.pins.is_pinned(bucket) else "nothing within the mode's limit"
+        limit = "mode's limit" if explanation.budget is None else "budget"
+        why = "pinned by hand" if choice.pins.is_pinned(bucket) else f"nothing within the {limit}"
         cells = (short(bucket.strategy), why, "", "")
         if best is not None:
             longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits) + 0.0

@@ -8,7 +8,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 
 def short(strategy: Strategy) -> str:
-    """Name a strategy in a few words: `dense`, `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
+    """Name a strategy in a few words: `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
     name = ", then ".join(map(str, strategy.compressors)) or "dense"
     if len(strategy.compressors) == 2 and len(set(strategy.compressors)) == 1:
         name = f"{strategy.compressor} twice"

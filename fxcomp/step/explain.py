@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fxcomp.error_tables import ErrorTable
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
+from fxcomp.plan.budget import Budget
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
@@ -27,9 +29,17 @@ class Explainer:
         self._flip: tuple[Decision, float | None] | None = None
 
     def explanation(
-        self, force: PlanInForce, times: StepTimes, notes: tuple[str, ...], race: tuple[Raced | None, bool]
+        self,
+        force: PlanInForce,
+        times: StepTimes,
+        notes: tuple[str, ...],
+        race: tuple[Raced | None, bool],
+        errors: ErrorTable,
     ) -> Explanation:
-        """Gather all that a report is made of; `race` is the last one, and whether plans take turns now."""
+        """Gather all that a report is made of.
+
+        `race` is the last one, and whether plans take turns now; `errors` are those measured so far.
+        """
         raced, is_racing = race
         decision = force.decision
         is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
@@ -48,7 +58,13 @@ class Explainer:
             unknowns=unknowns(force.standing.captured.graph),
             raced=raced,
             is_racing=is_racing,
+            budget=self._budget(errors),
         )
+
+    def _budget(self, errors: ErrorTable) -> Budget | None:
+        """Count the budget in the errors that were measured last; before that, in those that the plan was chosen by."""
+        budget = self._terms.budget
+        return budget if budget is None or not errors.is_measured else Budget(budget.asked, errors)
 
     def _flip_gbit(self, decision: Decision) -> float | None:
         """Search for the break-even bandwidth, which takes a second or so, once for each decision."""
