@@ -20,11 +20,13 @@ from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.check_feedback import bursts_of, check_plan
+from fxcomp.plan.check_feedback import check_plan
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.update_kind import burst_share
 from fxcomp.plan.verified_steps import SAMPLED
 from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
@@ -96,11 +98,12 @@ def compile_step(
         ranks.share(itertools.chain(model.parameters(), model.buffers()))
 
         compiler = Compiler(site.cluster, site.rank, options.feedback, options.skip_nonfinite)
-        planner = Planner(site, options, compiler, capture.first.graph, bursts_of(optimizer))
+        kinds = update_kinds(capture.first.graph)
+        planner = Planner(site, options, compiler, capture.first.graph, burst_share(kinds))
         inputs = Inputs(training)
         example = Example(capture.first, inputs, pytree.tree_leaves(example_batch), capture.guard)
         decision = planner.first(table, example)
-        check_plan(options.feedback, decision.plan, inputs.shapes, site.cluster, optimizer)
+        check_plan(options.feedback, decision.plan, inputs.shapes, site.cluster, kinds)
         site.make_groups_for(decision.plan)
         seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
         force = PlanInForce(decision, compiler, site, capture, inputs, seed)

@@ -61,8 +61,8 @@ from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.options import RaceOption, StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.check_feedback import check_plan
-from fxcomp.plan.error_budget import POLLUTING_SHARE
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.update_kind import UpdateKind, burst_share
 from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.site import Site
@@ -356,10 +356,10 @@ def _start(
     feedback = chosen.step.feedback
     compiler = Compiler(site.cluster, site.rank, feedback)
     # The optimizer is not known and may be Adam, which a plan of the user's own choice must fit too.
-    planner = Planner(site, chosen.step, compiler, labelled, POLLUTING_SHARE)
+    planner = Planner(site, chosen.step, compiler, labelled, burst_share(list(UpdateKind)))
     decision = planner.first(costs_as_given(chosen.step.costs, ranks))
     shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
-    check_plan(feedback, decision.plan, shapes, site.cluster, None)
+    check_plan(feedback, decision.plan, shapes, site.cluster)
     log.info("%s\n%s", site.cluster, decision.plan)
     site.make_groups_for(decision.plan)
     seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,10 +10,11 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, DivergingCombination
-from fxcomp.plan.error_budget import POLLUTING_ERROR, POLLUTING_SHARE, polluting_share, strategy_error
+from fxcomp.plan.error_budget import POLLUTING_ERROR, polluting_share, strategy_error
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.route import route_of
+from fxcomp.plan.update_kind import UpdateKind, burst_share, strictest
 
 
 def check_is_feedback(options: object) -> None:
@@ -72,9 +73,9 @@ def check_plan(
     plan: Plan,
     shapes: Mapping[str, Sequence[int]],
     cluster: Cluster,
-    optimizer: torch.optim.Optimizer | None,
+    kinds: Collection[UpdateKind] = (),
 ) -> None:
-    """Refuse a plan that diverges by design or trains badly. `optimizer` is None where it is not known."""
+    """Refuse a plan that diverges by design or trains badly. `kinds` are those of all updates, if they are known."""
     if options.allow_diverging:
         return
     for compressor in _compressors(plan, shapes, cluster):
@@ -90,13 +91,13 @@ def check_plan(
                 " direction, which steps add up.\n"
                 "  Leave off=True out, or use bf16, which can do without. To see it fail, add allow_diverging=True."
             )
-    share = polluting_share(plan, cluster)
-    if optimizer is not None and is_adaptive(optimizer) and share > POLLUTING_SHARE and not options.off:
+    share, bent = polluting_share(plan, cluster), [kind for kind in kinds if not kind.is_linear]
+    if share > burst_share(bent) and not options.off:
         worst = max(plan.buckets, key=lambda bucket: strategy_error(bucket.strategy, cluster)).strategy.compressor
         raise DivergingCombination(
             f"{share:.0%} of all elements come through compressors such as {worst}, which leave out more than"
-            f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. {type(optimizer).__name__}"
-            f" divides by the root of the mean square, which bursts inflate: at most {POLLUTING_SHARE:.0%} are"
+            f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. The optimizer's update is"
+            f" {strictest(bent).value}: there delayed errors do not add up, and at most {burst_share(bent):.0%} are"
             " allowed.\n"
             "  Use int8, int4 or sign, or torch.optim.SGD, or let fxcomp choose. To do it all the same, pass"
             " error_feedback=ErrorFeedback(allow_diverging=True)."
@@ -113,8 +114,3 @@ def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Clust
     for bucket in plan.buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), cluster)
         yield from (leg.compressor for leg in route.slots)
-
-
-def bursts_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the share of all elements that may come in bursts before an optimizer."""
-    return POLLUTING_SHARE if is_adaptive(optimizer) else 1.0

@@ -23,12 +23,6 @@ from fxcomp.plan.strategy import Strategy
 POLLUTING_ERROR = 0.5
 """Above it, error feedback sends a value seldom and then in a burst: top-k. Sign, at 0.36, and low rank are below."""
 
-POLLUTING_SHARE = 0.15
-"""The share of all elements that may come in bursts under Adam, whose second moment is quadratic in the gradient.
-
-With 1 % top-k everywhere a char-LM ended at 2.308 nats, dense at 2.122. Of these 0.19 nats, 15 % are the 0.03 that four
-bits are allowed (measured at both ends; the proportion is assumed)."""
-
 
 ErrorOf = Callable[[Compressor, int], float]
 """What a compressor among so many ranks loses of what it is given, relative and squared."""

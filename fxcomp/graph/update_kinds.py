@@ -1,0 +1,208 @@
+"""Tell SGD, momentum, Adam and LAMB apart by their operators, whatever their class is called.
+
+    %mul_      update  f32[4]  mul_(%exp_avg_sq, %beta)                     neutral
+    %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=0.001)   magnitude: written into a state
+    %sqrt      update  f32[4]  sqrt(%addcmul_)                              magnitude
+    %addcdiv_  update  f32[4]  addcdiv_(%weight, %exp_avg, %sqrt)           divides by it: a second moment
+
+Every value is neutral, linear in the gradient, a magnitude of it, or bent: some other function. The rules are those of
+sums and products; an operator without a rule bends what is linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.info import InputKind, Role, has_info, info
+from fxcomp.plan.update_kind import UpdateKind
+
+
+class Form(IntEnum):
+    """What a value is as a function of the gradient."""
+
+    NEUTRAL = 0  # it does not depend on it
+    LINEAR = 1
+    MAGNITUDE = 2  # the same for the gradient and its negative: a square, a norm, a root of one
+    BENT = 3  # anything else
+
+
+def update_kinds(gm: GraphModule) -> set[UpdateKind]:
+    """Return the kinds of all updates of a captured step."""
+    updates: dict[str, list[Node]] = {}
+    parameters: dict[str, Node] = {}
+    states: dict[str, list[Node]] = {}
+    for node in gm.graph.nodes:
+        label = info(node)
+        if label.role is Role.UPDATE and label.parameter is not None:
+            updates.setdefault(label.parameter, []).append(node)
+        elif label.source is not None and label.source.kind is InputKind.PARAMETER:
+            parameters[label.source.name] = node
+        elif label.source is not None and label.source.kind is InputKind.STATE:
+            states.setdefault(label.source.name, []).append(node)
+    known: dict[tuple[Any, ...], UpdateKind] = {}
+    for name, nodes in updates.items():
+        likeness = tuple(node.target for node in nodes)
+        if likeness not in known:
+            known[likeness] = kind_of_update(nodes, parameters[name], states.get(name, ()))
+    return set(known.values())
+
+
+def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[Node]) -> UpdateKind:
+    """Return the kind of one parameter's update. The gradient is what else comes in as a tensor."""
+    reading = _Reading(nodes, parameter, states)
+    if reading.divides_by(reading.magnitudes):
+        return UpdateKind.TRUST_RATIO if reading.has_norm_of_parameter() else UpdateKind.SECOND_MOMENT
+    if reading.form[parameter] > Form.LINEAR:
+        return UpdateKind.OTHER
+    return UpdateKind.MOMENTUM if reading.means else UpdateKind.PLAIN
+
+
+class _Reading:
+    """The forms of an update's values, in the order in which they are computed."""
+
+    def __init__(self, nodes: Sequence[Node], parameter: Node, states: Collection[Node]):
+        self._nodes, self._parameter = nodes, parameter
+        self._memory: dict[Node, Node] = {}
+        """By node: the node whose memory its value lies in."""
+        self.form: dict[Node, Form] = {parameter: Form.NEUTRAL, **dict.fromkeys(states, Form.NEUTRAL)}
+        """By memory: what lies in it by now."""
+        self.means: set[Node] = set()
+        """States that keep gradients."""
+        self.magnitudes: set[Node] = set()
+        """States that keep magnitudes of gradients."""
+        inside = set(nodes)
+        for node in nodes:
+            for outer in node.all_input_nodes:
+                if outer not in inside and outer not in self.form:
+                    self.form[outer] = Form.LINEAR if _is_gradient(outer) else Form.NEUTRAL
+        for node in nodes:
+            self._read(node, states)
+
+    def _read(self, node: Node, states: Collection[Node]) -> None:
+        form = self._form_of(node)
+        for memory in self._written(node):
+            self.form[memory] = form
+            if memory in states and form is Form.LINEAR:
+                self.means.add(memory)
+            elif memory in states and form is Form.MAGNITUDE:
+                self.magnitudes.add(memory)
+        self._memory[node] = self._memory_of_result(node)
+        self.form[self._memory[node]] = form
+
+    def _at(self, node: Node) -> Node:
+        return self._memory.get(node, node)
+
+    def _written(self, node: Node) -> list[Node]:
+        if not compat.is_operator(node.target):
+            return []
+        given = compat.named_arguments(node.target, node.args, node.kwargs)
+        written = (given.get(name) for name in compat.written_arguments(node.target))
+        return [self._at(each) for each in written if isinstance(each, Node)]
+
+    def _memory_of_result(self, node: Node) -> Node:
+        """Of an operator in place, what it writes; of a view, what it looks at."""
+        if written := self._written(node):
+            return written[0]
+        is_view = compat.is_operator(node.target) and compat.is_view(node.target)
+        return self._at(node.all_input_nodes[0]) if is_view and node.all_input_nodes else node
+
+    # Forms
+
+    def _form_of(self, node: Node) -> Form:
+        name = _name(node)
+        inputs = [self.form[self._at(each)] for each in node.all_input_nodes]
+        if not any(inputs) or name in _FILLS:
+            return Form.NEUTRAL
+        if name == "copy":
+            return self._form_at(node.args[1])
+        if name in _FACTORS:
+            first, second = _FACTORS[name]
+            product = self._product(node.args[first], node.args[second], divides=name in _DIVISORS)
+            return _sum([product, *map(self._form_at, node.args[:first])])
+        if name in _EVEN or (name == "pow" and node.args[1] == 2):
+            return Form.MAGNITUDE
+        if name in _LINEAR or (compat.is_operator(node.target) and compat.is_view(node.target)):
+            return _sum(inputs)
+        return Form.MAGNITUDE if set(inputs) <= {Form.NEUTRAL, Form.MAGNITUDE} else Form.BENT
+
+    def _form_at(self, argument: Any) -> Form:
+        return self.form[self._at(argument)] if isinstance(argument, Node) else Form.NEUTRAL
+
+    def _product(self, first: Any, second: Any, *, divides: bool) -> Form:
+        forms = self._form_at(first), self._form_at(second)
+        if divides and forms[1] in (Form.LINEAR, Form.BENT):
+            return Form.BENT
+        if Form.NEUTRAL in forms or forms[0] is forms[1] is Form.MAGNITUDE:
+            return max(forms)
+        if Form.MAGNITUDE in forms:
+            return Form.BENT
+        same = isinstance(first, Node) and isinstance(second, Node) and self._at(first) is self._at(second)
+        return Form.MAGNITUDE if same or Form.BENT not in forms else Form.BENT
+
+    # What follows from states and parameters
+
+    def divides_by(self, states: Collection[Node]) -> bool:
+        """Tell if anything is divided by what follows from one of these states."""
+        follows = self._following(states) if states else set[Node]()
+        return any(self._at(each) in follows for node in self._nodes for each in _divisors(node))
+
+    def has_norm_of_parameter(self) -> bool:
+        """Tell if the whole parameter is reduced to one number."""
+        values = self._following([self._parameter])
+        norms = [node for node in self._nodes if _name(node) in _REDUCTIONS and _is_scalar(node)]
+        return any(self._at(each) in values for node in norms for each in node.all_input_nodes)
+
+    def _following(self, starts: Iterable[Node]) -> set[Node]:
+        found = set(starts)
+        for node in self._nodes:
+            if any(self._at(each) in found for each in node.all_input_nodes):
+                found |= {self._memory[node], *self._written(node)}
+        return found
+
+
+def _is_gradient(outer: Node) -> bool:
+    """Tell if what comes into an update is its gradient, and no number of the optimizer's."""
+    is_input = has_info(outer) and info(outer).source is not None
+    return isinstance(outer.meta.get("val"), Tensor) and outer.op != "get_attr" and not is_input
+
+
+def _sum(forms: Iterable[Form]) -> Form:
+    """Of a sum of values: one form and neutral ones keep it; a magnitude plus a linear value is neither."""
+    found = set(forms) - {Form.NEUTRAL}
+    return found.pop() if len(found) == 1 else Form.BENT if found else Form.NEUTRAL
+
+
+def _name(node: Node) -> str:
+    """Name what a node does, in place or not, of tensors or of numbers."""
+    name = compat.bare_name(node.target) if compat.is_operator(node.target) else getattr(node.target, "__name__", "")
+    return name.removesuffix("_")
+
+
+def _divisors(node: Node) -> list[Node]:
+    name = _name(node)
+    place = _DIVISORS.get(name)
+    if name == "pow" and isinstance(node.args[1], int | float) and node.args[1] < 0:
+        place = 0
+    return [each for each in (node.args[place],) if isinstance(each, Node)] if place is not None else []
+
+
+def _is_scalar(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+_DIVISORS = {"div": 1, "truediv": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}
+_FACTORS = {"mul": (0, 1), "addcmul": (1, 2), "div": (0, 1), "truediv": (0, 1), "addcdiv": (1, 2)}
+"""Products and quotients of two arguments, by their places. What comes before them is added."""
+_EVEN = {"abs", "square", "norm", "linalg_vector_norm", "_foreach_norm"}
+_FILLS = {"zero", "fill", "zeros_like", "ones_like", "empty_like", "full_like"}
+_LINEAR = {
+    "add", "sub", "rsub", "neg", "lerp", "sum", "mean", "clone", "_to_copy", "to", "where", "contiguous", "getitem",
+}  # fmt: skip
+_REDUCTIONS = {"sum", "mean", "norm", "linalg_vector_norm", "dot"}

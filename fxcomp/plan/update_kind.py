@@ -1,0 +1,42 @@
+"""Name what an optimizer does with a gradient, as far as error feedback is concerned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+
+
+class UpdateKind(Enum):
+    """How an update depends on the gradient. Delayed errors add up to the right sum only if it is linear."""
+
+    PLAIN = "linear in the gradient"  # SGD
+    MOMENTUM = "linear in a mean of gradients"  # SGD with momentum
+    SECOND_MOMENT = "divided by a mean of the gradient's magnitude"  # Adam, RMSprop, Adagrad, Adamax
+    TRUST_RATIO = "divided by a mean of the gradient's magnitude, and scaled by a ratio of norms"  # LAMB
+    OTHER = "not linear in the gradient"  # signs, LARS: not measured
+
+    __hash__ = object.__hash__  # Enum's own runs in Python
+
+    @property
+    def is_linear(self) -> bool:
+        return self in (UpdateKind.PLAIN, UpdateKind.MOMENTUM)
+
+
+BURST_SHARES = {
+    UpdateKind.PLAIN: 1.0,
+    UpdateKind.MOMENTUM: 1.0,
+    UpdateKind.SECOND_MOMENT: 0.15,
+    UpdateKind.TRUST_RATIO: 0.15,
+    UpdateKind.OTHER: 0.15,
+}
+"""The share of all elements that may come in bursts before an update."""
+
+
+def burst_share(kinds: Collection[UpdateKind]) -> float:
+    """Return the share of all elements that may come in bursts before all these updates."""
+    return BURST_SHARES[strictest(kinds)] if kinds else 1.0
+
+
+def strictest(kinds: Collection[UpdateKind]) -> UpdateKind:
+    """Return the kind that takes the fewest bursts."""
+    return min(sorted(kinds, key=list(UpdateKind).index), key=BURST_SHARES.__getitem__)
