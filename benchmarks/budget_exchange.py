@@ -4,10 +4,10 @@
     PlanExchange.apply(gradients) the mean that every worker would apply
     PlanExchange.look(number)     the error table of the last step's gradients and of what was left out before
 
-Compressors never mix parameters, so buckets of equal strategies are run as one. Where a plan changes, a worker's residual
-stays with its gradient. An owner's residual, which is in the unit of the mean, joins the residual of every worker: their
-mean is the same. A strategy without error feedback delivers what is owed in its first step. PowerSGD's factors
-go along where the rank is the same.
+Compressors never mix parameters, so buckets of equal strategies are run as one. Where a plan changes, a worker's
+residual stays with its gradient. An owner's residual, which is in the unit of the mean, joins that of every worker:
+their mean is the same. A strategy without error feedback delivers what is owed in its first step. PowerSGD's factors go
+along where the rank is the same.
 """
 
 from __future__ import annotations
@@ -75,15 +75,13 @@ class Group:
         if len(compressors) == 1:
             self.replicas = self._replicas(self._bound(compressors[0]), owed, factors)
         elif compressors:
-            self.shards = self._shards(*compressors, owed)
+            self.shards = self._shards(compressors[0], compressors[1], owed)
 
     def _bound(self, compressor: Compressor) -> Compressor:
         return compressor.bound_to(self.shapes, self.workers)
 
     def _replicas(self, bound: Compressor, owed: Tensor, factors: Factors) -> list[Replica]:
-        found = replicas_of(
-            bound, self.sizes, self.workers, feedback=bound.needs_error_feedback, seed=self.seed
-        )
+        found = replicas_of(bound, self.sizes, self.workers, feedback=bound.needs_error_feedback, seed=self.seed)
         unit = self.workers if bound.is_linear else 1  # packing divides what is summed on the wire
         text = str(self.strategy.compressors[0])
         for worker, replica in enumerate(found):
@@ -132,9 +130,7 @@ class Group:
 
     def _joined(self, parts: Sequence[Tensor | None]) -> Tensor:
         sizes = [sum(shard.segments) for shard in self.shards]
-        return torch.cat(
-            [torch.zeros(size) if part is None else part for part, size in zip(parts, sizes, strict=True)]
-        )
+        return torch.cat([torch.zeros(size) if part is None else part for part, size in zip(parts, sizes, strict=True)])
 
     def factors(self) -> Factors:
         """The state of each piece whose compressor goes on from the last step's payload."""
@@ -260,7 +256,8 @@ def on_all(workers: int, work: Callable[[int, AddUp], ErrorTable]) -> ErrorTable
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0].rows and found[0].rows == found[-1].rows, "all workers find the same table"
+    assert found[0].rows, "a worker has failed"
+    assert found[0].rows == found[-1].rows, "all workers find the same table"
     return found[0]
 
 

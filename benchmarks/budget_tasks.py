@@ -1,7 +1,7 @@
 """Small training tasks for error budgets: 1,000 steps of workers that live in one process, a name for each gradient.
 
     gpt      the example's transformer, two blocks of width 64, on Python's own source; 118,528 parameters
-    resnet   four residual blocks with batch norm on ten smooth patterns under noise; 170,410 parameters
+    resnet   four residual blocks with batch norm on ten smooth patterns under noise; 96,394 parameters
     logreg   logistic regression on eight fields of 1,024 sparse features, a tensor each; scales from 1 to e^-4
     logreg1  logistic regression of tasks.py: 4,096 such features in one tensor, so no layer differs from another
 
@@ -59,7 +59,7 @@ def make_budget_task(name: str, seed: int = 0) -> BudgetTask:
 def small_gpt(seed: int) -> BudgetTask:
     """Passages of 32 bytes; judged by others of the same files."""
     config = GPTConfig(layers=2, heads=4, width=64, context=32)
-    batch, judged = 8, 512
+    batch, judged = 4, 512
     torch.manual_seed(seed)
     model, text = GPT(config), training_text()
 
@@ -72,7 +72,7 @@ def small_gpt(seed: int) -> BudgetTask:
 
 def small_resnet(seed: int) -> BudgetTask:
     """Three channels of 10 x 10 pixels; batch norm by each worker's own batch, also where it is judged."""
-    widths, pixels, batch, noise = (16, 32, 64), 10, 16, 4.0
+    widths, pixels, batch, noise = (16, 32, 64), 10, 8, 4.0
     torch.manual_seed(seed)
     pairs = itertools.pairwise((16, *widths))
     stages = [[Residual(before, after), Residual(after, after)] for before, after in pairs]

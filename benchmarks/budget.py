@@ -1,0 +1,79 @@
+"""Compare plans that are found under an error budget with uniform settings of the same error.
+
+    python benchmarks/budget.py --json budget.json --report docs/benchmarks/budget.md
+
+Small models are trained for 1,000 steps by four workers in one process: dense, under three uniform settings, and by
+plans that are found and found again under the error of each setting and of two modes (budget_cells.py). There only
+bytes cost. What found plans are worth in time is told by timelines of eight hosts at 1 Gbit/s (budget_timelines.py).
+
+Every cell is saved as it ends, in `--cells`; another run goes on from there. About forty minutes of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+from budget_cells import DENSE, MODES, OPTIMIZERS, REFERENCES, Cell, Outcome, run_cell
+from budget_tasks import BUDGET_TASKS
+
+SETTINGS = (
+    DENSE,
+    *(f"{kind} {reference}" for reference in REFERENCES for kind in ("uniform", "found")),
+    *(f"found {mode}" for mode in MODES),
+)
+SEEDS = {"logreg": 3}
+"""By model; one of the others."""
+
+
+def planned(models: Sequence[str]) -> Iterator[Cell]:
+    """All cells, the first seed of each model before the others."""
+    for seed in range(max(SEEDS.values())):
+        for model in models:
+            if seed < SEEDS.get(model, 1):
+                for optimizer in OPTIMIZERS:
+                    yield from (Cell(model, optimizer, setting, seed) for setting in SETTINGS)
+
+
+def key_of(outcome: Outcome | Cell) -> Cell:
+    return Cell(outcome.model, outcome.optimizer, outcome.setting, outcome.seed)
+
+
+def run_all(cells: Iterable[Cell], path: Path | None) -> list[Outcome]:
+    """Run the cells that the file does not have, and save it after each."""
+    found = {key_of(each): each for each in read_cells(path)} if path and path.exists() else {}
+    for cell in cells:
+        if cell in found:
+            continue
+        outcome = found[cell] = run_cell(cell)
+        loss = "diverges" if outcome.loss is None else f"{outcome.loss:.5f}"
+        print(f"{cell.model} {cell.optimizer} {cell.setting} {cell.seed}: {loss}, {outcome.bytes:,.0f} bytes,"
+              f" error {outcome.error:.4f}, {outcome.seconds:.0f} s", flush=True)  # fmt: skip
+        if path:
+            path.write_text(json.dumps([asdict(each) for each in found.values()]))
+    return list(found.values())
+
+
+def read_cells(path: Path) -> list[Outcome]:
+    names = {field.name for field in fields(Outcome)}
+    return [
+        Outcome(**{name: value for name, value in each.items() if name in names})
+        for each in json.loads(path.read_text())
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=BUDGET_TASKS, help="only this one; may be given again")
+    parser.add_argument("--cells", type=Path, metavar="FILE", help="save each cell here, and go on from what is there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    run_all(planned(options.model or list(BUDGET_TASKS)), options.cells)
+
+
+if __name__ == "__main__":
+    main()
