@@ -89,7 +89,8 @@ def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: b
     starts = [found.parts for found in search.starts(range(len(search.options[0])))]
     assert compiled.values(starts) == plain.values(starts)
     limits = Limits(evaluations=120, options=3)
-    for asked in (limits, limits._replace(dense_only=True)):
+    changes = ({}, {"dense_only": True}, {"price": 1e-3}, {"price": 1e-2, "borders": False})
+    for asked in (limits._replace(**each) for each in changes):
         assert compiled.improve(starts[-1], asked) == plain.improve(starts[-1], asked)
     options = [(number,) * len(search.lanes) for number in (0, 1)]
     assert compiled.with_options(starts[0], options) == plain.with_options(starts[0], options)
