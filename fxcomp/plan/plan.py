@@ -35,8 +35,8 @@ class Bucket:
     starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.names or len(self.names) != len(self.sizes):
-            raise BadPlan(f"a bucket needs names and as many sizes, not {self.names} and {self.sizes}")
+        if not self.names or len(self.names) != len(self.sizes) or min(self.sizes) < 0:
+            raise BadPlan(f"a bucket needs names and as many sizes, 0 or more each, not {self.names} and {self.sizes}")
         object.__setattr__(self, "starts", tuple(self.starts) or (0,) * len(self.names))
         if len(self.starts) != len(self.names) or min(self.starts) < 0:
             raise BadPlan(f"a bucket needs as many starts as names, 0 or more each, not {self.names} and {self.starts}")
@@ -213,7 +213,7 @@ class Plan:
             return cls(
                 tuple(
                     Bucket(
-                        tuple(b["names"]),
+                        tuple(map(str, b["names"])),
                         tuple(map(int, b["sizes"])),
                         Strategy.parse(b["strategy"]),
                         tuple(map(int, b.get("starts", ()))),

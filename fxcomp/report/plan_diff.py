@@ -1,7 +1,7 @@
 """Say what two plans do differently: strategies, buckets, and the numbers that both files have.
 
     12 gradients  30.1 MB  int8 -> powersgd(4)
-     3 gradients   0.2 MB  travel with others
+     3 gradients   0.2 MB  in another bucket
 
 Plans may cut gradients at different places, so what is compared are pieces that lie in one bucket in both.
 """
@@ -69,6 +69,10 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
     return Bucket(tuple(names), tuple(map(int, data["sizes"])), Strategy.parse(data["strategy"]), tuple(starts))
 
 
+_Part = tuple[range, int]
+"""Elements of a gradient, and their bucket."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements of one gradient that lie in one bucket before and in one after."""
@@ -105,13 +109,13 @@ class PlanDiff:
 
     strategies: tuple[Change, ...]
     moved: Change | None
-    """Gradients that travel with others than before."""
+    """Gradients that are in another bucket than the match of the one before."""
     missing: tuple[Change, ...]
     """Gradients that one plan alone has, or has in another size."""
     buckets: tuple[int, int]
     gradients: int
     is_reordered: bool
-    """Buckets leave in another order."""
+    """Buckets leave, or gradients lie in them, in another order."""
     numbers: tuple[tuple[str, float, float], ...]
 
     @property
@@ -137,41 +141,42 @@ def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
     old, new = before.plan, after.plan
     sizes, others = old.sizes, new.sizes
     names = [name for name in sizes if others.get(name) == sizes[name]]
-    pieces = [piece for name in names for piece in _pieces(name, old, new)]
+    parts, other_parts = _parts(old), _parts(new)
+    pieces = [piece for name in names for piece in _pieces(parts[name], other_parts[name], name)]
     partner = _partners(pieces)
     moved = [piece for piece in pieces if partner.get(piece.before) != piece.after]
     followed = [partner[k] for k in range(len(old.buckets)) if k in partner]
     shared = [name for name in _NUMBERS if name in before.numbers and name in after.numbers]
+    strategies, missing = _strategies(pieces, old, new), _missing(sizes, others)
+    is_same_but_for_order = not (strategies or moved or missing)
     return PlanDiff(
-        strategies=_strategies(pieces, old, new),
-        moved=_change("travel with others", moved) if moved else None,
-        missing=_missing(sizes, others),
+        strategies=strategies,
+        moved=_change("in another bucket", moved) if moved else None,
+        missing=missing,
         buckets=(len(old.buckets), len(new.buckets)),
         gradients=len(sizes.keys() | others.keys()),
-        is_reordered=followed != sorted(followed),
+        is_reordered=followed != sorted(followed) or (is_same_but_for_order and old != new),
         numbers=tuple((name, before.numbers[name], after.numbers[name]) for name in shared),
     )
 
 
-def _pieces(name: str, old: Plan, new: Plan) -> list[Piece]:
+def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str) -> list[Piece]:
     """Cut a gradient where either plan cuts it."""
-    parts = [_parts(name, old), _parts(name, new)]
-    borders = sorted({0, *(extent.stop for each in parts for extent, _ in each)})
+    borders = sorted({0, *(extent.stop for extent, _ in (*old, *new))})
     found: list[Piece] = []
     for start, stop in pairwise(borders):
-        before, after = (next(k for extent, k in each if start in extent) for each in parts)
+        before, after = (next(k for extent, k in each if start in extent) for each in (old, new))
         found.append(Piece(name, stop - start, before, after))
     return found
 
 
-def _parts(name: str, plan: Plan) -> list[tuple[range, int]]:
-    return [
-        (extent, k)
-        for k, bucket in enumerate(plan.buckets)
-        if name in bucket.names
-        for other, extent in zip(bucket.names, bucket.extents, strict=True)
-        if other == name
-    ]
+def _parts(plan: Plan) -> dict[str, list[_Part]]:
+    """List the parts of each gradient, with the bucket of each."""
+    found: dict[str, list[_Part]] = {}
+    for number, bucket in enumerate(plan.buckets):
+        for name, extent in zip(bucket.names, bucket.extents, strict=True):
+            found.setdefault(name, []).append((extent, number))
+    return found
 
 
 def _partners(pieces: Sequence[Piece]) -> dict[int, int]:
@@ -253,7 +258,7 @@ def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
         if changes:
             found.append(Section(title, _blocks(changes, all_names=all_names)))
     if diff.is_reordered:
-        found.append(Section("Order", ["The buckets leave in another order."]))
+        found.append(Section("Order", ["Buckets leave, or gradients lie in them, in another order."]))
     if diff.numbers:
         found.append(Section("Numbers", [_numbers(diff)]))
     return found

@@ -196,7 +196,7 @@ def test_a_gradient_in_two_buckets_is_refused():
 
 
 def test_a_bucket_needs_as_many_sizes_as_names():
-    for names, sizes in (((), ()), (("a",), (1, 2))):
+    for names, sizes in (((), ()), (("a",), (1, 2)), (("a",), (-1,))):
         with pytest.raises(BadPlan, match="a bucket needs names and as many sizes"):
             Bucket(names, sizes, DENSE)
 

@@ -69,7 +69,7 @@ def test_gradients_that_travel_with_others_are_counted_and_not_those_that_stay()
     found = diff(plan(("abc", INT8), ("de", INT8)), plan(("ab", INT8), ("cde", INT8)))
     assert found.strategies == ()
     assert found.moved.names == ("c",)
-    assert rows(found) == [("1", "0.004", "travel with others", "c")]
+    assert rows(found) == [("1", "0.004", "in another bucket", "c")]
     joined = diff(plan(("abc", INT8), ("de", INT8)), plan(("abcde", INT8)))
     assert joined.moved.names == ("d", "e")
 
@@ -78,6 +78,14 @@ def test_another_order_of_buckets_is_a_difference():
     found = diff(plan(("ab", INT8), ("c", DENSE)), plan(("c", DENSE), ("ab", INT8)))
     assert found.is_reordered
     assert not found.is_empty
+
+
+def test_another_order_within_a_bucket_is_a_difference_and_so_is_an_empty_gradient_elsewhere():
+    assert diff(plan(("ab", INT8)), plan(("ba", INT8))).is_reordered
+    first, second = Bucket(("e", "b"), (0, 20), INT8), Bucket(("b",), (20,), INT8)
+    found = diff(Plan((first, Bucket(("c",), (5,), DENSE))), Plan((second, Bucket(("e", "c"), (0, 5), DENSE))))
+    assert not found.is_empty
+    assert sections_of(found)[0].blocks == ["Buckets leave, or gradients lie in them, in another order."]
 
 
 def test_parts_of_a_gradient_are_compared_where_either_plan_cuts_it():
