@@ -29,9 +29,10 @@ from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable, smoothed
 from fxcomp.plan.budget import Budget, ErrorBudget
-from fxcomp.plan.error_budget import POLLUTING_SHARE, plan_error
+from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.update_kind import UpdateKind, burst_share
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.choose import choose, uniform
 from fxcomp.search.terms import Terms
@@ -43,6 +44,7 @@ REFERENCES = ("topk(0.01)", "int4", "powersgd(4)")
 MODES = ("balanced", "aggressive")
 OPTIMIZERS = ("sgd", "adamw")
 
+_UPDATES = {"sgd": UpdateKind.MOMENTUM, "adamw": UpdateKind.SECOND_MOMENT}
 _FREE = 1e12
 BYTES_ALONE = CostTable(roofline=Roofline(_FREE, _FREE, 0.0), pack_gb_per_s=_FREE, launch_us=0.0, error=0.0)
 """Nothing costs but the wire."""
@@ -81,7 +83,8 @@ class Outcome:
     """The mean over sampled steps of the plan's error on the true gradients."""
     error_of_values: float = 0.0
     """The same with all values as one gradient."""
-    error_highest: float = 0.0
+    errors: list[float] = field(default_factory=list[float])
+    """By sampled step."""
     error_by_table: float = 0.0
     """The mean over looks of what the table says of the plan in force."""
     limit_by_table: float = 0.0
@@ -119,7 +122,7 @@ def bytes_of(plan: Plan, cluster: Cluster, task: BudgetTask) -> float:
 
 def terms_of(cell: Cell, table: ErrorTable) -> Terms:
     """The terms of a found plan: of any family, and before AdamW with the product's limit on what comes in bursts."""
-    bursts = 1.0 if cell.optimizer == "sgd" else POLLUTING_SHARE
+    bursts = burst_share([_UPDATES[cell.optimizer]])
     return Terms(Mode.AGGRESSIVE, bursts, budget=Budget(ErrorBudget.parse(cell.reference), table))
 
 
@@ -153,7 +156,7 @@ class _Run:
             loss=loss if math.isfinite(loss) else None,
             error=statistics.fmean(each.of_plan for each in self.errors),
             error_of_values=statistics.fmean(each.of_values for each in self.errors),
-            error_highest=max(each.of_plan for each in self.errors),
+            errors=[round(each.of_plan, 6) for each in self.errors],
             error_by_table=statistics.fmean(each for each, _ in self.by_table) if self.by_table else 0.0,
             limit_by_table=statistics.fmean(each for _, each in self.by_table) if self.by_table else 0.0,
             bytes=self.bytes / steps,

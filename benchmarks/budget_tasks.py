@@ -67,7 +67,7 @@ def small_gpt(seed: int) -> BudgetTask:
         return draw_batch(text.train, step=step, rank=worker, size=batch, context=config.context, seed=seed)
 
     whole = draw_batch(text.train, step=-1, rank=0, size=judged, context=config.context, seed=0)
-    return _of_module("gpt", model, {"sgd": 0.3, "adamw": 4e-3}, batch_at, whole)
+    return _of_module("gpt", model, {"sgd": 0.1, "adamw": 4e-3}, batch_at, whole)
 
 
 def small_resnet(seed: int) -> BudgetTask:
