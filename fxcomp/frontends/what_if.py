@@ -32,6 +32,7 @@ from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.budget import Budget
@@ -40,6 +41,7 @@ from fxcomp.plan.given import check_names_compressor, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.update_kind import burst_share
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.measure_machine import machine_costs
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step
@@ -149,7 +151,7 @@ class Question:
 
     @property
     def terms(self) -> Terms:
-        """What plans may be."""
+        """What plans may be, whatever the optimizer does."""
         return Terms(self.mode, pins=self.pins, budget=self.budget)
 
 
@@ -186,7 +188,8 @@ def what_if(
         workload = scaled(workload, 1e3 * question.step_ms / workload.free_us)
         costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
     tell("choosing")
-    choice = choose(workload, costs, cluster, question.terms)
+    terms = replace(question.terms, bursts=burst_share(update_kinds(captured.graph)))
+    choice = choose(workload, costs, cluster, terms)
     wanted = choice.plan if question.plan is None else question.plan.make(workload, costs)
     if wanted.buckets:
         wanted.check_covers(workload.sizes)
@@ -199,10 +202,10 @@ def what_if(
         costs=costs,
         cluster=cluster,
         mode=question.mode,
-        flip_gbit=_flip_gbit(workload, costs, cluster, question.terms, choice),
+        flip_gbit=_flip_gbit(workload, costs, cluster, terms, choice),
         is_own_compute=question.step_ms is None and preset is None and not foreign,
         notes=(
-            *question.terms.notes(workload, cluster),
+            *terms.notes(workload, cluster),
             *foreign,
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),

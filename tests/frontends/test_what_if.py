@@ -19,9 +19,10 @@ from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
 from fxcomp.frontends.what_if import Question, capture_job, graph_after, plan_named, rewritten, scaled, what_if
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.update_kind import BURST_SHARES, UpdateKind
 from fxcomp.report.as_json import to_json
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
@@ -79,6 +80,13 @@ def test_without_it_the_answer_says_whose_compute_it_is(job: Job):
     answer = what_if(job, cluster("2x1", "10gbit"))
     assert answer.is_own_compute
     assert any("--step-ms" in note for note in answer.notes)
+
+
+def test_the_optimizer_limits_what_may_come_in_bursts(job: Job):
+    where, question = cluster("2x1", "1mbit"), Question(mode=Mode.AGGRESSIVE, device="h100")
+    linear, adam = (make(job.model.parameters(), lr=0.1) for make in (torch.optim.SGD, torch.optim.AdamW))
+    shares = [polluting_share(what_if(replace(job, optimizer=o), where, question).plan, where) for o in (linear, adam)]
+    assert shares[0] > BURST_SHARES[UpdateKind.SECOND_MOMENT] >= shares[1]
 
 
 def test_one_rank_needs_no_plan(job: Job):
