@@ -17,6 +17,7 @@ basis would keep. A matrix with a side of no more than the sketch's columns is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ def _missed(probe: Tensor, basis: Tensor) -> float:
 
 def _losses(core: Tensor, ranks: Sequence[int], missed: float) -> list[float]:
     inner = core.double()
+    if not inner.isfinite().all():  # products of huge values
+        return [nan] * len(ranks)
     found: list[float] = _linalg.eigvalsh(inner @ inner.T).flip(0).clamp_min(0).tolist()
     total = sum(found) + missed
     return [(sum(found[rank:]) + missed) / total if total else 0.0 for rank in ranks]

@@ -78,7 +78,7 @@ class _Look:
     def value(self, name: str) -> Tensor:
         """Make what is compressed, flat."""
         flat, residual = self.gradients[name].detach().float().flatten(), self.residuals.get(name)
-        return flat if residual is None else flat + residual.flatten()
+        return flat if residual is None else flat + residual.float().flatten()
 
     def sums(self, all_reduce: AllReduce | None) -> Tensor:
         """Return this rank's part of what ranks add up: a row a gradient."""
@@ -147,8 +147,8 @@ def table_of(sums: Tensor, shapes: Mapping[str, tuple[int, ...]], columns: Colum
             rows[name] = Row(shape, inf, (), 0)
         elif not value:
             if prod(shape):
-                notes.append(f"{name}: it was zero, so it weighs nothing, and errors of Gaussian values are assumed")
-            rows[name] = Row(shape, 0.0, (), 0)
+                notes.append(f"{name}: what is compressed was zero, so errors of Gaussian values are assumed")
+            rows[name] = Row(shape, gradient / measured, (), 0)
         else:
             by_rank = range(len(columns.densities), columns.contractions())
             errors = (each / (measured if place in by_rank else value) for place, each in enumerate(lost))

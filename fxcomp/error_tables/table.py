@@ -138,7 +138,7 @@ class ErrorTable:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write it for `fxcomp explain --errors`."""
+        """Write it for the option `--errors` of `fxcomp explain`."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -233,9 +233,7 @@ def _is_size(value: float) -> bool:
 
 
 def _row_of(data: Mapping[str, Any]) -> Row:
-    return Row(
-        tuple(map(int, data["shape"])),
-        float(data["squares"]),
-        tuple(map(float, data["errors"])),
-        int(data["samples"]),
-    )
+    shape, samples = tuple(map(int, data["shape"])), int(data["samples"])
+    if min(samples, *shape) < 0:
+        raise ValueError(f"a shape {shape} and {samples} samples cannot be")
+    return Row(shape, float(data["squares"]), tuple(map(float, data["errors"])), samples)

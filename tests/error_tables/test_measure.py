@@ -224,6 +224,19 @@ def test_zeros_weigh_nothing_and_empty_gradients_are_legal():
     assert any("zero" in note for note in table.notes)
 
 
+def test_a_gradient_that_residuals_cancel_weighs_as_much_as_before():
+    table = measure({"g": drawn(0)}, {"g": -drawn(0)})
+    assert table.rows["g"].squares == pytest.approx(drawn(0).square().sum().item(), rel=1e-5)
+    assert table.error_of("g", TopK(0.01)).source is Source.ASSUMED
+
+
+def test_values_whose_products_overflow_are_assumed_and_noted():
+    table = measure({"huge": 3e37 * drawn(0), "fine": drawn(1)})
+    assert table.error_of("huge", PowerSGD(4)).source is Source.ASSUMED
+    assert table.error_of("fine", PowerSGD(4)).source is Source.MEASURED
+    assert any("huge: it has errors that are no numbers" in note for note in table.notes)
+
+
 def test_nothing_at_all_is_a_table():
     assert not measure({}).is_measured
 

@@ -44,6 +44,8 @@ def test_a_table_goes_to_json_and_back():
         {**ASSUMED.to_json(), "ranks": [0, 1]},
         {**ASSUMED.to_json(), "rows": {"a": 3}},
         {**ASSUMED.to_json(), "rows": [1]},
+        {**ASSUMED.to_json(), "rows": {"a": {"shape": [-1, 2], "squares": 1.0, "errors": [], "samples": 0}}},
+        {**ASSUMED.to_json(), "rows": {"a": {"shape": [], "squares": 1.0, "errors": [], "samples": -1}}},
     ],
 )
 def test_what_is_no_table_is_refused(data: dict[str, object]):
