@@ -8,6 +8,7 @@ from typing import Any
 
 from fxcomp.cost.critical import critical_path
 from fxcomp.report.attribution import exposed_by_bucket
+from fxcomp.report.by_layer import Layer, Part, layers_of
 from fxcomp.report.explanation import Explanation, Variation, variation
 from fxcomp.report.wire_arithmetic import formula_lines
 
@@ -98,6 +99,10 @@ def _budget(explanation: Explanation) -> dict[str, Any] | None:
     budget, errors = explanation.budget, explanation.errors
     if budget is None:
         return None
+    layers, strategies = layers_of(explanation), [str(bucket.strategy) for bucket in explanation.plan.buckets]
+    by_name: dict[str, list[Part]] = {name: [] for name in explanation.plan.names}
+    for part in (part for layer in layers for part in layer.parts):
+        by_name[part.name].append(part)
     return {
         "asked": str(budget.asked),
         "allowed": explanation.allowed,
@@ -105,6 +110,44 @@ def _budget(explanation: Explanation) -> dict[str, Any] | None:
         "measured": errors.is_measured,
         "looks": errors.looks,
         "notes": list(errors.notes),
+        "layers": [_layer(layer) for layer in layers],
+        "gradients": [
+            {
+                "name": name,
+                **_shares(parts),
+                "strategies": list(dict.fromkeys(strategies[part.bucket] for part in parts)),
+            }
+            for name, parts in by_name.items()
+        ],
+    }
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    others = {"dense": layer.dense, "finer": layer.finer, "coarser": layer.coarser}
+    return {
+        "layer": layer.name,
+        "names": list(layer.names),
+        "strategy": str(layer.strategy),
+        "pinned": layer.is_pinned,
+        "buckets": list(layer.buckets),
+        **_shares(layer.parts),
+        "instead": {
+            name: other
+            and {"strategy": str(other.strategy), "longer_ms": other.longer_us / 1e3, "more_spent": other.spent}
+            for name, other in others.items()
+        },
+    }
+
+
+def _shares(parts: Sequence[Part]) -> dict[str, Any]:
+    """What these elements weigh, spend and save."""
+    squares, spent = sum(part.squares for part in parts), sum(part.spent for part in parts)
+    return {
+        "bytes": 4 * sum(part.elements for part in parts),
+        "squares": squares,
+        "error": spent / squares if squares > 0 else None,
+        "spent": spent,
+        "wire_ms_saved": sum(part.saved_us for part in parts) / 1e3,
     }
 
 

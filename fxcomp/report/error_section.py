@@ -1,18 +1,31 @@
-"""Write what a plan may lose and what it loses: the section of a report under an error budget."""
+"""Write what a plan may lose and what it loses, by layer: the sections of a report under an error budget."""
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from fxcomp.plan.budget import Budget
-from fxcomp.report.document import Block, Section
+from fxcomp.report.attribution import exposed_by_bucket
+from fxcomp.report.by_layer import Instead, Layer, layers_of
+from fxcomp.report.document import Block, Column, Section, Table
 from fxcomp.report.explanation import Explanation
-from fxcomp.report.quantities import count
+from fxcomp.report.quantities import count, decimals, mb
+from fxcomp.report.short_names import short
+
+_MOST_LAYERS = 24
+_WHAT = "How much longer the step would be if all buckets that hold a layer travelled otherwise:"
 
 
-def error_section(explanation: Explanation, budget: Budget) -> Section:
-    """Compare what is lost with the budget, and say where the errors are from."""
+def error_sections(explanation: Explanation, budget: Budget) -> list[Section]:
+    """Compare what is lost with the budget, and say by layer what it buys and why no other parameter is taken."""
     blocks: list[Block] = [_spent(explanation, budget), _source(explanation)]
     shown = set(explanation.notes)
-    return Section("Error", [*blocks, *(note for note in budget.table.notes if note not in shown)])
+    layers = layers_of(explanation)
+    return [
+        Section("Error", [*blocks, *(note for note in budget.table.notes if note not in shown)]),
+        Section("By layer", [_by_layer(layers, explanation)]),
+        Section("Why these parameters", [_WHAT, _reasons(layers, explanation)]),
+    ]
 
 
 def _spent(explanation: Explanation, budget: Budget) -> str:
@@ -31,3 +44,100 @@ def _source(explanation: Explanation) -> str:
     of_all = f"of {known} of {count(len(names), 'gradient')}" if known < len(names) else "of every gradient"
     rest = "; the others' are those of Gaussian values" if known < len(names) else ""
     return f"Errors {of_all} were measured in training, in {count(errors.looks, 'look')}{rest}."
+
+
+def _by_layer(layers: list[Layer], explanation: Explanation) -> Table:
+    """Number the layers that spend most, or else save most."""
+    columns = (
+        Column(""),
+        Column("layer", is_text=True),
+        Column("MB"),
+        Column("squares", is_optional=True),
+        Column("sent by", is_text=True),
+        Column("error"),
+        Column("of budget"),
+        Column("wire ms saved", is_optional=True),
+    )
+    digits, allowed = decimals(explanation.step_us), explanation.allowed or 0.0
+    rows = [
+        (
+            str(number),
+            layer.name if len(layer.names) == 1 else f"{layer.name} ({len(layer.names)})",
+            mb(4 * layer.elements),
+            f"{layer.squares:.1%}",
+            short(layer.strategy),
+            "" if layer.error is None else f"{layer.error:.3g}",
+            f"{layer.spent / allowed:.1%}" if allowed else "",
+            f"{layer.saved_us / 1e3:.{digits}f}",
+        )
+        for number, layer in enumerate(layers[:_MOST_LAYERS])
+    ]
+    rest = layers[_MOST_LAYERS:]
+    if rest:
+        spent, saved_us = sum(each.spent for each in rest), sum(each.saved_us for each in rest)
+        rows.append(
+            (
+                "",
+                f"{count(len(rest), 'other layer')}",
+                mb(4 * sum(each.elements for each in rest)),
+                f"{sum(each.squares for each in rest):.1%}",
+                "",
+                "",
+                f"{spent / allowed:.1%}" if allowed else "",
+                f"{saved_us / 1e3:.{digits}f}",
+            )
+        )
+    return Table(columns, rows)
+
+
+def _reasons(layers: list[Layer], explanation: Explanation) -> Table:
+    """Say it once for layers with the same reason."""
+    waits = exposed_by_bucket(explanation.timeline)
+    numbers: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers[:_MOST_LAYERS]):
+        is_hidden = not any(waits.get(bucket) for bucket in layer.buckets)
+        numbers.setdefault(reason(layer, explanation, is_hidden=is_hidden), []).append(number)
+    return Table(
+        (Column("layer", is_text=True), Column("", is_text=True)),
+        [(_ranges(each), why) for why, each in numbers.items()],
+    )
+
+
+def reason(layer: Layer, explanation: Explanation, *, is_hidden: bool) -> str:
+    """Say in a phrase why a layer's parameter is what it is; `is_hidden` tells that compute never waits for it."""
+    digits = decimals(explanation.step_us)
+    if layer.is_pinned:
+        return "pinned by hand"
+    told = [_change(layer.dense, digits)] if layer.dense is not None else []
+    finer, coarser = layer.finer, layer.coarser
+    if finer is not None and finer != layer.dense:
+        told.append(f"finer: {_change(finer, digits)}")
+    if coarser is None:
+        told.append("nothing coarser is offered")
+    elif not layer.strategy.is_dense or _rounded(coarser, digits) < 0:
+        told.append(f"coarser: {_change(coarser, digits)}, {_price(coarser, explanation)}")
+    elif is_hidden:
+        told.append("hidden: dense costs nothing")
+    else:
+        told.append(f"nothing is faster than dense: {_change(coarser, digits)}")
+    return "; ".join(told)
+
+
+def _change(instead: Instead, digits: int) -> str:
+    return f"{short(instead.strategy)} {_rounded(instead, digits):+.{digits}f} ms"
+
+
+def _rounded(instead: Instead, digits: int) -> float:
+    return round(instead.longer_us / 1e3, digits) + 0.0
+
+
+def _price(instead: Instead, explanation: Explanation) -> str:
+    """What a coarser strategy would lose more."""
+    over = explanation.spent + instead.spent > (explanation.allowed or 0.0) * (1 + 1e-9)
+    return f"{instead.spent:.2g} more lost{', beyond the budget' if over else ''}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0, 3-5`."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

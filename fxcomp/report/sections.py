@@ -13,7 +13,7 @@ from fxcomp.compressors import kernels
 from fxcomp.plan.strategy import Compress
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
-from fxcomp.report.error_section import error_section
+from fxcomp.report.error_section import error_sections
 from fxcomp.report.explanation import Explanation, variation
 from fxcomp.report.quantities import count, decimals, mb, ms
 from fxcomp.report.short_names import members, short
@@ -56,7 +56,7 @@ def report_of(explanation: Explanation) -> Report:
     if plan.buckets:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
     if explanation.budget is not None and plan.buckets:
-        sections.append(error_section(explanation, explanation.budget))
+        sections += error_sections(explanation, explanation.budget)
     if explanation.pins and plan.buckets:
         sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):

@@ -1,7 +1,14 @@
 """The section of an error budget: what is lost by layer, and why."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
+from fxcomp.compressors import parse_compressor
+from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -10,10 +17,14 @@ from fxcomp.error_tables.table import Row
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
+from fxcomp.plan.pins import parse_pins
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.report.as_json import to_json
+from fxcomp.report.by_layer import alike, layers_of
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
-from fxcomp.search.choose import choose
+from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
@@ -40,9 +51,12 @@ def explained(asked: str, table: ErrorTable = ASSUMED) -> Explanation:
 
 
 def measured(samples: int = 3) -> ErrorTable:
-    """A table in which the head has most of the squares, and every compressor loses a tenth of it."""
+    """A table in which the head has most of the squares and is easily compressed."""
+    gaussian = [gaussian_error(parse_compressor(name), 1) for name in STANDARD.names]
     rows = {
-        name: Row(shape, 90.0 if name == "head.weight" else 1.0, (0.1,) * STANDARD.count, samples)
+        name: Row(shape, 90.0, tuple(0.2 * error for error in gaussian), samples)
+        if name == "head.weight"
+        else Row(shape, 1.0, tuple(gaussian), samples)
         for name, shape in WORKLOAD.shapes.items()
     }
     return ErrorTable(STANDARD, rows, ("head.weight: a note of the table",))
@@ -82,3 +96,107 @@ def test_a_mode_has_no_section_of_errors():
     explanation = Explanation(choice.plan, timeline, WORKLOAD, COSTS, WHERE, choice, "balanced")
     assert "\nError\n" not in to_text(explanation)
     assert to_json(explanation)["budget"] is None
+
+
+def test_what_layers_spend_and_weigh_adds_up_to_the_plan():
+    for explanation in (explained("topk(0.01)"), explained("0.05", measured()), explained("int4")):
+        layers = layers_of(explanation)
+        assert sum(layer.spent for layer in layers) == pytest.approx(explanation.spent)
+        assert sum(layer.squares for layer in layers) == pytest.approx(1.0)
+        assert sum(layer.elements for layer in layers) == sum(WORKLOAD.sizes.values())
+        gradients = to_json(explanation)["budget"]["gradients"]
+        assert [each["name"] for each in gradients] == list(explanation.plan.names)
+        assert sum(each["spent"] for each in gradients) == pytest.approx(explanation.spent)
+        assert [layer.spent for layer in layers] == sorted((layer.spent for layer in layers), reverse=True)
+
+
+def test_alternatives_are_what_the_simulated_step_says_of_them():
+    explanation = explained("topk(0.01)")
+    changed = 0
+    for layer in layers_of(explanation):
+        for other in (layer.dense, layer.finer, layer.coarser):
+            if other is None:
+                continue
+            buckets = enumerate(explanation.plan.buckets)
+            strategies = [other.strategy if k in layer.buckets else each.strategy for k, each in buckets]
+            plan = explanation.plan.with_strategies(strategies)
+            step_us = predict_us(WORKLOAD, plan, COSTS, WHERE)
+            assert other.longer_us == pytest.approx(step_us - explanation.step_us, abs=1e-6)
+            assert other.spent == pytest.approx(plan_error(plan, WHERE) - explanation.spent)
+            changed += 1
+        assert layer.finer is None or layer.finer.spent < 0
+        assert layer.coarser is None or layer.coarser.spent > 0
+    assert changed > 3
+
+
+def test_names_that_differ_in_a_number_are_alike():
+    assert alike("blocks.11.up.weight") == "blocks.*.up.weight"
+    assert alike("0.weight") == "*.weight"
+    assert alike("layer1.0.conv1.weight") == "layer1.*.conv1.weight"
+    assert alike("stack.3") == "stack.*"
+
+
+def by_hand(table: ErrorTable, **changes: object) -> Explanation:
+    """A plan that no search made: the head by top-k, one block by int4, the other dense."""
+    topk, int4 = (Strategy.flat(parse_compressor(name)) for name in ("topk(0.01)", "int4"))
+    plan = Plan(
+        (
+            Bucket(("head.weight",), (400_000,), topk),
+            Bucket(("blocks.1.weight",), (800_000,), int4),
+            Bucket(("blocks.1.bias", "blocks.0.weight", "blocks.0.bias"), (1000, 800_000, 1000), DENSE),
+        )
+    )
+    timeline = simulate(plan_tasks(WORKLOAD, plan, COSTS, WHERE))
+    budget = Budget(ErrorBudget.parse("0.2"), table)
+    return replace(Explanation(plan, timeline, WORKLOAD, COSTS, WHERE, budget=budget), **changes)
+
+
+def test_layers_stand_with_their_price_and_their_reasons(golden: Callable[[str, str], None]):
+    text = to_text(by_hand(measured()))
+    golden("report/layers.txt", text[text.index("Error\n") : text.index("Collectives\n")])
+
+
+def test_a_coarser_parameter_that_loses_too_much_is_beyond_the_budget():
+    tight = Budget(ErrorBudget.parse("0.177"), measured())
+    text = words(by_hand(measured(), budget=tight))
+    assert "coarser: topk(0.003) +0.00 ms, 0.0099 more lost, beyond the budget" in text
+
+
+def test_a_dense_layer_that_compute_hides_costs_nothing():
+    late = replace(WORKLOAD, backward_us=1e6)
+    explanation = explained("topk(0.01)")
+    plan = explanation.plan.with_strategies([DENSE] * len(explanation.plan.buckets))
+    timeline = simulate(plan_tasks(late, plan, COSTS, WHERE))
+    text = words(replace(explanation, plan=plan, workload=late, timeline=timeline, choice=None))
+    assert "hidden: dense costs nothing" in text
+    assert "coarser:" not in text
+
+
+def test_a_pinned_layer_needs_no_other_reason():
+    pins = parse_pins(["head.*=int8"])
+    budget = Budget(ErrorBudget.parse("topk(0.01)"))
+    choice = choose(WORKLOAD, COSTS, WHERE, Terms(Mode.BALANCED, pins=pins, budget=budget))
+    timeline = simulate(plan_tasks(WORKLOAD, choice.plan, COSTS, WHERE))
+    explanation = Explanation(choice.plan, timeline, WORKLOAD, COSTS, WHERE, choice, "balanced", budget=budget)
+    head = next(layer for layer in layers_of(explanation) if layer.name == "head.weight")
+    assert head.is_pinned
+    assert head.dense is head.finer is head.coarser is None
+    assert "pinned by hand" in words(explanation)
+
+
+def test_many_layers_are_cut_short_and_all_of_them_are_in_the_json():
+    gradients = tuple(Gradient(f"{chr(97 + k)}x.weight", (40, 40), 10.0, 1.0) for k in range(26))
+    work = Workload(gradients, 20.0)
+    plan = Plan((Bucket(tuple(work.sizes), (1600,) * 26, Strategy.flat(parse_compressor("int4"))),))
+    timeline = simulate(plan_tasks(work, plan, COSTS, WHERE))
+    budget = Budget(ErrorBudget.parse("0.2"))
+    explanation = Explanation(plan, timeline, work, COSTS, WHERE, budget=budget)
+    assert "2 other layers" in words(explanation)
+    assert len(to_json(explanation)["budget"]["layers"]) == 26
+
+
+def test_a_gradient_without_squares_has_no_error_of_its_own():
+    table = measured()
+    only = ErrorTable(STANDARD, {**table.rows, "head.weight": replace(table.rows["head.weight"], squares=0.0)})
+    head = next(each for each in to_json(by_hand(only))["budget"]["layers"] if each["layer"] == "head.weight")
+    assert head["error"] is None
