@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxcomp.optimum.blocks import COMPUTE, POOLS, STREAMS, Blocks, Stage, stage_within
+from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.workload import Gradient, Workload
 
@@ -147,6 +148,17 @@ class Label:
         if self.tails_us > tails_us or self.ends_us > ends_us:
             return False
         return all(_is_ahead(mine, theirs) for mine, theirs in zip(self.flying, other.flying, strict=False))
+
+
+def plan_of(options: Sequence[Option]) -> Plan:
+    """Write buckets, in the order in which they leave, as a plan."""
+    buckets: list[Bucket] = []
+    for option in options:
+        names = tuple(gradient.name for gradient, _ in option.members)
+        extents = [extent for _, extent in option.members]
+        sizes, starts = tuple(map(len, extents)), tuple(extent.start for extent in extents)
+        buckets.append(Bucket(names, sizes, option.strategy, starts))
+    return Plan(tuple(buckets))
 
 
 def _run(bucket: Flying, clocks: list[float]) -> Flying:

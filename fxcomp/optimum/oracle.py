@@ -1,8 +1,9 @@
 """Find the best plan of a small workload exactly, to judge searches by.
 
 The space is `choose`'s: gradients, the large ones cut into atoms, stand in ready order, vectors apart from matrices or
-together with them. Every way to cut each row into buckets is looked at, with every strategy that the mode gives to a
-bucket's content, within the mode's error and the share of bursts. What is returned is within `EXACT` of the fastest.
+together with them. Every way to cut each row into buckets is looked at, with every strategy that the terms give to a
+bucket's content, within the error of their mode or budget and the share of bursts. What is returned is within `EXACT`
+of the fastest.
 
 Partial plans grow bucket by bucket, in the order of launches, and a partial plan is dropped only by proof:
 
@@ -25,12 +26,13 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.optimum.bound import bound_us
-from fxcomp.optimum.labels import Label, Option
+from fxcomp.optimum.labels import Label, Option, plan_of
 from fxcomp.optimum.rest import Rest
 from fxcomp.optimum.space import Rows, rows_of
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.plan import Plan
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 
 __all__ = ["EXACT", "MOST_LABELS", "Optimum", "TooLarge", "bound_us", "optimum"]
@@ -61,15 +63,14 @@ def optimum(
     workload: Workload,
     costs: CostTable,
     cluster: Cluster,
-    mode: Mode,
+    terms: Terms | Mode,
     *,
-    bursts: float = 1.0,
     known: Plan | None = None,
     most: int = MOST_LABELS,
 ) -> Optimum:
     """Find the fastest plan. `known` is one to begin with, which saves time and changes no result.
 
-    Raises TooLarge. The workload shares no buffers and keeps no velocity.
+    Raises TooLarge. The workload shares no buffers and keeps no velocity; nothing is pinned.
     """
     assert not workload.broadcast_bytes, "the oracle knows no broadcast of buffers"
     assert not workload.keeps_velocity, "the oracle knows no velocity"
@@ -78,7 +79,7 @@ def optimum(
     best = Optimum(begun, job.step_us(begun) if known or not workload.gradients else math.inf, 0)
     if not workload.gradients:
         return best
-    spaces = rows_of(workload, costs, cluster, mode, bursts=bursts)
+    spaces = rows_of(workload, costs, cluster, terms if isinstance(terms, Terms) else Terms(terms))
     for beam in (_BEAM, None):
         for rows in spaces:
             best = _Search(job, rows, best, most).run(beam)
@@ -164,19 +165,10 @@ class _Search:
     def _finish(self, label: Label) -> None:
         if label.end_us(self.job.workload) >= self._limit:
             return
-        plan = self._plan(label)
+        plan = plan_of(label.options())
         us = self.job.step_us(plan)
         if us < self._limit:
             self.best = Optimum(plan, us, self.looked_at)
-
-    def _plan(self, label: Label) -> Plan:
-        buckets: list[Bucket] = []
-        for option in label.options():
-            names = tuple(gradient.name for gradient, _ in option.members)
-            extents = [extent for _, extent in option.members]
-            sizes, starts = tuple(map(len, extents)), tuple(extent.start for extent in extents)
-            buckets.append(Bucket(names, sizes, option.strategy, starts))
-        return Plan(tuple(buckets))
 
 
 def _bound(label: Label) -> float:

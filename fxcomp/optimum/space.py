@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import Blocks
 from fxcomp.optimum.labels import Option
-from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.modes import Content
+from fxcomp.plan.pins import NO_PINS
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
+from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 
 _SAME = 1e-9  # relative: a plan's error may exceed the limit by rounding
@@ -31,13 +36,15 @@ class Row:
         atoms: Sequence[Atom],
         choices: Sequence[Strategy],
         job: tuple[Workload, CostTable, Cluster],
+        losses: Losses,
         *,
         prunes: bool,
         limits: bool,
     ) -> None:
         self.members, self.choices = members, choices
         self._atoms, self._job, self._prunes, self._limits = atoms, job, prunes, limits
-        self._errors = [(strategy_error(each, job[2]), is_bursty(each, job[2])) for each in choices]
+        self._lost = losses.sums([atoms[k] for k in members], range(len(members) + 1), choices)
+        self._bursts = [is_bursty(each, job[2]) for each in choices]
         self._known: dict[tuple[int, int], tuple[Option, ...]] = {}
 
     def options(self, start: int, stop: int) -> tuple[Option, ...]:
@@ -52,15 +59,16 @@ class Row:
         members = joined([self._atoms[k] for k in self.members[start:stop]], costs)
         gradients = [gradient for gradient, _ in members]
         elements = sum(len(extent) for _, extent in members)
+        all_lost = (self._lost[stop] - self._lost[start]).tolist()
         found: list[Option] = []
-        for strategy, (error, bursts) in zip(self.choices, self._errors, strict=True):
+        for strategy, lost, bursts in zip(self.choices, all_lost, self._bursts, strict=True):
             try:
                 tasks = price_bucket(0, gradients, strategy, workload, costs, cluster)
             except BadCompressor:  # it cannot carry one of them
                 continue
             blocks = Blocks.of(tasks)
             assert blocks is not None, f"{strategy} has tasks that run beside each other"
-            lost, bursting = elements * error, elements if bursts else 0
+            bursting = elements if bursts else 0
             option = Option(blocks, strategy, tuple(members), lost, bursting, workload.updates_wait)
             if not self._prunes:
                 found.append(option)
@@ -112,12 +120,14 @@ class Rows:
         return lost <= self.lossable and bursting <= self.bursty
 
 
-def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0) -> list[Rows]:
+def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms) -> list[Rows]:
     """List the groupings: vectors apart from matrices, and together with them if there are both."""
+    assert terms.pins == NO_PINS, "the oracle knows no pins"
     atoms = tuple(atoms_of(workload, cluster.world_size))
     elements = sum(atom.elements for atom in atoms)
-    lossable = elements * error_limit(mode) * (1 + _SAME)
-    bursty = elements * bursts if bursts < 1 else math.inf
+    losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)
+    lossable = elements * limit * (1 + _SAME)
+    bursty = elements * terms.bursts if terms.bursts < 1 else math.inf
     can_dominate = not shares_processors(costs)
     by_content = {
         Content.MATRICES: [k for k, atom in enumerate(atoms) if not atom.gradient.is_vector],
@@ -127,16 +137,24 @@ def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, 
     groupings = [apart, {Content.MIXED: list(range(len(atoms)))}] if len(apart) == 2 else [apart]
     made: list[Rows] = []
     for grouping in groupings:
-        rows: list[Row] = []
-        limits = False
-        for content, members in grouping.items():
-            choices = strategies(mode, cluster, content, offload=costs.offloads)
-            worst = max(strategy_error(strategy, cluster) for strategy in choices)
-            limits |= worst * elements > lossable or bursty < elements
-            job = workload, costs, cluster
-            rows.append(Row(members, atoms, choices, job, prunes=can_dominate, limits=limits))
+        choices = {
+            content: terms.strategies(limit, losses, cluster, content, offload=costs.offloads) for content in grouping
+        }
+        worst = _most_lost(losses, [strategy for each in choices.values() for strategy in each])
+        limits = worst > lossable or bursty < elements
+        job = workload, costs, cluster
+        rows = [
+            Row(members, atoms, choices[content], job, losses, prunes=can_dominate, limits=limits)
+            for content, members in grouping.items()
+        ]
         made.append(Rows(tuple(rows), atoms, lossable, bursty, limits, can_dominate))
     return made
+
+
+def _most_lost(losses: Losses, choices: Sequence[Strategy]) -> float:
+    """Bound what a plan of these strategies may lose, in elements: each gradient by the worst for it."""
+    worst = np.max([losses.errors(strategy) for strategy in choices], axis=0)
+    return float((losses.weights * worst).sum())
 
 
 def shares_processors(costs: CostTable) -> bool:

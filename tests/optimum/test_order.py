@@ -74,7 +74,7 @@ def check(seed: int) -> None:
     if workload.broadcast_bytes or workload.commits:  # which the exact search does not know
         return
     try:
-        best = optimum(workload, costs, where, mode, bursts=bursts, known=choice.fastest, most=MOST)
+        best = optimum(workload, costs, where, Terms(mode, bursts=bursts), known=choice.fastest, most=MOST)
     except TooLarge:
         return
     assert bound <= best.step_us * (1 + EXACT)
