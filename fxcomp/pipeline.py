@@ -7,9 +7,9 @@ These are the main ones; `Compiler.rewrite` has every pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch.fx import GraphModule
 
@@ -40,6 +40,9 @@ from fxcomp.search.read_workload import read_workload
 from fxcomp.search.workload import Workload
 
 P = ParamSpec("P")
+T = TypeVar("T")
+Turns = Generator[None, None, T]
+"""Work that is done a part at a time, between the steps of a running job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +67,38 @@ class Compiler:
 
     def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Program:
         """Make the program that follows a plan."""
-        gm = self.rewrite(captured.graph, plan, costs)
+        return finished(self.emit_in_turns(captured, plan, costs))
+
+    def emit_in_turns(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
+        """Make the program, a pass at a time."""
+        gm = yield from self._rewrite_in_turns(captured.graph, plan, costs, PassRunner(remembers=False))
+        yield
         return finish(captured, gm, lambda: self.graphs_after_each_pass(captured.graph, plan, costs), costs)
 
     def rewrite(self, graph: GraphModule, plan: Plan, costs: CostTable, run: PassRunner | None = None) -> GraphModule:
-        """Rewrite a copy of a captured graph until it follows a plan: every pass, in order."""
-        run = run or PassRunner(remembers=False)
+        """Rewrite a copy of a captured graph until it follows a plan."""
+        return finished(self._rewrite_in_turns(graph, plan, costs, run or PassRunner(remembers=False)))
+
+    def _rewrite_in_turns(
+        self, graph: GraphModule, plan: Plan, costs: CostTable, run: PassRunner
+    ) -> Turns[GraphModule]:
+        """Run every pass, in order; a turn ends where one would else take long."""
         gm = self._labelled(run, clone(graph))
+        yield
         gm = run(bucket_gradients, gm, plan)
+        yield
         gm = run(lower_strategies, gm, plan, self.cluster, self.rank)
+        yield
         gm = run(thread_state, gm, self.feedback.surrounds)
         gm = run(correct_momentum, gm, self.feedback.momentum)
         gm = run(remove_dead_nodes, gm)
         gm = run(commit_if_finite, gm, skip_nonfinite=self.skip_nonfinite)
+        yield
         gm = run(annotate_costs, gm, costs, self.cluster)
+        yield
         gm = run(assign_streams, gm, self.cluster)
         gm = run(order_for_overlap, gm, plan)
+        yield
         assert_whole(gm, "one of the passes")
         return gm
 
@@ -94,6 +113,15 @@ class Compiler:
         run = PassRunner()
         self.rewrite(graph, plan, costs, run)
         return run.history
+
+
+def finished(turns: Turns[T]) -> T:
+    """Take all turns at once."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value
 
 
 def finish(captured: Captured, gm: GraphModule, replay: Replay, costs: CostTable) -> Program:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.budget import Budget
@@ -58,11 +59,11 @@ class Planner:
                 costs = measured_on_job(self.compiler, self.site, example, costs)
         return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
 
-    def again(self, costs: CostTable, topic: str) -> Decision:
-        """Decide by another table; ranks meet for a topic of its own."""
+    def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
+        """Decide by other costs, and by errors of this job's gradients; ranks meet for a topic of its own."""
         ranks = self.site.ranks
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
-        return self._best(workload, costs, topic)
+        return self._best(workload, costs, topic, errors)
 
     @property
     def terms(self) -> Terms:
@@ -70,9 +71,9 @@ class Planner:
         budget = self.options.error_budget
         return Terms(self.options.mode, self.bursts, self.options.pins, budget and Budget(budget))
 
-    def _best(self, workload: Workload, costs: CostTable, topic: str) -> Decision:
+    def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Choose on rank 0 and follow on all."""
-        cluster, terms = self.site.cluster, self.terms
+        cluster, terms = self.site.cluster, self.terms.by(errors)
 
         def decide() -> dict[str, Any]:
             chosen = choose(workload, costs, cluster, terms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -31,15 +31,22 @@ class Terms:
     pins: Pins = NO_PINS
     budget: Budget | None = None
     """In the place of the mode's limit and compressors."""
+    share: float = 1.0
+    """Of the limit: what may be spent."""
 
     @property
     def table(self) -> ErrorTable:
         """The errors that limits are counted in."""
         return ASSUMED if self.budget is None else self.budget.table
 
+    def by(self, table: ErrorTable) -> Terms:
+        """The same, with a budget counted in other errors."""
+        return self if self.budget is None else replace(self, budget=Budget(self.budget.asked, table))
+
     def limit(self, workload: Workload, cluster: Cluster) -> float:
         """Return the relative squared error that a plan may have."""
-        return error_limit(self.mode) if self.budget is None else self.budget.limit(workload.shapes, cluster)
+        limit = error_limit(self.mode) if self.budget is None else self.budget.limit(workload.shapes, cluster)
+        return self.share * limit
 
     def losses(self, workload: Workload, cluster: Cluster) -> Losses:
         return Losses(workload.gradients, cluster, self.table)

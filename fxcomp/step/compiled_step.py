@@ -22,6 +22,7 @@ from fxcomp.report.terminal import to_text
 from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given, state_dict
+from fxcomp.step.adaptation import Move
 from fxcomp.step.drift.watch import Watch
 from fxcomp.step.error_watch import ErrorWatch
 from fxcomp.step.explain import Explainer
@@ -165,6 +166,7 @@ class CompiledStep:
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
         self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self._steering, self.notes.append)
+        self._steering.follow_errors(self.errors)
 
     # Looking
 
@@ -182,6 +184,11 @@ class CompiledStep:
     def is_racing(self) -> bool:
         """Plans take turns, or will soon."""
         return self._steering.is_racing
+
+    @property
+    def moves(self) -> Sequence[Move]:
+        """The changes of the plan that followed the gradients (`error_budget`)."""
+        return self._steering.adaptation.moves if self._steering.adaptation is not None else ()
 
     @property
     def raced(self) -> Raced | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
-from fxcomp.pipeline import Compiler
+from fxcomp.pipeline import Compiler, Turns
 from fxcomp.plan.check_feedback import check_momentum
 from fxcomp.plan.error_feedback import Stage
 from fxcomp.plan.plan import Plan
@@ -105,14 +105,19 @@ class PlanInForce:
 
     # Changing
 
-    def switch(self, decision: Decision, topic: str) -> None:
+    def emit_in_turns(self, plan: Plan) -> Turns[Program]:
+        """Make the program for another plan, to switch to later; ranks do not communicate in it."""
+        return self._compiler.emit_in_turns(self._capture.first, plan, self.decision.costs)
+
+    def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
         """Follow another decision from the next step on, without warm-up; nothing that was left out is lost.
 
-        Every rank calls it. If making the program fails on one rank, all of them go on as they were.
+        Every rank calls it, with the program if that is made already. If making it fails on one rank, all of them go on
+        as they were.
         """
 
         def made() -> tuple[Program, GradientState]:
-            return self._made_of_first(decision.plan, decision), self._fresh_state(decision.plan)
+            return program or self._made_of_first(decision.plan, decision), self._fresh_state(decision.plan)
 
         program, state = self._site.ranks.attempt(f"{topic}: emitting the step", made)
         self.state.carry_to(state, self.trained_sizes, self.exchange("changing plans"))

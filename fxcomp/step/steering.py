@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fxcomp.cost.table import CostTable
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
@@ -19,6 +20,7 @@ from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
+from fxcomp.step.adaptation import Adaptation, Errors
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
@@ -34,7 +36,7 @@ class Replanner(Protocol):
     @property
     def terms(self) -> Terms: ...
 
-    def again(self, costs: CostTable, topic: str) -> Decision: ...
+    def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision: ...
 
 
 class Steering:
@@ -60,6 +62,8 @@ class Steering:
         """The plan that was followed before it was planned anew, until the race after that is over."""
         self.raced: Raced | None = None
         """The last race that is over."""
+        self.adaptation: Adaptation | None = None
+        """Lets the plan follow the gradients; None without an error budget."""
         self._line_up(0, "compiling")
 
     @property
@@ -90,9 +94,18 @@ class Steering:
         elif self._monitor.judges_prediction_at(step):
             with self._ranks.together("comparing steps with their prediction"):
                 self._judge(step)
+        elif self.adaptation is not None and self._in_force.is_warm:
+            self.adaptation.act(step)
+
+    def follow_errors(self, errors: Errors) -> None:
+        """Let the plan follow what compressors lose, from now on."""
+        if self._options.error_budget is not None and not self._options.why_not_replan:
+            terms = self._planner.terms
+            self.adaptation = Adaptation(self._in_force, errors, terms, self._site, self._monitor.follow, self._note)
 
     def resume(self, step: int) -> None:
         """Go on at another step of the job. A race that was not over begins again."""
+        self._drop_adaptation(step)
         if self.is_racing:
             self._race, self._races_at = None, self._next_race(step)
 
@@ -105,6 +118,7 @@ class Steering:
         mine = [runner for runner in runners if runner.plan == stays]
         others = [runner for runner in runners if runner.plan != stays]
         if mine and others:
+            self._drop_adaptation(step)
             self._in_force.line_up([runner.plan for runner in others], topic)
             self._runners, self._races_at = (*mine, *others), self._next_race(step)
 
@@ -135,6 +149,10 @@ class Steering:
             self._monitor.has_replanned(step, changed=self._in_force.plan != self._planned_for)
             self._planned_for = None
         self._note(str(raced))
+
+    def _drop_adaptation(self, step: int) -> None:
+        if self.adaptation is not None:
+            self.adaptation.drop(step)
 
     # Planning anew
 
@@ -180,7 +198,8 @@ class Steering:
         topic = "planning anew"
         table = self._ranks.attempt(f"{topic}: correcting the costs", lambda: self._monitor.corrected_costs(findings))
         before = self._in_force.plan
-        decision = self._planner.again(table, topic)
+        self._drop_adaptation(step)
+        decision = self._planner.again(table, topic, self.adaptation.table if self.adaptation else ASSUMED)
         self._in_force.switch(decision, topic)
         self._races_at = None
         self._monitor.follow(step, "watching the new plan")

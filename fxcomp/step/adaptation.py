@@ -1,0 +1,211 @@
+"""Let the plan follow what compressors lose of the gradients, while the job trains. All ranks act at the same steps.
+
+    quiet ─► errors have drifted, or INTERVAL steps have passed
+          ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
+          ─► emit      every rank, a pass between two steps, if the answer is worth following
+          ─► switch    nothing that was left out is lost
+
+Nothing here takes longer than a step does, but for a model whose passes do. A dense plan is left alone: it loses
+nothing, and stays because it was predicted or measured to be the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from fxcomp.error_tables import ErrorTable
+from fxcomp.plan.plan import Plan
+from fxcomp.report.plan_diff import PlanFile, diff_plans
+from fxcomp.report.quantities import mb
+from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.resolve import Resolve
+from fxcomp.search.terms import Terms
+from fxcomp.site import Site
+from fxcomp.step.plan_in_force import PlanInForce
+
+INTERVAL = 1000
+"""Steps after which a plan is solved for again, whatever has drifted."""
+
+MEETING = 25
+"""Steps between meetings for the answer. A solution takes some 50 turns."""
+
+WORTH_SAVING = 0.02
+"""Of the predicted step: what another plan must save to be followed."""
+
+WORTH_GIVING_BACK = 0.2
+"""Of the error: a plan that loses so much less in the same time is followed."""
+
+SAME_STEP = 1e-3
+
+SPENT = 0.95
+"""Of the budget: plans are solved for this share, so that steps which lose more than the mean stay within it."""
+
+T = TypeVar("T")
+
+_TOPIC = "following the gradients"
+
+
+class Errors(Protocol):
+    """What compressors lose of the gradients; `fxcomp.step.error_watch.ErrorWatch` measures it."""
+
+    @property
+    def table(self) -> ErrorTable: ...
+
+    @property
+    def drift(self) -> str: ...
+
+    def mark(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One change of the plan, or the decision to leave it: plain data, the same on all ranks."""
+
+    step: int
+    why: str
+    error: tuple[float, float]
+    """Of the plan before and of the answer, by the errors of that time."""
+    limit: float
+    step_us: tuple[float, float]
+    """The predicted steps."""
+    changes: tuple[str, ...]
+    """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Move:
+        values: dict[str, Any] = {**data, **{name: tuple(data[name]) for name in ("error", "step_us", "changes")}}
+        return cls(**values)
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return f"step {self.step}: {self.why}; the plan stays, and loses {self.error[0]:.3g} of {self.limit:.3g}"
+        return (
+            f"step {self.step}: {self.why}. {'; '.join(self.changes)}. Error {self.error[0]:.3g} to {self.error[1]:.3g}"
+            f" of {self.limit:.3g}, predicted step {self.step_us[0] / 1e3:.4g} to {self.step_us[1] / 1e3:.4g} ms."
+        )
+
+
+class Adaptation:
+    """Solves for the plan in force again and again. Call `act` after every quiet step, on every rank."""
+
+    def __init__(
+        self,
+        force: PlanInForce,
+        errors: Errors,
+        terms: Terms,
+        site: Site,
+        follow: Callable[[int, str], None],
+        note: Callable[[str], None],
+    ):
+        self._force, self._errors, self._terms, self._site = force, errors, terms, site
+        self._follow, self._note = follow, note
+        self._work: Generator[None] | None = None
+        self._solved_at = 0
+        self.moves: list[Move] = []
+        """The changes so far."""
+
+    @property
+    def table(self) -> ErrorTable:
+        """What compressors lose, as measured so far."""
+        return self._errors.table
+
+    def act(self, step: int) -> None:
+        """Go on with what is under way, or begin."""
+        if self._work is None and self._is_due(step):
+            self._work = self._adapt(step)
+        if self._work is not None and next(self._work, _DONE) is _DONE:
+            self._work = None
+
+    def drop(self, step: int) -> None:
+        """Forget what is under way: another plan is followed."""
+        self._work, self._solved_at = None, step
+        self._errors.mark()
+
+    def _is_due(self, step: int) -> bool:
+        if not self._errors.table.is_measured or self._force.plan.is_dense:
+            return False
+        return step - self._solved_at >= INTERVAL or bool(self._errors.drift)
+
+    def _adapt(self, step: int) -> Generator[None]:
+        why = self._errors.drift or f"{INTERVAL} steps have passed"
+        self._errors.mark()
+        answer = yield from self._answer()
+        self._solved_at = step
+        move = Move.from_json({"step": step, "why": why, **answer["move"]})
+        if not move.changes:
+            return
+        plan = Plan.from_json(answer["plan"])
+        program = yield from self._force.emit_in_turns(plan)
+        yield
+        with self._site.ranks.together(_TOPIC):
+            self._force.switch(replace(self._force.decision, plan=plan), _TOPIC, program)
+            self._follow(step, _TOPIC)
+        self.moves.append(move)
+        self._note(str(move))
+
+    def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
+        """Let rank 0 solve, and meet it until it has an answer."""
+        ranks = self._site.ranks
+        turns = self._solve() if ranks.rank == 0 else None
+        answer: dict[str, Any] | None = None
+        while True:
+            for _ in range(MEETING):
+                if turns is not None and answer is None:
+                    answer = next(turns)
+                yield
+            with ranks.together(_TOPIC):
+                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", partial(_same, answer))
+            if shared is not None:
+                return shared
+
+    def _solve(self) -> Generator[dict[str, Any] | None]:
+        """Solve by the errors of now; the answer comes last. Rank 0 alone runs it."""
+        force, cluster = self._force, self._site.cluster
+        workload, before = force.decision.workload, force.plan
+        terms = self._terms.by(self._errors.table)
+        limit = terms.limit(workload, cluster)
+        traced = TracedPrices(force.decision.costs, cluster)
+        solving = Resolve(workload, traced, before, replace(terms, share=SPENT))
+        while (plan := solving.turn()) is None:
+            yield None
+        was, becomes = solving.before, solving.after
+        assert was is not None
+        assert becomes is not None
+        is_worth = (
+            was.error > limit
+            or becomes.step_us < was.step_us * (1 - WORTH_SAVING)
+            or (
+                becomes.error < was.error * (1 - WORTH_GIVING_BACK) and becomes.step_us <= was.step_us * (1 + SAME_STEP)
+            )
+        )
+        yield {
+            "plan": plan.to_json(),
+            "move": {
+                "error": [was.error, becomes.error],
+                "limit": limit,
+                "step_us": [was.step_us, becomes.step_us],
+                "changes": changes_of(before, plan) if is_worth and plan != before else [],
+            },
+        }
+
+
+_DONE = object()
+
+
+def _same(value: T) -> T:
+    return value
+
+
+_SAID = 4  # changes that a note tells
+
+
+def changes_of(before: Plan, after: Plan) -> list[str]:
+    """Say what travels by other strategies, the most elements first; empty for equal plans."""
+    diff = diff_plans(PlanFile(before), PlanFile(after))
+    found = [f"{each.what} for {mb(4 * each.elements)} MB" for each in diff.strategies]
+    more = [f"{len(found) - _SAID} more such changes"] if len(found) > _SAID else []
+    moved = [f"{mb(4 * diff.moved.elements)} MB in other buckets"] if diff.moved else []
+    return [*found[:_SAID], *more, *moved]

@@ -1,0 +1,108 @@
+"""A plan that follows what compressors lose of the gradients: ranks stay the same, and nothing owed is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from replicas import replica_fingerprint
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.error_budget import plan_error
+from fxcomp.step import adaptation, look_schedule
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.plan_in_force import PlanInForce
+
+WHERE = Cluster.parse("2x1, inter 10mbit@20us, intra 100gbit")
+STEPS, CHANGES_AT = 200, 70
+
+
+@contextmanager
+def soon() -> Generator[None]:
+    """Look at gradients every third step, and meet for answers every tenth."""
+    with (
+        patch.object(look_schedule, "SHARE", 1e6),
+        patch.object(look_schedule, "LEAST", 3),
+        patch.object(adaptation, "MEETING", 10),
+    ):
+        yield
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def compiled(budget: str | float, **options: Any) -> CompiledStep:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    given: dict[str, Any] = {"verify_every": "never", "race": "off", "replan": "off", **options}
+    return fxcomp.compile_step(
+        model, loss_of, optimizer, batch_of(0), cluster=WHERE, costs=CostTable(), error_budget=budget, **given
+    )
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs along few directions at first, and along all of them later: gradients of a low rank, and of a high one."""
+    draw = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    inputs, targets = torch.randn(32, 64, generator=draw), torch.randn(32, 16, generator=draw)
+    return (inputs if step >= CHANGES_AT else inputs * (torch.arange(64) < 2)), targets
+
+
+def owed(force: PlanInForce) -> dict[str, Tensor]:
+    """What all ranks together have yet to bring, by parameter."""
+    found = force.state.owed_here(force.inputs.sizes, dist.get_world_size())
+    for value in found.values():
+        dist.all_reduce(value)
+    return found
+
+
+def trained(budget: str | float) -> dict[str, Any]:
+    changes: list[float] = []
+    switch = PlanInForce.switch
+
+    def watched(self: PlanInForce, *arguments: Any) -> None:
+        before = owed(self)
+        switch(self, *arguments)
+        after = owed(self)
+        for name in before.keys() | after.keys():
+            was, now = (each.get(name, torch.zeros(1)) for each in (before, after))
+            changes.append(float((was - now).norm() / (was.norm() + 1e-12)))
+
+    with soon(), patch.object(PlanInForce, "switch", watched):
+        step = compiled(budget)
+        first = step.plan.digest
+        for number in range(STEPS):
+            step(batch_of(number))
+        moves = step.moves
+        table = step.error_table
+    return {
+        "first": first,
+        "plan": step.plan.digest,
+        "moves": [str(move) for move in moves],
+        "errors": [(move.error, move.limit) for move in moves],
+        "error": plan_error(step.plan, WHERE, table),
+        "parameters": replica_fingerprint(step.training.model),
+        "lost": max(changes, default=0.0),
+        "notes": list(step.notes),
+    }
+
+
+@pytest.mark.parametrize("budget", [0.2, "powersgd(2)"])
+def test_the_plan_follows_the_gradients_and_ranks_stay_the_same(budget: str | float):
+    one, other = run_ranks(2, trained, budget)
+    assert one == other
+    assert len(one["moves"]) >= 2
+    assert one["plan"] != one["first"]
+    assert one["lost"] < 1e-5, "what is owed is owed after each change"
+    for (_, after), limit in one["errors"]:
+        assert after <= limit
