@@ -2,11 +2,11 @@
 
     dense              nothing is compressed
     uniform int4       this for all matrices, vectors dense
-    found int4         plans of the fewest bytes whose error is that of uniform int4, chosen again every 50 steps
+    found int4         plans of the fewest bytes whose error is that of uniform int4, chosen again after each look
 
-A found plan begins by assumed errors. Every 50 steps all workers look at their gradients and residuals. The look joins
-the mean of those before it, and a plan is chosen by it: what a running job does. Errors are measured on the true
-gradients of every tenth step.
+A found plan begins by assumed errors. Every 20 steps at first, and every 50 from step 200 on, all workers look at their
+gradients and residuals. The look joins the mean of those before it, and a plan is chosen by it: what a running job
+does. Errors are measured on the true gradients of every tenth step.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from fxcomp.search.choose import choose, uniform
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
-LOOK_EVERY, MEASURE_EVERY = 50, 10
+LOOKS = (*range(19, 200, 20), *range(249, 1000, 50))
+"""The steps after which workers look at their gradients: a running job looks every 20 steps or more seldom."""
+MEASURE_EVERY = 10
+SHARE = 0.95
+"""Of the budget: what plans may spend, as of a running job."""
 DENSE = "dense"
 REFERENCES = ("topk(0.01)", "int4", "powersgd(4)")
 MODES = ("balanced", "aggressive")
 OPTIMIZERS = ("sgd", "adamw")
 
-_UPDATES = {"sgd": UpdateKind.MOMENTUM, "adamw": UpdateKind.SECOND_MOMENT}
 _FREE = 1e12
 BYTES_ALONE = CostTable(roofline=Roofline(_FREE, _FREE, 0.0), pack_gb_per_s=_FREE, launch_us=0.0, error=0.0)
 """Nothing costs but the wire."""
@@ -120,10 +123,14 @@ def bytes_of(plan: Plan, cluster: Cluster, task: BudgetTask) -> float:
     )
 
 
+def update_of(optimizer: str) -> UpdateKind:
+    return UpdateKind.SECOND_MOMENT if optimizer == "adamw" else UpdateKind.MOMENTUM
+
+
 def terms_of(cell: Cell, table: ErrorTable) -> Terms:
     """The terms of a found plan: of any family, and before AdamW with the product's limit on what comes in bursts."""
-    bursts = burst_share([_UPDATES[cell.optimizer]])
-    return Terms(Mode.AGGRESSIVE, bursts, budget=Budget(ErrorBudget.parse(cell.reference), table))
+    bursts = burst_share([update_of(cell.optimizer)])
+    return Terms(Mode.AGGRESSIVE, bursts, budget=Budget(ErrorBudget.parse(cell.reference), table), share=SHARE)
 
 
 def run_cell(cell: Cell) -> Outcome:
@@ -188,11 +195,11 @@ class _Run:
             update = torch.optim.SGD([weights], lr=rate, momentum=MOMENTUM)
         else:
             update = torch.optim.AdamW([weights], lr=rate)
-        sent, families = bytes_of(self.plan, self.cluster, self.named), _families(self.plan)
+        sent, families = bytes_of(self.plan, self.cluster, self.named), families_of(self.plan)
         for step in range(task.steps):
             for group in update.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / task.steps))
-            is_look = step % LOOK_EVERY == LOOK_EVERY - 1 and step + 1 < task.steps
+            is_look = step in LOOKS
             gradients = task.gradients(weights.detach(), step)
             if is_look or step % MEASURE_EVERY == 0:
                 weights.grad, error = self.exchange.apply_measured(gradients, keep=is_look)
@@ -206,7 +213,7 @@ class _Run:
             self.bytes += sent
             self.carried.update(families)
             if is_look and self._look(step):
-                sent, families = bytes_of(self.plan, self.cluster, self.named), _families(self.plan)
+                sent, families = bytes_of(self.plan, self.cluster, self.named), families_of(self.plan)
         loss = task.loss(weights.detach())
         return loss if math.isfinite(loss) else math.inf
 
@@ -229,7 +236,7 @@ class _Run:
         return True
 
 
-def _families(plan: Plan) -> Counter[str]:
+def families_of(plan: Plan) -> Counter[str]:
     """Count the values that each strategy carries, by the names of its compressors."""
     found = Counter[str]()
     for bucket in plan.buckets:
