@@ -319,7 +319,7 @@ def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict
         generator = torch.Generator().manual_seed(10 * number + rank)
         return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
 
-    def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans) -> tuple[Runner, ...]:
+    def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tuple[Runner, ...]:
         """Dense, and compressors that all have feedback: what bf16's sums are rounded by is owed by nobody.
 
         Where topk sends a value its velocity starts again, so that velocities do not add up to what was sent.
