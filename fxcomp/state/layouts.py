@@ -60,17 +60,15 @@ def state_layout(
         for leg in route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank).slots:
             if leg.compressor.has_state:
                 kept = parts_in(parts, leg.pieces)
-                makers = _makers(leg, kept, bucket.elements)
+                makers = _makers(leg, kept)
                 layout[number, leg.slot] = StateLayout(
                     leg.compressor, tuple(zip(kept, makers, strict=True)), leg.place, leg.slot, leg.device is Device.CPU
                 )
     return layout
 
 
-def _makers(leg: Encode, parts: Sequence[Part], elements: int) -> list[Compressor]:
-    """Bind the compressor of a slot to each part: it knows parameters, or of a shard its parts, by their numbers."""
-    if leg.elements == elements:
-        return [leg.compressor.of_segment(part.index) for part in parts]
+def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
+    """Bind the compressor of a slot to each part: it knows the parameters here that are not empty, by their order."""
     numbers = sorted({part.index for part in parts})
     return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
 

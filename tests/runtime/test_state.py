@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from workloads import cluster
 
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.randomness import key_of
 from fxcomp.errors import BadState
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
 from fxcomp.runtime.parts import Part
+from fxcomp.state.layouts import state_layout
 
 CPU = torch.device("cpu")
 INT8 = parse_compressor("int8(stochastic=true)")
@@ -86,6 +90,13 @@ def test_each_segment_keeps_what_its_own_shape_asks_for():
     assert only(kept, "matrix").numel() == 4
     assert only(kept, "vector").tolist() == [0, 0, 0]
     assert kept.of(0).dtype is torch.float32
+
+
+def test_an_empty_parameter_shifts_no_others_state():
+    shapes: dict[str, tuple[int, ...]] = {"none": (0, 4), "vector": (3,), "matrix": (6, 4)}
+    bucket = Bucket(tuple(shapes), (0, 3, 24), Strategy.flat(parse_compressor("powersgd(1)")))
+    made = CompressorStates(state_layout(Plan((bucket,)), shapes, cluster(2, 1, "1gbit"), 0), CPU)
+    assert {name: only(made, name).numel() for name in ("vector", "matrix")} == {"vector": 3, "matrix": 4}
 
 
 def test_other_buckets_take_each_parameters_own_state():
