@@ -25,6 +25,7 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.terms import Terms
 
 _SAME = 1e-9  # relative: errors that are closer are equal
+_NEXT = 2  # strategies in each direction: the next one may take another way
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class _Others:
         )
 
     def _candidates(self, layer: Layer) -> list[Strategy]:
-        """List dense, the next parameters of the same family, and the best of the search for the largest bucket."""
+        """List dense, what is next by error, and the best of the search for the largest bucket."""
         strategy, offered = layer.strategy, self._offered_to(layer)
         found = [strategy.uncompressed, *self._kin(layer, offered)]
         choice = self._explanation.choice
@@ -184,21 +185,23 @@ class _Others:
         return [each for each in dict.fromkeys(found) if each != strategy]
 
     def _kin(self, layer: Layer, offered: Sequence[Strategy]) -> list[Strategy]:
-        """List the next finer and the next coarser strategy of the family; for dense the finest of every family."""
+        """List the next finer and coarser strategies of the family, and of all; for dense the finest of every family."""
         lost = {each: self._account.spent(layer.parts, each) for each in (*offered, layer.strategy)}
         ranked = sorted(offered, key=lambda each: (lost[each], str(each)))
         levels, here = _levels(layer.strategy), lost[layer.strategy]
         if layer.strategy.is_dense:
-            finest: dict[tuple[str, ...], Strategy] = {}
+            finest: dict[frozenset[str], Strategy] = {}
             for each in ranked:
                 if _levels(each) == levels and Device.CPU not in each.devices:
                     finest.setdefault(_families(each), each)
             return list(finest.values())
-        alike = layer.strategy.devices, levels, _families(layer.strategy)
-        kin = [each for each in ranked if (each.devices, _levels(each), _families(each)) == alike]
-        finer = [each for each in kin if lost[each] < here * (1 - _SAME)]
-        coarser = [each for each in kin if lost[each] > here * (1 + _SAME)]
-        return [*finer[-1:], *coarser[:1]]
+        near = [each for each in ranked if (each.devices, _levels(each)) == (layer.strategy.devices, levels)]
+        kin = [each for each in near if _families(each) == _families(layer.strategy)]
+        found: list[Strategy] = []
+        for several in (kin, near):
+            found += [each for each in several if lost[each] < here * (1 - _SAME)][-_NEXT:]
+            found += [each for each in several if lost[each] > here * (1 + _SAME)][:_NEXT]
+        return found
 
     def _offered_to(self, layer: Layer) -> list[Strategy]:
         """List what the budget offers to all buckets of a layer."""
@@ -237,9 +240,9 @@ def _levels(strategy: Strategy) -> frozenset[Level]:
     return frozenset(step.level for step in strategy.collectives)
 
 
-def _families(strategy: Strategy) -> tuple[str, ...]:
-    """Name the family of each compression, in which only a parameter differs."""
-    return tuple(map(_family, strategy.compressors))
+def _families(strategy: Strategy) -> frozenset[str]:
+    """Name the families of its compressors; inside one, strategies differ in a parameter."""
+    return frozenset(map(_family, strategy.compressors))
 
 
 def _family(compressor: Compressor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from fxcomp.plan.budget import Budget
@@ -12,19 +13,22 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.report.quantities import count, decimals, mb
 from fxcomp.report.short_names import short
 
-_MOST_LAYERS = 24
+_FEW, _MOST_LAYERS = 8, 24
+_SMALL = 0.01  # the share of squares and of saved time below which a layer that spends next to nothing is not named
+_SPENT = 0.0005  # the share of the budget that is next to nothing
+_SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire less than dense."
 _WHAT = "How much longer the step would be if all buckets that hold a layer travelled otherwise:"
 
 
 def error_sections(explanation: Explanation, budget: Budget) -> list[Section]:
     """Compare what is lost with the budget, and say by layer what it buys and why no other parameter is taken."""
     blocks: list[Block] = [_spent(explanation, budget), _source(explanation)]
-    shown = set(explanation.notes)
-    layers = layers_of(explanation)
+    notes = [note for note in budget.table.notes if note not in explanation.notes]
+    shown, rest = _split(layers_of(explanation), explanation)
     return [
-        Section("Error", [*blocks, *(note for note in budget.table.notes if note not in shown)]),
-        Section("By layer", [_by_layer(layers, explanation)]),
-        Section("Why these parameters", [_WHAT, _reasons(layers, explanation)]),
+        Section("Error", [*blocks, *notes]),
+        Section("By layer", [_SHARES, _by_layer(shown, rest, explanation)]),
+        Section("Why these parameters", [_WHAT, _reasons(shown, explanation)]),
     ]
 
 
@@ -46,8 +50,22 @@ def _source(explanation: Explanation) -> str:
     return f"Errors {of_all} were measured in training, in {count(errors.looks, 'look')}{rest}."
 
 
-def _by_layer(layers: list[Layer], explanation: Explanation) -> Table:
-    """Number the layers that spend most, or else save most."""
+def _split(layers: Sequence[Layer], explanation: Explanation) -> tuple[list[Layer], list[Layer]]:
+    """Tell the layers that count from those that are counted together."""
+    budget = explanation.allowed or 0.0
+    saved_us = sum(layer.saved_us for layer in layers)
+
+    def counts(layer: Layer) -> bool:
+        is_small = layer.squares < _SMALL and layer.saved_us <= _SMALL * saved_us
+        return layer.spent > _SPENT * budget or not is_small
+
+    few = len(layers) <= _FEW
+    shown = [layer for layer in layers if few or counts(layer)][:_MOST_LAYERS]
+    return shown, [layer for layer in layers if layer not in shown]
+
+
+def _by_layer(layers: Sequence[Layer], rest: Sequence[Layer], explanation: Explanation) -> Table:
+    """Number the layers, and add up the others."""
     columns = (
         Column(""),
         Column("layer", is_text=True),
@@ -55,8 +73,8 @@ def _by_layer(layers: list[Layer], explanation: Explanation) -> Table:
         Column("squares", is_optional=True),
         Column("sent by", is_text=True),
         Column("error"),
-        Column("of budget"),
-        Column("wire ms saved", is_optional=True),
+        Column("spent"),
+        Column("ms saved", is_optional=True),
     )
     digits, allowed = decimals(explanation.step_us), explanation.allowed or 0.0
     rows = [
@@ -70,9 +88,8 @@ def _by_layer(layers: list[Layer], explanation: Explanation) -> Table:
             f"{layer.spent / allowed:.1%}" if allowed else "",
             f"{layer.saved_us / 1e3:.{digits}f}",
         )
-        for number, layer in enumerate(layers[:_MOST_LAYERS])
+        for number, layer in enumerate(layers)
     ]
-    rest = layers[_MOST_LAYERS:]
     if rest:
         spent, saved_us = sum(each.spent for each in rest), sum(each.saved_us for each in rest)
         rows.append(
@@ -90,11 +107,11 @@ def _by_layer(layers: list[Layer], explanation: Explanation) -> Table:
     return Table(columns, rows)
 
 
-def _reasons(layers: list[Layer], explanation: Explanation) -> Table:
+def _reasons(layers: Sequence[Layer], explanation: Explanation) -> Table:
     """Say it once for layers with the same reason."""
     waits = exposed_by_bucket(explanation.timeline)
     numbers: dict[str, list[int]] = {}
-    for number, layer in enumerate(layers[:_MOST_LAYERS]):
+    for number, layer in enumerate(layers):
         is_hidden = not any(waits.get(bucket) for bucket in layer.buckets)
         numbers.setdefault(reason(layer, explanation, is_hidden=is_hidden), []).append(number)
     return Table(
@@ -114,12 +131,12 @@ def reason(layer: Layer, explanation: Explanation, *, is_hidden: bool) -> str:
         told.append(f"finer: {_change(finer, digits)}")
     if coarser is None:
         told.append("nothing coarser is offered")
-    elif not layer.strategy.is_dense or _rounded(coarser, digits) < 0:
+    elif _rounded(coarser, digits) < 0:
         told.append(f"coarser: {_change(coarser, digits)}, {_price(coarser, explanation)}")
-    elif is_hidden:
-        told.append("hidden: dense costs nothing")
+    elif not layer.strategy.is_dense:
+        told.append("nothing coarser is faster")
     else:
-        told.append(f"nothing is faster than dense: {_change(coarser, digits)}")
+        told.append("hidden: dense costs nothing" if is_hidden else "nothing is faster than dense")
     return "; ".join(told)
 
 
