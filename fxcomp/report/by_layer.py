@@ -185,7 +185,7 @@ class _Others:
         return [each for each in dict.fromkeys(found) if each != strategy]
 
     def _kin(self, layer: Layer, offered: Sequence[Strategy]) -> list[Strategy]:
-        """List the next finer and coarser strategies of the family, and of all; for dense the finest of every family."""
+        """List what is next by error, in the family and among all; for dense the finest of every family."""
         lost = {each: self._account.spent(layer.parts, each) for each in (*offered, layer.strategy)}
         ranked = sorted(offered, key=lambda each: (lost[each], str(each)))
         levels, here = _levels(layer.strategy), lost[layer.strategy]
