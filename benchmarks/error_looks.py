@@ -49,6 +49,7 @@ def looked(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from fxcomp.plan.error_feedback import ErrorFeedback
 
     def compiled() -> Any:
+        torch.manual_seed(0)
         job = MODELS[name]()
         feedback = ErrorFeedback(allow_diverging=True)
         return job, fxcomp.compile_step(

@@ -8,7 +8,7 @@ rank calls all of this at the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fxcomp.capture.batch_type import BatchType
@@ -24,10 +24,11 @@ from fxcomp.step.step_look import StepLook, needed_bytes
 from fxcomp.step.table_drift import what_drifted
 
 NS_PER_VALUE = {"densities": 13.0, "ranks": 12.0, "codecs": 15.0}
-"""Of a look at one family, on one thread (measured, benchmarks/error_tables.py, 2026-11): the first guess."""
+US_PER_GRADIENT = {"densities": 150.0, "ranks": 150.0, "codecs": 300.0}
+"""Of a look at one family, on one thread: the first guess (measured on 25 M values and on 482 small gradients, 2026-11)."""
 
 FASTER = 10.0
-"""A GPU, as a guess, than one thread (assumed)."""
+"""A value on a GPU, as a guess (assumed); a gradient takes what starting its kernels takes."""
 
 
 class Races(Protocol):
@@ -66,9 +67,9 @@ class ErrorWatch:
         self._has_noted = False
 
     def _new_schedule(self) -> LookSchedule:
-        values = sum(self._force.trained_sizes.values())
+        sizes = list(self._force.trained_sizes.values())
         speed = 1.0 if self._site.device.type == "cpu" else FASTER
-        return LookSchedule([values * _ns_per_value(each) / 1e3 / speed for each in self._families])
+        return LookSchedule([_guessed_us(each, sizes, speed) for each in self._families])
 
     # In a step
 
@@ -182,9 +183,10 @@ class ErrorWatch:
         return known[3]
 
 
-def _ns_per_value(family: Columns) -> float:
+def _guessed_us(family: Columns, sizes: Sequence[int], speed: float) -> float:
     has = {"densities": family.densities, "ranks": family.ranks, "codecs": family.codecs}
-    return sum(NS_PER_VALUE[what] for what, columns in has.items() if columns)
+    found = [what for what, columns in has.items() if columns]
+    return sum(US_PER_GRADIENT[what] * len(sizes) + NS_PER_VALUE[what] / 1e3 / speed * sum(sizes) for what in found)
 
 
 def _shapes(table: ErrorTable) -> dict[str, tuple[int, ...]]:
