@@ -4,11 +4,11 @@
 - columns: which entries there are, and which serves a compressor.
 - measure: one look at gradients and residuals; largest, low_rank, codecs: a family each.
 - smooth: the mean over looks.
-- families: columns that are measured at different steps.
+- families: parts of tables that are measured at different steps.
 """
 
 from fxcomp.error_tables.columns import STANDARD, Columns
-from fxcomp.error_tables.families import cut, families, joined, joined_columns
+from fxcomp.error_tables.families import cut, families, joined, joined_columns, of_rows, scaled, stacked
 from fxcomp.error_tables.measure import Draw, measure
 from fxcomp.error_tables.smooth import smoothed
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorTable, Row, Source, legal
@@ -28,5 +28,8 @@ __all__ = [
     "joined_columns",
     "legal",
     "measure",
+    "of_rows",
+    "scaled",
     "smoothed",
+    "stacked",
 ]

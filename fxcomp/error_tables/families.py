@@ -36,6 +36,24 @@ def cut(table: ErrorTable, columns: Columns) -> ErrorTable:
     return legal(columns, rows, table.notes)
 
 
+def of_rows(table: ErrorTable, names: Sequence[str]) -> ErrorTable:
+    """Return some of a table's rows."""
+    return ErrorTable(table.columns, {name: table.rows[name] for name in names if name in table.rows}, table.notes)
+
+
+def stacked(tables: Sequence[ErrorTable]) -> ErrorTable:
+    """Put tables of different gradients, with the same columns, into one. Notes are about the single tables."""
+    if len(tables) == 1:
+        return tables[0]
+    return legal(tables[0].columns, {name: row for each in tables for name, row in each.rows.items()})
+
+
+def scaled(table: ErrorTable, factor: float) -> ErrorTable:
+    """Multiply all squares."""
+    rows = {name: Row(row.shape, row.squares * factor, row.errors, row.samples) for name, row in table.rows.items()}
+    return legal(table.columns, rows, table.notes)
+
+
 def joined(tables: Sequence[ErrorTable]) -> ErrorTable:
     """Join families' tables of the same gradients into one.
 

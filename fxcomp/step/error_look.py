@@ -14,9 +14,10 @@ Memory: all gradients, which would else be freed one after the other, and a copy
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +26,39 @@ from fxcomp.error_tables import STANDARD, Columns, Draw, ErrorTable, measure
 from fxcomp.error_tables.low_rank import AllReduce
 from fxcomp.runtime.arena import Residuals
 
+_linalg: Any = torch.linalg
+
 
 class ErrorLook:
-    """Keeps a step's gradients with what was left out before, until they are measured."""
+    """Keeps a step's gradients with what was left out before, until they are measured.
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], residuals: Residuals, ranks: int):
+    Of gradients that are not among `kept` only the squares are added up. Without it all are kept.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        residuals: Residuals,
+        ranks: int,
+        kept: Collection[str] | None = None,
+    ):
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._kept = [name for name in shapes if kept is None or name in kept]
         self._residuals, self._ranks = residuals, ranks
         self._seen: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         """By parameter and start."""
         self._left_out: dict[str, Tensor] = {}
+        self._elements = Counter[str]()
+        self._norms: list[Tensor] = []
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
         """Take in a gradient, or the part of one from element `start` on, before it is compressed."""
         flat = gradient.detach().flatten()
+        self._elements[name] += len(flat)
+        if len(self._kept) < len(self._shapes):
+            self._norms.append(_linalg.vector_norm(flat, dtype=torch.float32))
+        if name not in self._kept:
+            return
         self._seen[name][start] = flat
         here = range(start, start + len(flat))
         for piece in self._residuals.slices.get(name, ()):
@@ -50,15 +70,26 @@ class ErrorLook:
     @property
     def is_whole(self) -> bool:
         """Tell that each gradient has been seen, with all of its elements."""
-        return all(sum(map(len, self._seen[name].values())) == prod(shape) for name, shape in self._shapes.items())
+        return all(self._elements[name] == prod(shape) for name, shape in self._shapes.items())
 
     def table(
         self, columns: Columns = STANDARD, draw: Draw | None = None, all_reduce: AllReduce | None = None
     ) -> ErrorTable:
-        """Measure all gradients, once each has been seen whole; every rank calls it."""
+        """Measure the gradients that were kept, once each has been seen whole; every rank calls it."""
         gradients: dict[str, Tensor] = {}
-        for name, shape in self._shapes.items():
+        for name in self._kept:
+            shape = self._shapes[name]
             flat = torch.cat([part for _, part in sorted(self._seen[name].items(), key=lambda each: each[0])])
             assert len(flat) == prod(shape), f"only {len(flat)} elements of {name} have been seen"
             gradients[name] = flat.view(shape)
         return measure(gradients, self._left_out, columns, draw, all_reduce)
+
+    def squares(self, table: ErrorTable, all_reduce: AllReduce) -> float:
+        """Return |g|² of all gradients, the mean over the ranks, given the table of those kept; every rank calls it."""
+        if not self._norms:
+            return sum(row.squares for row in table.rows.values())
+        found = torch.stack(self._norms)
+        norms = found.double()
+        total = torch.where(norms.isfinite(), norms, 0.0).square().sum() / self._ranks
+        all_reduce(total)
+        return total.item()

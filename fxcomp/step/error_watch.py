@@ -8,11 +8,26 @@ rank calls all of this at the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from math import prod
 from typing import Any, Protocol
 
 from fxcomp.capture.batch_type import BatchType
-from fxcomp.error_tables import ASSUMED, STANDARD, Columns, ErrorTable, cut, families, joined, joined_columns, smoothed
+from fxcomp.error_tables import (
+    ASSUMED,
+    STANDARD,
+    Columns,
+    ErrorTable,
+    cut,
+    families,
+    joined,
+    joined_columns,
+    of_rows,
+    smoothed,
+    stacked,
+)
 from fxcomp.errors import BadErrorTable, BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
@@ -20,12 +35,12 @@ from fxcomp.state.saved_state import Given
 from fxcomp.step.look_schedule import LookSchedule
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
-from fxcomp.step.step_look import StepLook, needed_bytes
+from fxcomp.step.step_look import Aim, StepLook, needed_bytes
 from fxcomp.step.table_drift import what_drifted
 
 NS_PER_VALUE = {"densities": 13.0, "ranks": 12.0, "codecs": 15.0}
 US_PER_GRADIENT = {"densities": 150.0, "ranks": 150.0, "codecs": 300.0}
-"""Of a look at one family, on one thread: the first guess (measured on 25 M values and on 482 small gradients, 2026-11)."""
+"""Of a look at one family, on one thread: the first guess (measured on 25 M values and on 482 gradients, 2026-11)."""
 
 FASTER = 10.0
 """A value on a GPU, as a guess (assumed); a gradient takes what starting its kernels takes."""
@@ -54,22 +69,28 @@ class ErrorWatch:
         self._races, self._note = races, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.trained_sizes}
         self._families = families(columns)
-        self.schedule = self._new_schedule()
-        self._tables = [ErrorTable(each) for each in self._families]
+        self._begin_with(None)
         self.looks = 0
         """The number of looks that were measured."""
-        self.table: ErrorTable = ASSUMED
-        """The mean of looks; without data until each family has been looked at."""
         self._marked = ASSUMED
         self._drift: tuple[ErrorTable, ErrorTable, Plan, str] | None = None
         self._look: StepLook | None = None
         self._plan, self._step = force.plan, 0
         self._has_noted = False
 
-    def _new_schedule(self) -> LookSchedule:
-        sizes = list(self._force.trained_sizes.values())
+    def _begin_with(self, table: ErrorTable | None) -> None:
+        self._groups = [tuple(self._shapes)]
+        """The gradients that a look is at, in turn; all, unless one look at a family would take too long."""
+        self._tables = [[ErrorTable(each) if table is None else cut(table, each) for each in self._families]]
+        """By group and family."""
+        self.table: ErrorTable = ASSUMED if table is None else table
+        """The mean of looks, with shares of all squares; without data until everything has been looked at."""
+        self.schedule = LookSchedule([sum(us) for us in zip(*map(self._guessed_us, self._shapes), strict=True)])
+
+    def _guessed_us(self, name: str) -> list[float]:
+        """Guess what a look at one gradient takes, by family."""
         speed = 1.0 if self._site.device.type == "cpu" else FASTER
-        return LookSchedule([_guessed_us(each, sizes, speed) for each in self._families])
+        return [_guessed_us(each, prod(self._shapes[name]) / speed) for each in self._families]
 
     # In a step
 
@@ -87,8 +108,9 @@ class ErrorWatch:
         self._plan, self._look = self._force.plan, None
         if is_quiet and not (verifies or is_timed) and self.schedule.is_due(step):
             columns = joined_columns([self._families[place] for place in self.schedule.families])
+            aim = Aim(columns, self._groups[self.schedule.group], self.looks)
             residuals, wants = self._force.state.residuals, self._force.serves_first(kind)
-            self._look = StepLook(self._shapes, residuals, self._site, columns, self.looks, wants=wants)
+            self._look = StepLook(aim, self._shapes, residuals, self._site, wants=wants)
         return self._look
 
     def act(self, steps: int) -> None:
@@ -102,23 +124,39 @@ class ErrorWatch:
                 self._has_noted = True
                 self._note(
                     f"step {steps - 1} took no look at gradients, for want of memory on some rank: beside the step,"
-                    f" {needed_bytes(self._shapes) / 1e6:.0f} MB are needed here"
+                    f" {needed_bytes(self._shapes, self._groups[self.schedule.group]) / 1e6:.0f} MB are needed here"
                 )
         elif self.schedule.asks_at(steps):
             _, step_us = self._slowest(0.0)
             self.schedule.begin(steps, step_us)
+            self._spread()
 
     def _take_in(self, look: StepLook, steps: int) -> None:
         self.looks += 1
-        places = self.schedule.families
+        places, group = self.schedule.families, self.schedule.group
         self.schedule.took(steps, *self._slowest(look.took_us()))
-        if look.table is None:  # the step was left out
-            return
-        for place in places:
-            newest = cut(look.table, self._families[place])
-            self._tables[place] = smoothed(self._tables[place], newest)
-        if all(each.rows for each in self._tables):
-            self.table = joined(self._tables)
+        if look.table is not None:  # the step was not left out
+            for place in places:
+                newest = cut(look.table, self._families[place])
+                self._tables[group][place] = smoothed(self._tables[group][place], newest)
+            if all(each.rows for tables in self._tables for each in tables):
+                self.table = joined([stacked(of_family) for of_family in zip(*self._tables, strict=True)])
+        self._spread()
+
+    def _spread(self) -> None:
+        """Split groups of gradients until a look at one family takes no longer than a step has room for."""
+        number = 0
+        while number < len(self._groups):
+            names = self._groups[number]
+            if len(names) == 1 or not self.schedule.is_too_long(number):
+                number += 1
+                continue
+            added = list(accumulate(sum(self._guessed_us(name)) for name in names))
+            end = min(max(1, bisect(added, added[-1] / 2)), len(names) - 1)
+            parts = names[:end], names[end:]
+            self._groups[number : number + 1] = parts
+            self._tables[number : number + 1] = [[of_rows(t, part) for t in self._tables[number]] for part in parts]
+            self.schedule.split(number, added[end - 1] / added[-1])
 
     def _slowest(self, look_us: float) -> tuple[float, float]:
         """Agree on the longest look and the shortest step; the step is 0 if some rank has timed none."""
@@ -147,13 +185,9 @@ class ErrorWatch:
         data = next((each for each in ranks.gather("loading the error table", sent) if each is not None), None)
         self.looks, table = (0, ASSUMED) if data is None else ranks.attempt("the error table", lambda: _read(data))
         self._marked, self._look, self._step = ASSUMED, None, steps
-        self._tables = [ErrorTable(each) for each in self._families]
-        self.table = ASSUMED
-        self.schedule = self._new_schedule()
+        fits = table.columns == joined_columns(self._families) and self._shapes == _shapes(table)
+        self._begin_with(table if fits else None)
         self.schedule.postpone(steps)
-        if table.columns == joined_columns(self._families) and self._shapes == _shapes(table):
-            self._tables = [cut(table, each) for each in self._families]
-            self.table = table
 
     # What looks have found
 
@@ -183,10 +217,9 @@ class ErrorWatch:
         return known[3]
 
 
-def _guessed_us(family: Columns, sizes: Sequence[int], speed: float) -> float:
+def _guessed_us(family: Columns, values: float) -> float:
     has = {"densities": family.densities, "ranks": family.ranks, "codecs": family.codecs}
-    found = [what for what, columns in has.items() if columns]
-    return sum(US_PER_GRADIENT[what] * len(sizes) + NS_PER_VALUE[what] / 1e3 / speed * sum(sizes) for what in found)
+    return sum(US_PER_GRADIENT[what] + NS_PER_VALUE[what] / 1e3 * values for what, columns in has.items() if columns)
 
 
 def _shapes(table: ErrorTable) -> dict[str, tuple[int, ...]]:

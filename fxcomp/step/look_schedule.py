@@ -4,8 +4,10 @@
                                                               ▲                                             │
                                                               └── after max(20, ⌈look / (0.01 · step)⌉) steps
 
-A look is paid for before the next one, by what it was measured to take. Families take turns: a look is at as many as
-lengthen its step to 1.8 medians, and at one alone that has not been measured yet, or that takes longer.
+That look is the next one, by what it was measured to take before, and what the last one took longer than that. Families
+take turns: a look is at as many as
+lengthen its step to 1.8 medians, and at one alone that has not been measured yet. Where one takes longer the gradients
+are split into groups, which take turns, too.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ class LookSchedule:
     """Says at which steps families are looked at. `estimates_us` has each family's cost before it is measured."""
 
     def __init__(self, estimates_us: Sequence[float]):
-        self._costs_us = list(estimates_us)
-        self._is_measured = [False] * len(estimates_us)
+        self._costs_us = [list(estimates_us)]
+        """By group of gradients and family; one group at first."""
+        self._is_measured = [[False] * len(estimates_us)]
+        self.group = 0
+        """The group whose turn it is, and the family."""
         self._next = 0
-        """The family whose turn it is."""
         self._earliest = LEAST
         """Up to this step there is nothing to agree on."""
         self._due: int | None = None
@@ -56,7 +60,7 @@ class LookSchedule:
             self.postpone(step)
             return
         self._step_us, self._last = step_us, step
-        self._due = step + self._wait(self._costs_us[self._next])
+        self._due = step + self._wait(self._next_us)
 
     def is_due(self, step: int) -> bool:
         """Tell a step that takes a look."""
@@ -65,11 +69,12 @@ class LookSchedule:
     @property
     def families(self) -> tuple[int, ...]:
         """The places of those that the next look is at."""
-        found, sum_us, count = [self._next], self._costs_us[self._next], len(self._costs_us)
-        for after in range(1, count):
-            place = (self._next + after) % count
-            sum_us += self._costs_us[place]
-            if sum_us > ROOM * self._step_us or not (self._is_measured[place] and self._is_measured[self._next]):
+        costs_us, is_measured = self._costs_us[self.group], self._is_measured[self.group]
+        found, sum_us = [self._next], costs_us[self._next]
+        wraps = len(self._costs_us) == 1
+        for place in (*range(self._next + 1, len(costs_us)), *(range(self._next) if wraps else ())):
+            sum_us += costs_us[place]
+            if sum_us > ROOM * self._step_us or not (is_measured[place] and is_measured[self._next]):
                 break
             found.append(place)
         return tuple(found)
@@ -79,25 +84,52 @@ class LookSchedule:
 
         `step` is the number of steps so far.
         """
-        looked = self.families
+        looked, look_us = self.families, max(look_us, 1.0)
         self._step_us = step_us if step_us > 0 else self._step_us
         self._looked_us += look_us
         self._passed_us += (step - self._last) * self._step_us
         self._last = step
-        before_us = sum(self._costs_us[place] for place in looked)
-        if all(self._is_measured[place] for place in looked):
+        costs_us, is_measured = self._costs_us[self.group], self._is_measured[self.group]
+        before_us = sum(costs_us[place] for place in looked)
+        if all(is_measured[place] for place in looked):
             look_us = min(look_us, OUTLIER * before_us)
+        else:
+            self._correct_guesses(look_us / before_us)
         for place in looked:
-            us = look_us * self._costs_us[place] / before_us
-            self._costs_us[place] = (us + self._costs_us[place]) / 2 if self._is_measured[place] else us
-            self._is_measured[place] = True
-        self._next = (looked[-1] + 1) % len(self._costs_us)
-        self._due = step - 1 + self._wait(look_us)
+            if is_measured[place]:
+                costs_us[place] *= (1 + look_us / before_us) / 2
+            is_measured[place] = True
+        self._next = looked[-1] + 1
+        if self._next == len(costs_us):
+            self._next, self.group = 0, (self.group + 1) % len(self._costs_us)
+        self._due = step - 1 + self._wait(self._next_us + max(0.0, look_us - before_us))
+
+    def is_too_long(self, group: int) -> bool:
+        """Tell a group of which one family alone takes longer than there is room for."""
+        return max(self._costs_us[group]) > ROOM * self._step_us > 0
+
+    def split(self, group: int, share: float) -> None:
+        """Split a group in two, of which the first takes such a share of the time."""
+        before_us = self._costs_us[group]
+        self._costs_us[group : group + 1] = [[part * us for us in before_us] for part in (share, 1 - share)]
+        self._is_measured.insert(group, list(self._is_measured[group]))
+        self.group += self.group > group
 
     def share_at(self, step: int) -> float:
         """Return the share of the time since the schedule began that looks have taken."""
         passed_us = self._passed_us + (step - self._last) * self._step_us
         return self._looked_us / passed_us if passed_us else 0.0
+
+    def _correct_guesses(self, ratio: float) -> None:
+        """Multiply what has not been measured by what a measurement was, over its guess."""
+        for costs_us, is_measured in zip(self._costs_us, self._is_measured, strict=True):
+            for place, known in enumerate(is_measured):
+                if not known:
+                    costs_us[place] *= ratio
+
+    @property
+    def _next_us(self) -> float:
+        return sum(self._costs_us[self.group][place] for place in self.families)
 
     def _wait(self, look_us: float) -> int:
         return max(LEAST, ceil(look_us / (SHARE * self._step_us)))

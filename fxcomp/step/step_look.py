@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.codegen.program import Program
-from fxcomp.error_tables import Columns, Draw, ErrorTable
+from fxcomp.error_tables import Columns, Draw, ErrorTable, scaled
 from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
@@ -35,24 +36,31 @@ DRAWN_BYTES = 4 * 2 * 64 * 512
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a look is at; `number` counts looks, so that each draws other values."""
+
+    columns: Columns
+    names: tuple[str, ...]
+    number: int
+
+
 class StepLook:
     """One look, at one step; every rank makes one.
 
     `wants` says that this rank may look. The others are told, and none does if one may not, or has no room for it.
     """
 
-    def __init__(
-        self, shapes: Shapes, residuals: Residuals, site: Site, columns: Columns, number: int, *, wants: bool = True
-    ):
-        self._site, self._columns, self._number = site, columns, number
+    def __init__(self, aim: Aim, shapes: Shapes, residuals: Residuals, site: Site, *, wants: bool = True):
+        self._site, self._aim = site, aim
         spare = compat.spare_bytes(site.device)
-        self._lacks_room = spare is not None and spare < needed_bytes(shapes)
+        self._lacks_room = spare is not None and spare < needed_bytes(shapes, aim.names)
         is_on = wants and not self._lacks_room
-        self._look = ErrorLook(shapes, residuals, site.ranks.world_size) if is_on else None
+        self._look = ErrorLook(shapes, residuals, site.ranks.world_size, aim.names) if is_on else None
         self._clock = clock_of(site.device)
         self._spans: list[tuple[Any, Any]] = []
         self.table: ErrorTable | None = None
-        """What was measured, the same on all ranks; None if nothing was, or nothing counts."""
+        """What was measured, the same on all ranks, with shares of all squares; None if nothing was, or counts."""
         self.was_taken = False
         """All ranks have measured, whether it counts or not."""
         self.some_lack_room = False
@@ -93,13 +101,15 @@ class StepLook:
         if look is None or some_out:
             return
         begin = self._clock.look()
-        draw = Draw(self._site.rank, self._number)
-        self.table = look.table(self._columns, draw, self._site.sum_over_ranks)
+        all_reduce = self._site.sum_over_ranks
+        table = look.table(self._aim.columns, Draw(self._site.rank, self._aim.number), all_reduce)
+        squares = look.squares(table, all_reduce)
+        self.table = scaled(table, 1 / squares if squares > 0 else 0.0)
         self.was_taken = True
         self._spans.append((begin, self._clock.look()))
 
 
-def needed_bytes(shapes: Shapes) -> int:
+def needed_bytes(shapes: Shapes, names: Sequence[str]) -> int:
     """Count what a look holds beside the step: gradients, residuals, and what measuring the largest one takes."""
-    sizes = [prod(shape) for shape in shapes.values()]
+    sizes = [prod(shapes[name]) for name in names]
     return int(MARGIN * (4 * (2 * sum(sizes) + 4 * max(sizes, default=0)) + DRAWN_BYTES * len(sizes)))

@@ -30,8 +30,7 @@ STEPS, CHANGES_AT = 200, 70
 def soon() -> Generator[None]:
     """Look at gradients every third step, and meet for answers every tenth."""
     with (
-        patch.object(look_schedule, "SHARE", 1e6),
-        patch.object(look_schedule, "LEAST", 3),
+        patch.multiple(look_schedule, SHARE=1e9, ROOM=1e9, LEAST=3),
         patch.object(adaptation, "MEETING", 10),
     ):
         yield
