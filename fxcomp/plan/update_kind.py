@@ -25,11 +25,15 @@ class UpdateKind(Enum):
 BURST_SHARES = {
     UpdateKind.PLAIN: 1.0,
     UpdateKind.MOMENTUM: 1.0,
-    UpdateKind.SECOND_MOMENT: 0.15,
-    UpdateKind.TRUST_RATIO: 0.15,
-    UpdateKind.OTHER: 0.15,
+    UpdateKind.SECOND_MOMENT: 0.1,  # measured: 1 % is passed at 0.13 by a char-LM, at 0.96 by a logistic regression
+    UpdateKind.TRUST_RATIO: 0.1,  # measured: at 0.16 and at 0.31
+    UpdateKind.OTHER: 0.1,  # not measured: as the strictest
 }
-"""The share of all elements that may come in bursts before an update."""
+"""The share of all elements that may come in bursts before an update, for a loss 1 % above the dense one.
+
+docs/benchmarks/convergence.md has the table, with 1 % top-k on a share of all elements. The largest measured share that
+keeps to 1 % everywhere is taken. A linear update is not limited here: what delay costs it is the error budget's. In 500
+steps of the char-LM, momentum passed 1 % at 0.21 and plain SGD at 0.87."""
 
 
 def burst_share(kinds: Collection[UpdateKind]) -> float:
