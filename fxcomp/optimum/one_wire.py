@@ -174,8 +174,8 @@ class _Wire:
 
     def _steps(self, lost: Numbers) -> Numbers:
         """Count errors in steps of the grid, rounded down."""
-        share = lost / self.limit if self.limit > 0 else 0.0 * lost
-        return np.minimum(GRID, share * GRID).astype(np.int64) if isinstance(share, np.ndarray) else int(share * GRID)
+        share: Numbers = np.asarray(lost) / self.limit if self.limit > 0 else np.zeros_like(lost)
+        return np.minimum(GRID, share * GRID).astype(np.int64)
 
     def _ready_us(self, stop: int) -> float:
         return self.rows.ready_us(self.row.members[stop - 1])

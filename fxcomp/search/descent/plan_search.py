@@ -25,6 +25,7 @@ from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.kicks import kicks
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import Option, Problems, TracedPrices
+from fxcomp.search.descent.spent_starts import spent_starts
 from fxcomp.search.descent.templates import Setting
 from fxcomp.search.losses import Losses
 from fxcomp.search.question import Question, questions_of
@@ -147,6 +148,9 @@ class PlanSearch:
         then = effort.then._replace(dense_only=dense_only)
         ends += [self.improved(found.parts, then) for found in ends[: effort.improved]]
         if self.question.prices_errors and not dense_only:
+            ends += [
+                self.improved(parts, first) for parts in spent_starts(self.problem, min(ends, key=_value_of).parts)
+            ]
             ends += self.at_prices(min(ends, key=_value_of), effort.first, effort.prices)
         best_us = min(found.value.us for found in ends)
         close = [found for found in starts[:_CLOSE] if found.value.us <= best_us * (1 + _ERROR)]

@@ -1,0 +1,147 @@
+"""Make a start that spends an error limit well: a dynamic programme over borders, options and errors on a grid.
+
+    end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
+
+A descent changes one or two neighbours at a time, and every step of it keeps the limit. So it does not find what needs
+more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds it, on a
+timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute together.
+`optimum/one_wire.py` does the same exactly, where the timeline is indeed one queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fxcomp.plan.streams import Stream
+from fxcomp.search.descent.parts import Part, Parts
+from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
+
+GRID = 128
+"""Steps from no error to the limit."""
+
+MOST_CELLS = 20
+"""Of the lane; of more cells neighbours are taken together."""
+
+Numbers = Any
+"""A numpy array."""
+
+
+class _Priced(NamedTuple):
+    """All buckets of a lane by all options, as arrays of pairs of borders * options."""
+
+    wire_us: Numbers
+    compute_us: Numbers
+    lost: Numbers
+
+
+def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
+    """Make starts: the first lane cut and its options chosen, the buckets of other lanes as they are in `others`."""
+    first, cells = p.lane_options[0], p.lane_cells[1]
+    rest = [part for part in others if part.lane > 0]
+    limit = p.lossable - sum(_lost(p, part) for part in rest)
+    if not cells or not 0 < limit < 1e300:
+        return
+    borders: Numbers = np.unique(np.linspace(0, cells, min(cells, MOST_CELLS) + 1).round().astype(np.int64))
+    starts, stops = np.triu_indices(len(borders), 1)
+    offered = [
+        option
+        for option in range(p.lane_options[1] - first)
+        if math.isinf(p.bursty) or not p.option_traits[first + option] & BURSTY
+    ]
+    if not offered:
+        return
+    priced = _prices(p, borders[starts], borders[stops], offered)
+    ready_us: Numbers = _array(p.ready_us)[borders[1:] - 1]
+    for times in (priced.wire_us, priced.wire_us + priced.compute_us):
+        table = _Table((starts, stops), times, priced.lost / limit, ready_us)
+        found = table.within_limit()
+        made = [Part(0, int(borders[i]), int(borders[j]), offered[option]) for i, j, option in found]
+        if made:
+            yield tuple(sorted([*made, *rest], key=lambda part: p.last[p.lane_cells[part.lane] + part.stop - 1]))
+
+
+class _Table:
+    """The earliest ends, by border and by steps of error that may be lost."""
+
+    def __init__(self, pairs: tuple[Numbers, Numbers], times: Numbers, shares: Numbers, ready_us: Numbers) -> None:
+        steps = np.rint(np.minimum(2.0, shares) * GRID).astype(np.int64)
+        order = np.lexsort((times, steps), axis=1)
+        times, steps, shares = (np.take_along_axis(each, order, axis=1) for each in (times, steps, shares))
+        earliest = np.minimum.accumulate(times, axis=1)
+        is_best = np.concatenate([np.ones((len(times), 1), dtype=bool), times[:, 1:] < earliest[:, :-1]], axis=1)
+        pair, place = np.nonzero(is_best & (steps <= GRID))
+        self.start, self.stop, self.option = pairs[0][pair], pairs[1][pair], order[pair, place]
+        self.us, self.steps, self.share = times[pair, place], steps[pair, place], shares[pair, place]
+        self.count = len(ready_us)
+        self.chosen: list[Numbers] = [np.zeros(0, dtype=np.int64)]
+        ends: Numbers = np.full((self.count + 1, GRID + 1), np.inf)
+        ends[0] = 0.0
+        for stop in range(1, self.count + 1):
+            these = np.flatnonzero(self.stop == stop)
+            before = np.arange(GRID + 1) - self.steps[these, None]
+            end = np.maximum(ends[self.start[these, None], np.maximum(before, 0)], ready_us[stop - 1])
+            end = np.where(before >= 0, end + self.us[these, None], np.inf)
+            best = end.argmin(axis=0) if len(these) else np.zeros(GRID + 1, dtype=np.int64)
+            ends[stop] = end[best, np.arange(GRID + 1)] if len(these) else np.inf
+            self.chosen.append(these[best] if len(these) else best)
+        self.ends = ends
+
+    def within_limit(self) -> list[tuple[int, int, int]]:
+        """List the buckets of the plan that ends first and keeps the limit exactly, by border, border and option."""
+        for left in range(GRID, -1, -1):
+            found = self._behind(left)
+            if found and sum(self.share[each] for each in found) <= 1.0:
+                return [(int(self.start[k]), int(self.stop[k]), int(self.option[k])) for k in found]
+        return []
+
+    def _behind(self, left: int) -> list[int]:
+        stop = self.count
+        found: list[int] = []
+        while stop > 0 and np.isfinite(self.ends[stop, left]):
+            bucket = int(self.chosen[stop][left])
+            found.append(bucket)
+            stop, left = int(self.start[bucket]), left - int(self.steps[bucket])
+        return [] if stop else found
+
+
+def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> _Priced:
+    """Price buckets between these borders by each option; `PricedParts` does it one by one."""
+    sums = _array(p.sums).reshape(-1, p.features)
+    sizes, values, slopes = map(_array, (p.sizes, p.values, p.slopes))
+    features = sums[stops] - sums[starts]
+    shape = len(starts), len(offered)
+    made = _Priced(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    losses = _array(p.losses)[: (p.lane_cells[1] + 1) * p.lane_options[1]].reshape(-1, p.lane_options[1])
+    known: dict[int, tuple[Numbers, Numbers]] = {}
+    for column, option in enumerate(offered):
+        pattern = p.option_template[option]
+        if pattern not in known:
+            wire: Numbers = np.zeros(len(starts))
+            compute: Numbers = np.zeros(len(starts))
+            for task in range(p.template_tasks[pattern], p.template_tasks[pattern + 1]):
+                into = compute if p.task_stream[task] == PLACE[Stream.COMPUTE] else wire
+                for term in range(p.task_terms[task], p.task_terms[task + 1]):
+                    size = p.term_factor[term] * features[:, p.term_feature[term]] + p.term_more[term]
+                    low, high = p.curve_points[p.term_curve[term]], p.curve_points[p.term_curve[term] + 1]
+                    at: Numbers = low + np.searchsorted(sizes[low:high], size, side="right") - 1
+                    into += values[at] + (size - sizes[at]) * slopes[at]
+            known[pattern] = wire, compute
+        made.wire_us[:, column], made.compute_us[:, column] = known[pattern]
+        made.lost[:, column] = losses[stops, option] - losses[starts, option]
+        reach = p.option_reach[option]
+        if reach >= 0:
+            made.lost[stops > _array(p.reach)[reach + starts], column] = np.inf
+    return made
+
+
+def _lost(p: Problem, part: Part) -> float:
+    first, width = p.lane_losses[part.lane] + part.option, p.lane_options[part.lane + 1] - p.lane_options[part.lane]
+    return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
+
+
+def _array(column: Any) -> Numbers:
+    return np.frombuffer(column, dtype=np.float64 if column.typecode == "d" else np.int32)
