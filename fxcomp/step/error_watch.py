@@ -129,7 +129,9 @@ class ErrorWatch:
         elif self.schedule.asks_at(steps):
             _, step_us = self._slowest(0.0)
             self.schedule.begin(steps, step_us)
-            self._spread()
+            number = 0
+            while number < len(self._groups):  # guesses count until there are measurements
+                number += not self._split(number)
 
     def _take_in(self, look: StepLook, steps: int) -> None:
         self.looks += 1
@@ -141,22 +143,20 @@ class ErrorWatch:
                 self._tables[group][place] = smoothed(self._tables[group][place], newest)
             if all(each.rows for tables in self._tables for each in tables):
                 self.table = joined([stacked(of_family) for of_family in zip(*self._tables, strict=True)])
-        self._spread()
+        self._split(group)
 
-    def _spread(self) -> None:
-        """Split groups of gradients until a look at one family takes no longer than a step has room for."""
-        number = 0
-        while number < len(self._groups):
-            names = self._groups[number]
-            if len(names) == 1 or not self.schedule.is_too_long(number):
-                number += 1
-                continue
-            added = list(accumulate(sum(self._guessed_us(name)) for name in names))
-            end = min(max(1, bisect(added, added[-1] / 2)), len(names) - 1)
-            parts = names[:end], names[end:]
-            self._groups[number : number + 1] = parts
-            self._tables[number : number + 1] = [[of_rows(t, part) for t in self._tables[number]] for part in parts]
-            self.schedule.split(number, added[end - 1] / added[-1])
+    def _split(self, number: int) -> bool:
+        """Split a group of gradients in two if a look at one family takes longer than a step has room for."""
+        names = self._groups[number]
+        if len(names) == 1 or not self.schedule.is_too_long(number):
+            return False
+        added = list(accumulate(sum(self._guessed_us(name)) for name in names))
+        end = min(max(1, bisect(added, added[-1] / 2)), len(names) - 1)
+        parts = names[:end], names[end:]
+        self._groups[number : number + 1] = parts
+        self._tables[number : number + 1] = [[of_rows(t, part) for t in self._tables[number]] for part in parts]
+        self.schedule.split(number, added[end - 1] / added[-1])
+        return True
 
     def _slowest(self, look_us: float) -> tuple[float, float]:
         """Agree on the longest look and the shortest step; the step is 0 if some rank has timed none."""

@@ -97,7 +97,8 @@ class LookSchedule:
             self._correct_guesses(look_us / before_us)
         for place in looked:
             if is_measured[place]:
-                costs_us[place] *= (1 + look_us / before_us) / 2
+                ratio = look_us / before_us
+                costs_us[place] *= min(ratio, (1 + ratio) / 2)  # what is disturbed takes longer, never less
             is_measured[place] = True
         self._next = looked[-1] + 1
         if self._next == len(costs_us):
@@ -105,8 +106,10 @@ class LookSchedule:
         self._due = step - 1 + self._wait(self._next_us + max(0.0, look_us - before_us))
 
     def is_too_long(self, group: int) -> bool:
-        """Tell a group of which one family alone takes longer than there is room for."""
-        return max(self._costs_us[group]) > ROOM * self._step_us > 0
+        """Tell a group of which one family alone takes longer than there is room for: a measured one, if any is."""
+        both = list(zip(self._costs_us[group], self._is_measured[group], strict=True))
+        longest_us = max([us for us, known in both if known] or self._costs_us[group])
+        return longest_us > ROOM * self._step_us > 0
 
     def split(self, group: int, share: float) -> None:
         """Split a group in two, of which the first takes such a share of the time."""

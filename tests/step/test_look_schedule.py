@@ -55,6 +55,7 @@ def test_a_look_that_was_disturbed_does_not_stop_looks():
     schedule.took(41, 1e4, STEP_US)
     schedule.took(61, 1e9, STEP_US)
     paid = 3 * 10 + 25  # what it took longer, four times as long at most, and the next one by the mean of both
+    assert not schedule.is_too_long(0)
     assert not schedule.is_due(60 + paid - 1)
     assert schedule.is_due(60 + paid)
     assert ROOM < 1
