@@ -13,13 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 from budget_cells import DENSE, MODES, OPTIMIZERS, REFERENCES, Cell, Outcome, run_cell
+from budget_page import records_of, report
 from budget_tasks import BUDGET_TASKS
+from budget_timelines import Priced, cases, priced
+from rich.console import Console
+from rich.markdown import Markdown
+
+from fxcomp.error_tables import ErrorTable
 
 SETTINGS = (DENSE, *(f"{kind} {reference}" for reference in REFERENCES for kind in ("uniform", "found")))
 MODE_SETTINGS = tuple(f"found {mode}" for mode in MODES)
@@ -65,12 +72,50 @@ def read_cells(path: Path) -> list[Outcome]:
 
 
 def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(1)
+    outcomes = run_all(() if options.render else planned(options.model), options.cells)
+    timelines: list[Priced] = options.timelines or [
+        each for case, optimizer in cases(tables_of(outcomes)) for each in priced(case, optimizer)
+    ]
+    records, date = records_of(outcomes, timelines), time.strftime("%Y-%m-%d")
+    if options.json:
+        found = {
+            "date": date,
+            "torch": torch.__version__,
+            "records": [asdict(each) for each in records],
+            "timelines": [asdict(each) for each in timelines],
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    text = report(records, timelines, date)
+    if options.report:
+        options.report.write_text(text)
+    Console().print(Markdown(text))
+
+
+def tables_of(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], ErrorTable]:
+    """The error tables of dense training, by model and optimizer."""
+    return {
+        (each.model, each.optimizer): ErrorTable.from_json(each.table)
+        for each in outcomes
+        if each.table is not None and each.seed == 0
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=BUDGET_TASKS, help="only this one; may be given again")
     parser.add_argument("--cells", type=Path, metavar="FILE", help="save each cell here, and go on from what is there")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    run_all(planned(options.model or list(BUDGET_TASKS)), options.cells)
+    parser.add_argument("--render", action="store_true", help="train nothing: take what is in --cells")
+    parser.add_argument("--timelines", type=Path, metavar="FILE", help="price nothing: take the timelines of this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the page here, as Markdown")
+    arguments = parser.parse_args()
+    arguments.model = arguments.model or list(BUDGET_TASKS)
+    if arguments.timelines:
+        found = json.loads(arguments.timelines.read_text())
+        arguments.timelines = [Priced(**each) for each in (found["timelines"] if isinstance(found, dict) else found)]
+    return arguments
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ from fxcomp.search.workload import Gradient, Workload
 
 LOOKS = (*range(19, 200, 20), *range(249, 1000, 50))
 """The steps after which workers look at their gradients: a running job looks every 20 steps or more seldom."""
+FEW_LOOKS = (249, 499, 749, 999)
+"""Of other settings, which do not need them."""
 MEASURE_EVERY = 10
 SHARE = 0.95
 """Of the budget: what plans may spend, as of a running job."""
@@ -199,7 +201,7 @@ class _Run:
         for step in range(task.steps):
             for group in update.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / task.steps))
-            is_look = step in LOOKS
+            is_look = step in (LOOKS if self.cell.is_found else FEW_LOOKS)
             gradients = task.gradients(weights.detach(), step)
             if is_look or step % MEASURE_EVERY == 0:
                 weights.grad, error = self.exchange.apply_measured(gradients, keep=is_look)

@@ -50,7 +50,7 @@ from fxcomp.search.workload import Gradient, Workload
 
 HOSTS = Cluster.parse("8x1, intra 12GB/s@5us, inter 1gbit")
 DEVICE, HOST = "v100", "one thread"
-WORKERS, TRAINED, LOOKS = 4, 100, (49, 74, 99)
+WORKERS, TRAINED, LOOKS = 4, 20, (9, 14, 19)
 EXPOSED = 1.3
 """A uniform setting is exposed if its step is so many times the step without communication."""
 
@@ -137,7 +137,7 @@ def _bytes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> float:
 def cases(tables: Mapping[tuple[str, str], ErrorTable]) -> Iterator[tuple[Case, str]]:
     """All cases with their optimizers; `tables` are those of dense training, by model and optimizer."""
     for (model, optimizer), table in tables.items():
-        workload, source = small_workload(model), "dense training of the same model, 24 looks"
+        workload, source = small_workload(model), "dense training of the same model, 4 looks"
         yield Case(model, HOST, workload, host_costs(), table, source), optimizer
     for name, make in FULL.items():
         job = make()
