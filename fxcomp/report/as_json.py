@@ -10,6 +10,7 @@ from fxcomp.cost.critical import critical_path
 from fxcomp.report.attribution import exposed_by_bucket
 from fxcomp.report.by_layer import Layer, Part, layers_of
 from fxcomp.report.explanation import Explanation, Variation, variation
+from fxcomp.report.moves import moves_json
 from fxcomp.report.wire_arithmetic import formula_lines
 
 
@@ -57,6 +58,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "flip_gbit": explanation.flip_gbit,
         "mode": explanation.mode,
         "budget": _budget(explanation),
+        "moves": moves_json(explanation.moves),
         "cluster": {
             "hosts": cluster.hosts,
             "ranks_per_host": cluster.ranks_per_host,

@@ -24,6 +24,7 @@ from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.report.moves import Moved
 from fxcomp.report.quantities import count
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.choose import Choice
@@ -59,6 +60,8 @@ class Explanation:
     """The plan in use is the one whose turn it is."""
     budget: Budget | None = None
     """What plans may lose in the place of the mode's limit, by the errors that are known now."""
+    moves: Sequence[Moved] = ()
+    """How the plan has followed the gradients since."""
 
     @property
     def step_us(self) -> float:
@@ -80,6 +83,11 @@ class Explanation:
     def has_won(self) -> bool:
         """The plan is the one that was measured fastest in the running job."""
         return self.raced is not None and not self.is_racing and self.raced.stays.runner.plan == self.plan
+
+    @property
+    def has_moved(self) -> bool:
+        """The plan is what became of the chosen one while it followed the gradients."""
+        return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     @property
     def pins(self) -> Pins:

@@ -15,6 +15,7 @@ from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
 from fxcomp.report.error_section import error_sections
 from fxcomp.report.explanation import Explanation, variation
+from fxcomp.report.moves import moves_section
 from fxcomp.report.quantities import count, decimals, mb, ms
 from fxcomp.report.short_names import members, short
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
@@ -57,6 +58,8 @@ def report_of(explanation: Explanation) -> Report:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
     if explanation.budget is not None and plan.buckets:
         sections += error_sections(explanation, explanation.budget)
+    if explanation.moves:
+        sections.append(moves_section(explanation.moves))
     if explanation.pins and plan.buckets:
         sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
@@ -102,7 +105,7 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
     buckets, choice = explanation.plan.buckets, explanation.choice
     compressed = [bucket for bucket in buckets if not bucket.strategy.is_dense]
     share = f"{len(compressed)} of {count(len(buckets), 'bucket')}"
-    if buckets and not explanation.is_chosen and not explanation.has_won:
+    if buckets and not (explanation.is_chosen or explanation.has_won or explanation.has_moved):
         given = f"The plan in use {f'compresses {share}' if compressed else 'is dense'}"
         if explanation.is_racing:
             given += "; plans are racing, and this is its turn"
@@ -122,6 +125,8 @@ def _reason(explanation: Explanation) -> str:
     choice, raced = explanation.choice, explanation.raced
     if raced is not None and explanation.has_won:
         return f"Measured in a race of {len(raced.lanes)} plans: {raced.verdict}."
+    if explanation.has_moved:
+        return f"Follows the gradients since step {explanation.moves[-1].step}."
     if choice is not None and explanation.is_chosen:
         return f"{choice.reason[0].upper()}{choice.reason[1:]}."
     return ""
@@ -137,7 +142,8 @@ def _steps(explanation: Explanation, digits: int) -> Table:
         this = "measured best" if explanation.has_won else "this plan"
         steps = [("chosen" if explanation.is_chosen else this, step_us)]
         if not explanation.is_chosen:
-            steps.append(("chosen by prediction" if explanation.has_won else "fxcomp's choice", choice.step_us))
+            chosen = "chosen at first" if explanation.has_moved else "fxcomp's choice"
+            steps.append(("chosen by prediction" if explanation.has_won else chosen, choice.step_us))
         elif choice.fastest != explanation.plan:
             steps.append(("fastest, not chosen", choice.fastest_us))
         steps += [("dense", choice.dense_us), ("bf16 everywhere", choice.bf16_us), ("no communication", free_us)]

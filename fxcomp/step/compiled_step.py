@@ -244,7 +244,8 @@ class CompiledStep:
         """Explain the plan and the step as text."""
         notes = (*self.notes, *self.counted_notes)
         race = (self.raced, self._steering.takes_turns)
-        return to_text(self._explainer.explanation(self.in_force, self.monitor.times, notes, race, self.error_table))
+        times, errors = self.monitor.times, self.error_table
+        return to_text(self._explainer.explanation(self.in_force, times, notes, race, errors, self.moves))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxcomp.error_tables import ErrorTable
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
@@ -12,6 +14,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
+from fxcomp.step.adaptation import Move
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
@@ -35,13 +38,17 @@ class Explainer:
         notes: tuple[str, ...],
         race: tuple[Raced | None, bool],
         errors: ErrorTable,
+        moves: Sequence[Move],
     ) -> Explanation:
         """Gather all that a report is made of.
 
-        `race` is the last one, and whether plans take turns now; `errors` are those measured so far.
+        `race` is the last one, and whether plans take turns now; `errors` are those measured so far,
+        and `moves` the changes of the plan that they led to.
         """
         raced, is_racing = race
         decision = force.decision
+        told = set(map(str, moves))
+        others = [note for note in notes if note not in told]
         is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
         return Explanation(
             plan=force.plan,
@@ -52,13 +59,14 @@ class Explainer:
             choice=decision.choice,
             mode=self._options.mode.value,
             flip_gbit=self._flip_gbit(decision),
-            notes=(*decision.notes, *((EVERY_STEP_VERIFIED,) if is_unseen else ()), *notes),
+            notes=(*decision.notes, *((EVERY_STEP_VERIFIED,) if is_unseen else ()), *others),
             measured_ms=times.median_ms,
             exposed_ms=times.exposed_ms,
             unknowns=unknowns(force.standing.captured.graph),
             raced=raced,
             is_racing=is_racing,
             budget=self._budget(errors),
+            moves=tuple(moves),
         )
 
     def _budget(self, errors: ErrorTable) -> Budget | None:

@@ -28,6 +28,7 @@ from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
+from fxcomp.step.adaptation import Move
 
 COSTS = CostTable()
 WHERE = Cluster(4, 1, intra=Link(5.0, 12.0), inter=Link.parse("1gbit"))
@@ -203,3 +204,34 @@ def test_a_gradient_without_squares_has_no_error_of_its_own():
     only = ErrorTable(STANDARD, {**table.rows, "head.weight": replace(table.rows["head.weight"], squares=0.0)})
     head = next(each for each in to_json(by_hand(only))["budget"]["layers"] if each["layer"] == "head.weight")
     assert head["error"] is None
+
+
+MOVES = (
+    Move(120, "the plan's error", (0.31, 0.19), 0.2, (40_000.0, 42_500.0), ("topk(0.003) -> topk(0.01) for 6.4 MB",)),
+    Move(1120, "1000 steps have passed", (0.15, 0.19), 0.2, (42_500.0, 38_000.0), ("int8 -> int4 for 1.6 MB",)),
+)
+
+
+def test_a_running_step_shows_how_error_and_time_moved(golden: Callable[[str, str], None]):
+    explanation = by_hand(measured(), moves=MOVES)
+    text = to_text(explanation)
+    golden("report/moves.txt", text[text.index("How the plan moved\n") : text.index("Collectives\n")])
+    assert "Follows the gradients since step 1120." in text
+    data = to_json(explanation)["moves"]
+    assert [each["step"] for each in data] == [120, 1120]
+    assert data[1]["step_ms"] == [42.5, 38.0]
+    many = words(by_hand(measured(), moves=MOVES * 6))
+    assert "12 changes of the plan since training began." in many
+    assert "and 4 changes before these" in many
+
+
+def test_a_plan_that_has_moved_is_no_plan_that_somebody_gave():
+    chosen = explained("topk(0.01)")
+    plan = by_hand(ASSUMED).plan
+    timeline = simulate(plan_tasks(WORKLOAD, plan, COSTS, WHERE))
+    moved = replace(chosen, plan=plan, timeline=timeline, moves=MOVES)
+    text = words(moved)
+    assert moved.has_moved
+    assert "would choose another" not in text
+    assert "chosen at first" in text
+    assert not replace(chosen, moves=MOVES).has_moved

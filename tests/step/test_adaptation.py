@@ -24,6 +24,7 @@ from fxcomp.step.plan_in_force import PlanInForce
 
 WHERE = Cluster.parse("2x1, inter 10mbit@20us, intra 100gbit")
 STEPS, CHANGES_AT = 200, 70
+_TITLES = ("Error", "By layer", "Why these parameters", "How the plan moved")
 
 
 @contextmanager
@@ -93,6 +94,7 @@ def trained(budget: str | float) -> dict[str, Any]:
         "parameters": replica_fingerprint(step.training.model),
         "lost": max(changes, default=0.0),
         "notes": list(step.notes),
+        "report": [line for line in step.explain().splitlines() if line in _TITLES],
     }
 
 
@@ -102,6 +104,7 @@ def test_the_plan_follows_the_gradients_and_ranks_stay_the_same(budget: str | fl
     assert one == other
     assert len(one["moves"]) >= 2
     assert one["plan"] != one["first"]
+    assert one["report"] == list(_TITLES)
     assert one["lost"] < 1e-5, "what is owed is owed after each change"
     for (_, after), limit in one["errors"]:
         assert after <= limit
