@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from typing import TypeGuard
 
-from fxcomp.compressors import DGC, Compressor, PowerSGD, Sidco, SidcoE, SidcoGP, TopK, parse_compressor
-from fxcomp.compressors.block_codes import SymmetricCompressor
+from fxcomp.compressors import DGC, Compressor, Int2, PowerSGD, Sidco, SidcoE, SidcoGP, TopK, parse_compressor
+from fxcomp.compressors.block_codes import BlockCompressor, SymmetricCompressor
 from fxcomp.compressors.topk import counts
 from fxcomp.errors import BadErrorTable
 
@@ -75,6 +76,11 @@ class Columns:
                 integers.setdefault((codec.block, codec.stochastic), []).append((codec.bits, number))
         return chains + [[number for _, number in sorted(each)] for each in integers.values()]
 
+    def by_bits(self) -> list[int]:
+        """List the entries of integers, the most bits first, whatever their blocks are."""
+        found = [(codec.bits, number) for number, codec in enumerate(self.codecs) if _is_integer(codec)]
+        return [self.contractions() + number for _, number in sorted(found, reverse=True)]
+
     def contractions(self) -> int:
         """Count the entries, from the first on, that leave values out and so lose at most all."""
         return len(self.densities) + len(self.ranks)
@@ -108,6 +114,10 @@ class Columns:
             return 0.0
         points = [(0, 1.0), *zip(self.ranks, row[len(self.densities) :], strict=False)]
         return on_lines(points, compressor.rank)
+
+
+def _is_integer(codec: Compressor) -> TypeGuard[BlockCompressor]:
+    return isinstance(codec, Int2 | SymmetricCompressor)
 
 
 STANDARD = Columns()

@@ -13,9 +13,10 @@ was. So the empty table, `ASSUMED`, is the one without data.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,7 +193,7 @@ def legal(columns: Columns, rows: Mapping[str, Row], notes: Sequence[str] = ()) 
         if not _is_size(row.squares):
             found.append(f"{name}: |g|² is {row.squares}, so that of as many elements of the others stands for it")
             repaired[name] = Row(row.shape, min(row.size * mean, _MOST), row.errors, row.samples)
-    found += _alone(repaired)
+    found += [*_rising_with_bits(columns, repaired), *_alone(repaired)]
     return ErrorTable(columns, repaired, tuple(dict.fromkeys((*notes, *found))))
 
 
@@ -205,6 +206,15 @@ def _alone(rows: Mapping[str, Row]) -> list[str]:
     if others > 0.01:
         return []
     return [f"{name}: it has more than 99 % of the squares of all gradients, so the others' errors hardly count"]
+
+
+def _rising_with_bits(columns: Columns, rows: Mapping[str, Row]) -> Iterator[str]:
+    """Note gradients of which more bits lose more: in larger blocks, small values are lost beside a large one."""
+    for finer, coarser in pairwise(columns.by_bits()):
+        names = [name for name, row in rows.items() if row.samples and row.errors[finer] > row.errors[coarser]]
+        if names:
+            which = f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]
+            yield f"{which}: {columns.names[finer]} lost more than {columns.names[coarser]}, as larger blocks may"
 
 
 def _repaired(columns: Columns, row: Row) -> tuple[Row, list[str]]:

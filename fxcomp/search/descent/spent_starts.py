@@ -117,6 +117,7 @@ def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> 
     made = _Priced(np.zeros(shape), np.zeros(shape), np.zeros(shape))
     losses = _array(p.losses)[: (p.lane_cells[1] + 1) * p.lane_options[1]].reshape(-1, p.lane_options[1])
     known: dict[int, tuple[Numbers, Numbers]] = {}
+    search: Any = np.searchsorted
     for column, option in enumerate(offered):
         pattern = p.option_template[option]
         if pattern not in known:
@@ -127,7 +128,7 @@ def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> 
                 for term in range(p.task_terms[task], p.task_terms[task + 1]):
                     size = p.term_factor[term] * features[:, p.term_feature[term]] + p.term_more[term]
                     low, high = p.curve_points[p.term_curve[term]], p.curve_points[p.term_curve[term] + 1]
-                    at: Numbers = low + np.searchsorted(sizes[low:high], size, side="right") - 1
+                    at = low + search(sizes[low:high], size, side="right") - 1
                     into += values[at] + (size - sizes[at]) * slopes[at]
             known[pattern] = wire, compute
         made.wire_us[:, column], made.compute_us[:, column] = known[pattern]
