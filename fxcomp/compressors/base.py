@@ -76,6 +76,10 @@ class Compressor(Declared):
         """The first step's state of one segment. `key` is the same on all ranks and differs between parameters."""
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
+    def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
+        """Go on from the state of a segment of `size` values under other parameters; `fresh` is a new one's."""
+        return state if state.shape == fresh.shape else fresh
+
     # Kernels. A package may bring its own: these return whether they did it.
 
     def encode_on_cpu(self, given: EncoderInput, payload: Tensor) -> bool:

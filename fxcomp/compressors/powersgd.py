@@ -217,6 +217,15 @@ class PowerSGD(Compressor):
         [columns] = self.all_columns((size,))
         return _random(key, 0, self.rank * columns, torch.device("cpu")).float() if columns else torch.zeros(size)
 
+    def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
+        """Keep the leading factors; those that a higher rank adds are random."""
+        assert isinstance(before, PowerSGD), "a state goes on under the same compressor"
+        [columns] = self.all_columns((size,))
+        if not columns or before.all_columns((size,)) != (columns,):
+            return fresh
+        kept = min(state.numel(), fresh.numel())
+        return torch.cat([state[:kept], fresh[kept:]])
+
     def propose_reference(self, given: EncoderInput) -> Tensor:
         assert given.state is not None, "powersgd proposes from the factors of the step before"
         proposals = [given.bucket.new_empty(0)]

@@ -63,10 +63,16 @@ class _Kept:
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
-    def goes_on_from(self, other: _Kept) -> bool:
-        """Tell whether another plan keeps the same here: made by the same, of the same stream and place."""
-        is_same = other.description == self.description and other.key == self.key
-        return is_same and (other.place == self.place or self.is_shared())
+    def go_on_from(self, other: _Kept) -> bool:
+        """Take over another plan's state where it is of the same stream and place; returns whether it is."""
+        is_same = type(other.compressor) is type(self.compressor) and other.key == self.key
+        if not is_same or other.part.length != self.part.length:
+            return False
+        if other.place != self.place and not self.is_shared():
+            return False
+        now = self.compressor.state_after(other.compressor, self.part.length, other.value, self.value.clone())
+        self.value.copy_(now)
+        return True
 
     def start_anew(self) -> None:
         self.value.copy_(self.compressor.fresh_state(self.part.length, self.key, self.place))
@@ -132,14 +138,12 @@ class CompressorStates:
         return {part.label: part.value for part in self._parts}
 
     def take_over(self, other: CompressorStates) -> list[str]:
-        """Go on from another plan's states where the same compressor keeps the same; return the labels of the rest."""
+        """Go on from another plan's states of the same kind of compressor; return the labels of the rest."""
         known = {part.where: part for part in other._parts}
         anew: list[str] = []
         for part in self._parts:
             before = known.get(part.where)
-            if before is not None and part.goes_on_from(before):
-                part.value.copy_(before.value)
-            else:
+            if before is None or not part.go_on_from(before):
                 anew.append(part.label)
         return anew
 
