@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, Protocol, cast
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fxcomp.compressors import Compressor, compressor_of
 from fxcomp.compressors.pieces import in_pieces
@@ -43,6 +43,8 @@ from fxcomp.graph.ops import (
 )
 from fxcomp.plan.strategy import Device
 from fxcomp.plan.streams import POOL, Stream
+from fxcomp.runtime.moves import Cut
+from fxcomp.runtime.numbers import Numbers
 
 
 class CostKind(Enum):
@@ -261,6 +263,29 @@ def line_of(node: Node) -> Line | None:
     if role is Role.VELOCITY and target is KEEP:
         return None  # the bucket's line replaces the velocity in place
     return BY_ROLE.get(role) or BY_OPERATOR.get(target)
+
+
+def numbers_of(gm: GraphModule) -> Numbers:
+    """Read the numbers of a graph's lines that can change without another program."""
+    compressors: dict[str, Compressor] = {}
+    cuts: dict[str, Cut] = {}
+    sizes: dict[str, Sequence[int]] = {}
+    for node in gm.graph.nodes:
+        line = line_of(node)
+        result = line.result(node) if line is not None else None
+        if line is None or result is None:
+            continue
+        arguments: Sequence[Any] = line.arguments(node)
+        match line.method:
+            case "propose" | "compress" | "decompress":
+                compressors[result.name] = arguments[0]
+            case "launch":
+                cuts[result.name] = arguments[2]
+            case "turn":
+                sizes[result.name] = tuple(arguments[2])
+            case _:
+                pass
+    return Numbers(compressors, cuts, sizes)
 
 
 def compressor_at(node: Node) -> Compressor:

@@ -194,6 +194,16 @@ class Plan:
         pairs = zip(self.buckets, strategies, strict=True)
         return Plan(tuple(replace(bucket, strategy=strategy) for bucket, strategy in pairs))
 
+    def differs_in_parameters_only(self, other: Plan) -> bool:
+        """Tell plans of the same buckets whose compressors have other parameters: one program can follow both."""
+        if len(self.buckets) != len(other.buckets):
+            return False
+        return all(
+            (mine.names, mine.sizes, mine.starts) == (its.names, its.sizes, its.starts)
+            and mine.strategy.differs_in_parameters_only(its.strategy)
+            for mine, its in zip(self.buckets, other.buckets, strict=True)
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {
             "version": 1,

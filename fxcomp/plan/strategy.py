@@ -133,6 +133,10 @@ class Strategy:
         joins = [Collective(split.kind.joined_by, split.level) for split in reversed(held.splits)]
         return Strategy((*begun, *middle, *joins))
 
+    def differs_in_parameters_only(self, other: Strategy) -> bool:
+        """Tell strategies that are equal but for the parameters of their compressors."""
+        return len(self.steps) == len(other.steps) and all(map(_is_retuned, self.steps, other.steps))
+
     def __str__(self) -> str:
         return text_of(self.steps)
 
@@ -189,3 +193,23 @@ def _one_shot(compressor: Compressor | None, device: Device, level: Level) -> tu
 DENSE = Strategy((Collective(CollectiveKind.ALL_REDUCE, Level.WORLD),))
 
 __all__ = ["DENSE", "Collective", "Compress", "Decompress", "Device", "Propose", "Step", "Strategy"]
+
+
+def _is_retuned(before: Step, after: Step) -> bool:
+    match before, after:
+        case (Propose(was, device), Propose(now, other)) | (Compress(was, device), Compress(now, other)):
+            return device is other and type(was) is type(now) and _lines_of(was) == _lines_of(now)
+        case _:
+            return before == after
+
+
+def _lines_of(compressor: Compressor) -> tuple[object, ...]:
+    """Name what decides which lines a compressor needs, and which values each rank keeps."""
+    return (
+        compressor.grain,
+        compressor.feedback,
+        compressor.bias,
+        compressor.sends_values,
+        compressor.has_state,
+        compressor.payload_dtype,
+    )
