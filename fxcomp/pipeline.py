@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.codegen.program import Program, Replay, load_program
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task, simulate
+from fxcomp.cost.timeline import Task, Timeline, simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.check import check
 from fxcomp.graph.edit import clone
@@ -31,6 +31,7 @@ from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
+from fxcomp.passes.retune_strategies import retune_strategies
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
@@ -102,6 +103,14 @@ class Compiler:
         assert_whole(gm, "one of the passes")
         return gm
 
+    def retune(self, program: Program, plan: Plan, costs: CostTable) -> Program:
+        """Let a program follow another plan of the same lines: without a capture, and without emitting anything."""
+        run = PassRunner(remembers=False)
+        gm = run(retune_strategies, clone(program.graph), plan, self.cluster, self.rank)
+        gm = run(annotate_costs, gm, costs, self.cluster)
+        graph = program.captured.graph
+        return program.retuned(gm, lambda: self.graphs_after_each_pass(graph, plan, costs), predicted(gm, costs))
+
     def _labelled(self, run: PassRunner, graph: GraphModule) -> GraphModule:
         """Give each gradient its collective and each node its role: what every plan starts from."""
         gm = run(canonicalize_sync, graph, self.cluster.world_size)
@@ -126,8 +135,13 @@ def finished(turns: Turns[T]) -> T:
 
 def finish(captured: Captured, gm: GraphModule, replay: Replay, costs: CostTable) -> Program:
     """Price, emit and load a final graph, whoever made it: the graph alone decides what runs."""
+    return load_program(captured, gm, replay, predicted(gm, costs))
+
+
+def predicted(gm: GraphModule, costs: CostTable) -> Timeline:
+    """Simulate a final graph."""
     feed = [Task(FEED, Stream.COMPUTE, costs.feed_us)] if costs.feed_us else []
-    return load_program(captured, gm, replay, simulate([*feed, *graph_tasks(gm)], costs.processors))
+    return simulate([*feed, *graph_tasks(gm)], costs.processors)
 
 
 FEED = "feed"

@@ -6,7 +6,7 @@ captured step ─► final graph ─emit─► source ─load─► module ─�
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,8 @@ from fxcomp.codegen.load import compile_regions, load
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import Source, info
+from fxcomp.graph.lines import numbers_of
+from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
 from fxcomp.runtime.runtime import Runtime
 
 Replay = Callable[[], Mapping[str, GraphModule]]
@@ -34,15 +36,27 @@ class Program:
 
     captured: Captured
     graph: GraphModule
-    """The final graph, which the source was written from."""
+    """The final graph, which the source is written from."""
     replay: Replay
     """Runs the passes again for whoever asks; keeping every graph would take ten times the memory."""
     module: ModuleType
-    source: str
+    emitted: str
+    """The source that was loaded."""
     timeline: Timeline
     """The predicted step."""
     inputs: tuple[Source, ...]
     """The sources of the graph's inputs, in their order."""
+    numbers: Numbers = AS_WRITTEN
+    """What lines take in the place of what is written in the emitted source."""
+
+    @property
+    def source(self) -> str:
+        """The step as Python source, with the numbers that it runs with."""
+        return self.emitted if self.numbers is AS_WRITTEN else emit(self.graph)
+
+    def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
+        """Follow a graph of the same lines with other numbers; nothing is emitted."""
+        return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
 
     def run(self, runtime: Runtime, arguments: Sequence[Any]) -> Any:
         """Run one step; returns what the emitted function does, the loss and the auxiliary results."""

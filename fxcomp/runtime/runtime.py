@@ -25,6 +25,7 @@ from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.flight import Flight, Launch
 from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.moves import Cut
+from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
 from fxcomp.runtime.packing import copy_scaled, packed_dtype, packed_sizes, slots
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
@@ -105,6 +106,8 @@ class Runtime:
         self.on_update: Callable[[Tensor], None] | None = None
         self.undelivered: dict[str, Tensor] = {}
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
+        self.numbers: Numbers = AS_WRITTEN
+        """What lines take in the place of what is written in them; those of the program that runs."""
         self.pool = HostPool()
         self._buffers = Buffers()
 
@@ -130,6 +133,7 @@ class Runtime:
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
         """Put rows of parts of these sizes in the parts' order."""
+        sizes = self.numbers.sizes.get(name, sizes)
 
         def run(value: Tensor) -> Tensor:
             return arithmetic.turn(
@@ -157,6 +161,7 @@ class Runtime:
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
         """Make the proposal that ranks reduce to an agreement before they compress."""
+        compressor = self.numbers.compressors.get(name, compressor)
 
         def run(value: Tensor) -> Tensor:
             elements = compressor.proposal_elements(segments)
@@ -178,6 +183,7 @@ class Runtime:
         agreed: Tensor | OnHost | None = None,
     ) -> Tensor | OnHost:
         """Fill a payload, or one for each piece; residual and state change in place."""
+        compressor = self.numbers.compressors.get(name, compressor)
         parts = as_pieces(segments)
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
@@ -197,6 +203,7 @@ class Runtime:
         `cut` says which part each rank owns (`runtime/moves.py`), and is 1 for an all_reduce and a broadcast in place.
         `how` is what an all_reduce makes of the ranks' values: sum or max.
         """
+        cut = self.numbers.cuts.get(name, cut)
         if isinstance(value, OnHost):
             launch = Launch(name, kind, cut, level, how, "pool")
             return HostFlight(self.pool.submit(functools.partial(self._start, launch), value))
@@ -221,6 +228,7 @@ class Runtime:
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
         """The mean of what the ranks' payloads stand for, flat fp32, piece by piece."""
+        compressor = self.numbers.compressors.get(name, compressor)
         parts = as_pieces(segments)
         sizes = tuple(chain.from_iterable(parts))
 

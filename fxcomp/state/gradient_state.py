@@ -49,6 +49,14 @@ class GradientState:
             before, self.velocities = self.velocities, _velocities(plan, site)
             self.velocities.take_over(before)
 
+    def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
+        """What compressors remember, for a plan with other parameters of the same ones. No rank asks another."""
+        states = CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed)
+        if states.is_empty:
+            return self.compressor_states
+        states.take_over(self.compressor_states)
+        return states
+
     def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], exchange: Exchange) -> None:
         """Hand everything on to the fresh state of another plan, nothing owed is lost; every rank calls it.
 

@@ -101,6 +101,7 @@ class PlanInForce:
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch as everything else is now; capture here alone if there is none."""
         self.program = self.programs.find(batch, kind, leaves, self._followed)
+        self.runtime.numbers = self.program.numbers
         return self.program
 
     # Changing
@@ -131,6 +132,28 @@ class PlanInForce:
         self.programs.racing = 0
         self._adopt(program, 0)
         self._share_undelivered()
+
+    def can_retune(self, plan: Plan) -> bool:
+        """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
+        return self.is_warm and not self._lanes and self.plan.differs_in_parameters_only(plan)
+
+    def retune(self, plan: Plan) -> None:
+        """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
+
+        Every rank calls it after the same step. Nothing is sent, captured or emitted. Residuals and velocities stay
+        where they are. Compressors go on from what they remember.
+        """
+        assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
+        decision = replace(self.decision, plan=plan)
+        states = self.state.compressor_states_for(plan, self.inputs.shapes, self._site, self._seed)
+        for known in self.programs.of_plan(self._followed):
+            other = self._compiler.retune(known, plan, decision.costs)
+            self.programs.exchange(known, other)
+            self.program = other if self.program is known else self.program
+            self.standing = other if self.standing is known else self.standing
+        self.decision, self.state.compressor_states = decision, states
+        self.stages, self._stage = (Stage(0, plan),), 0
+        self.runtime.forget_buffers()
 
     # Racing
 

@@ -126,8 +126,16 @@ class Programs:
     def exchange(self, known: Program, other: Program) -> None:
         """Let another program serve what a known one does."""
         for key in [key for key, program in self._of_key.items() if program is known]:
-            self._remember(key, other)
-        self._drop(known)
+            self._of_key[key] = other
+        for family in self._families.values():
+            if family.symbolic is known:
+                family.symbolic = other
+        self._kept = OrderedDict((id(each), each) for each in (other if p is known else p for p in self._kept.values()))
+
+    def of_plan(self, plan: int) -> list[Program]:
+        """List the programs that follow a plan."""
+        kept = {id(program) for (_, _, around), program in self._of_key.items() if around.plan == plan}
+        return [program for place, program in self._kept.items() if place in kept]
 
     def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
         """Tell what a capture was for, as far as it was not another plan."""
