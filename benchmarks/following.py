@@ -1,9 +1,9 @@
-"""Train jobs whose gradients change, and measure each step's error with a plan that follows them and with one that stays.
+"""Train jobs whose gradients change: measure each step's error under a plan that follows them and under one that stays.
 
     python benchmarks/following.py --json following.json
 
-Four ranks of one machine train a small network by plain SGD, so what was applied is the difference of parameters over the
-learning rate, and the error of every step is known without asking the step:
+Four ranks of one machine train a small network by plain SGD, so what was applied is the difference of parameters over
+the learning rate, and the error of every step is known without asking the step:
 
     v      = a rank's gradient + what it owes           error of a gradient = |applied - mean v|² / |mean v|²
     error of a step = sum of squares · error / sum of squares,  squares = the ranks' mean |gradient|²
@@ -18,6 +18,7 @@ compared to the bit at every hundredth step, and what is owed before and behind 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -70,7 +71,7 @@ def trained(job: str, follows: bool, arguments: argparse.Namespace) -> dict[str,
         def __init__(self) -> None:
             super().__init__()
             sizes = [64, *[WIDTH] * DEPTH, 16]
-            self.layers = nn.ModuleList(nn.Linear(*each) for each in zip(sizes[:-1], sizes[1:], strict=True))
+            self.layers = nn.ModuleList(nn.Linear(*each) for each in itertools.pairwise(sizes))
 
         def forward(self, inputs: Tensor, thawed: Tensor) -> Tensor:
             value = inputs
@@ -100,7 +101,7 @@ def trained(job: str, follows: bool, arguments: argparse.Namespace) -> dict[str,
         model, loss_of, optimizer, batch_at(0), cluster=where, costs=CostTable(), error_budget=arguments.budget,
         verify_every="never", race="off", replan="off",
     )  # fmt: skip
-    names = {name: parameter for name, parameter in model.named_parameters()}
+    names = dict(model.named_parameters())
     gradients: dict[str, Tensor] = {}
     owed_apart: list[float] = []
     see, switch, act = Runtime.see, PlanInForce.switch, Adaptation.act
@@ -198,10 +199,9 @@ def main() -> int:
     given = ["--jobs", *arguments.jobs, "--steps", str(arguments.steps), "--budget", arguments.budget, "--rank"]
     output = run_ranks([__file__, *given], ranks_per_host=RANKS, timeout_s=arguments.timeout)[0]
     records = [json.loads(line[len(MARK) :]) for line in output.splitlines() if line.startswith(MARK)]
-    print(
-        "| job | plan | mean error of each third (largest, steps above the budget) | changes | same bits | owed apart |"
-    )
-    print("|---|---|---|---:|---|---:|")
+    print("Mean error of each third of the steps (the largest, the share of steps above the budget)\n")
+    print("| job | plan | first | second | third | changes | same bits | owed apart |")
+    print("|---|---|---|---|---|---:|---|---:|")
     for record in records:
         plan = "follows" if record["follows"] else "stays"
         facts = f"{len(record['moves'])} | {record['same_bits']} | {record['owed_apart']:.1g}"
