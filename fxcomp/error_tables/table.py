@@ -118,7 +118,7 @@ class ErrorTable:
         return found
 
     def lagging(self, lags: Mapping[str, float], others: float = LAG) -> ErrorTable:
-        """The same for powersgd as it runs, which loses more than the best matrix of its rank; by gradient, as known."""
+        """The same for powersgd as it runs, by gradient as far as that is known: it loses more than the best matrix."""
         rows = {
             name: replace(row, lag=min(1.0, max(LEAST_LAG, lags.get(name, others)))) for name, row in self.rows.items()
         }
