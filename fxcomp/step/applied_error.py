@@ -11,12 +11,38 @@ nothing, and looks as if it lost nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxcomp.compressors import PowerSGD
+from fxcomp.error_tables import ErrorTable
+from fxcomp.error_tables.table import LEAST_LAG
+from fxcomp.plan.plan import Plan
+
 _PLACES = 256
+_ROUNDING = 1e-3
+
+
+def lags(known: Mapping[str, float], applied: Mapping[str, float], plan: Plan, table: ErrorTable) -> dict[str, float]:
+    """Say for gradients that powersgd carries which power of the best rank's error it loses, and keep what is known.
+
+    Half of what is known stays. `table` has the errors of the best matrices.
+    """
+    found = dict(known)
+    for bucket in plan.buckets:
+        compressor = bucket.strategy.compressor
+        if not isinstance(compressor, PowerSGD):
+            continue
+        for name in bucket.names:
+            best, lost = table.error_of(name, compressor).value, applied.get(name, 0.0)
+            if _ROUNDING < best < 1 - _ROUNDING and _ROUNDING < lost < 1 - _ROUNDING:
+                lag = min(1.0, max(LEAST_LAG, math.log(lost) / math.log(best)))
+                found[name] = (lag + found.get(name, lag)) / 2
+    return found
 
 
 class AppliedError:
@@ -43,7 +69,8 @@ class AppliedError:
         """Return the error of each gradient, from what this rank owes now; every rank calls it."""
         both = torch.stack([self._sketch(owed), self._given])
         all_reduce(both)
-        lost, whole = both.double().square().sum(dim=2).tolist()
+        squares: Any = both.double().square().sum(dim=2)
+        lost, whole = squares.tolist()
         return {name: lost[k] / whole[k] if whole[k] > 0 else 0.0 for name, k in self._number.items()}
 
     def _sketch(self, values: Mapping[str, Tensor]) -> Tensor:

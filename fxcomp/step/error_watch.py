@@ -8,11 +8,14 @@ rank calls all of this at the same steps.
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from math import prod
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.error_tables import (
@@ -28,10 +31,12 @@ from fxcomp.error_tables import (
     smoothed,
     stacked,
 )
+from fxcomp.error_tables.table import LAG
 from fxcomp.errors import BadErrorTable, BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
+from fxcomp.step.applied_error import AppliedError, lags
 from fxcomp.step.look_schedule import LookSchedule
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
@@ -85,6 +90,9 @@ class ErrorWatch:
         """By group and family."""
         self.table: ErrorTable = ASSUMED if table is None else table
         """The mean of looks, with shares of all squares; without data until everything has been looked at."""
+        self._applied: Mapping[str, float] = {}
+        """What the plan in force lost of each gradient, as measured last."""
+        self._lags: dict[str, float] = {}
         self.schedule = LookSchedule([sum(us) for us in zip(*map(self._guessed_us, self._shapes), strict=True)])
 
     def _guessed_us(self, name: str) -> list[float]:
@@ -110,8 +118,19 @@ class ErrorWatch:
             columns = joined_columns([self._families[place] for place in self.schedule.families])
             aim = Aim(columns, self._groups[self.schedule.group], self.looks)
             residuals, wants = self._force.state.residuals, self._force.serves_first(kind)
-            self._look = StepLook(aim, self._shapes, residuals, self._site, wants=wants)
+            applied = self._begun() if columns.ranks and self._force.state.velocities is None else None
+            self._look = StepLook(aim, self._shapes, residuals, self._site, applied, wants=wants)
         return self._look
+
+    def _begun(self) -> AppliedError:
+        """Begin to measure what the plan loses of a step: with what is owed before it."""
+        applied = AppliedError(self._force.trained_sizes, self._site.device, self.looks)
+        applied.owes(self._owed)
+        return applied
+
+    @property
+    def _owed(self) -> Mapping[str, Tensor]:
+        return self._force.state.owed_here(self._force.inputs.sizes, self._site.ranks.world_size)
 
     def act(self, steps: int) -> None:
         """Take in the look of the step that has ended, and agree on the next one; after every step."""
@@ -141,8 +160,13 @@ class ErrorWatch:
             for place in places:
                 newest = cut(look.table, self._families[place])
                 self._tables[group][place] = smoothed(self._tables[group][place], newest)
+            if look.applied is not None:
+                self._applied = look.applied.errors(self._owed, self._site.sum_over_ranks)
             if all(each.rows for tables in self._tables for each in tables):
-                self.table = joined([stacked(of_family) for of_family in zip(*self._tables, strict=True)])
+                table = joined([stacked(of_family) for of_family in zip(*self._tables, strict=True)])
+                self._lags = lags(self._lags, self._applied, self._force.plan, table)
+                others = statistics.median(self._lags.values()) if self._lags else LAG
+                self.table = table.lagging(self._lags, others)
         self._split(group)
 
     def _split(self, number: int) -> bool:

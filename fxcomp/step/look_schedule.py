@@ -4,10 +4,10 @@
                                                               ▲                                             │
                                                               └── after max(20, ⌈look / (0.01 · step)⌉) steps
 
-That look is the next one, by what it was measured to take before, and what the last one took longer than that. Families
-take turns: a look is at as many as
-lengthen its step to 1.8 medians, and at one alone that has not been measured yet. Where one takes longer the gradients
-are split into groups, which take turns, too.
+That look is the next one, by what it was measured to take before, and what the last one took longer than that. The
+first look at each family comes at once if they take five steps at most, and is paid for behind: until then errors are
+assumed. Families take turns: a look is at as many as lengthen its step to 1.8 medians, and at one alone that has not
+been measured yet. Where one takes longer the gradients are split into groups, which take turns, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ LEAST = 20
 
 ROOM = 0.8
 """A look of several families takes at most so many steps, by what each took; the rest to twice a step is for noise."""
+
+AT_ONCE = 5.0
+"""Steps that the first looks together may take to come at once."""
 
 OUTLIER = 4.0
 """What took longer than so many times what it took before was disturbed, and is not waited for in full."""
@@ -43,6 +46,10 @@ class LookSchedule:
         self._due: int | None = None
         """The step of the next look; None before ranks have told what a step takes."""
         self._step_us = 0.0
+        self._unpaid_us = 0.0
+        """What looks took that was not waited for before."""
+        self._was_at_once = False
+        """The next look, or the last one, is not waited for."""
         self._looked_us = self._passed_us = 0.0
         self._last = 0
 
@@ -60,7 +67,8 @@ class LookSchedule:
             self.postpone(step)
             return
         self._step_us, self._last = step_us, step
-        self._due = step + self._wait(self._next_us)
+        self._was_at_once = self._comes_at_once
+        self._due = step + (0 if self._was_at_once else self._wait(self._next_us))
 
     def is_due(self, step: int) -> bool:
         """Tell a step that takes a look."""
@@ -103,7 +111,13 @@ class LookSchedule:
         self._next = looked[-1] + 1
         if self._next == len(costs_us):
             self._next, self.group = 0, (self.group + 1) % len(self._costs_us)
-        self._due = step - 1 + self._wait(self._next_us + max(0.0, look_us - before_us))
+        self._unpaid_us += look_us if self._was_at_once else max(0.0, look_us - before_us)
+        self._was_at_once = self._comes_at_once
+        if self._was_at_once:
+            self._due = step + 1
+        else:
+            self._due = step - 1 + self._wait(self._next_us + self._unpaid_us)
+            self._unpaid_us = 0.0
 
     def is_too_long(self, group: int) -> bool:
         """Tell a group of which one family alone takes longer than there is room for: a measured one, if any is."""
@@ -129,6 +143,12 @@ class LookSchedule:
             for place, known in enumerate(is_measured):
                 if not known:
                     costs_us[place] *= ratio
+
+    @property
+    def _comes_at_once(self) -> bool:
+        """Something was never looked at, and all of it takes little."""
+        all_us = sum(map(sum, self._costs_us))
+        return not all(map(all, self._is_measured)) and all_us <= AT_ONCE * self._step_us
 
     @property
     def _next_us(self) -> float:

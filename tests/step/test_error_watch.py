@@ -34,7 +34,7 @@ EVERY = 5
 @contextmanager
 def often() -> Generator[None]:
     """Let looks take what they like: one is due every five steps, the first one in step 10."""
-    limits = {"SHARE": 1e9, "ROOM": 1e9, "LEAST": EVERY}
+    limits = {"SHARE": 1e9, "ROOM": 1e9, "LEAST": EVERY, "AT_ONCE": 0.0}
     with patch.multiple(look_schedule, **limits):
         yield
 

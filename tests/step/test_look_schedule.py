@@ -41,7 +41,18 @@ def test_cheap_looks_are_at_all_families_every_twentieth_step():
     found = looks([10.0, 10.0, 10.0], 500)
     assert [families for _, families in found[:4]] == [(0,), (1,), (2,), (0, 1, 2)]
     steps = [step for step, _ in found]
-    assert {after - before for before, after in pairwise(steps)} == {LEAST}
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert gaps[:2] == [2, 2], "the first ones come at once"
+    assert set(gaps[2:]) == {LEAST}
+
+
+def test_first_looks_come_at_once_and_are_paid_for_before_the_next_one():
+    costs_us = [0.3 * STEP_US] * 3
+    found = looks(costs_us, 500)
+    assert [step for step, _ in found[:3]] == [LEAST, LEAST + 2, LEAST + 4]
+    assert found[3][0] >= LEAST + 4 + (0.9 + 0.3 * len(found[3][1])) / SHARE
+    long = looks([3 * STEP_US] * 3, 2000)
+    assert long[0][0] >= LEAST + 3 / SHARE, "what takes many steps is paid for beforehand"
 
 
 def test_families_take_turns_where_a_look_at_all_would_make_the_step_twice_as_long():
