@@ -34,6 +34,8 @@ class PlanFile:
 
     plan: Plan
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    spent: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What is lost of each gradient, of the whole gradient's squares; empty in a file without an error budget."""
 
     @classmethod
     def from_json(cls, data: object) -> PlanFile:
@@ -53,7 +55,10 @@ class PlanFile:
                 "wire_bytes": sum(bucket["wire_bytes"] for bucket in buckets),
                 "loss": facts["plan"].get("loss"),
             }
-            return cls(plan, {name: float(value) for name, value in found.items() if value is not None})
+            numbers = {name: float(value) for name, value in found.items() if value is not None}
+            budget: Mapping[str, Any] = facts.get("budget") or {"gradients": ()}
+            gradients: Sequence[Mapping[str, Any]] = budget["gradients"]
+            return cls(plan, numbers, {str(each["name"]): float(each["spent"]) for each in gradients})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadPlan(f"this is not what explain --json prints: {type(error).__name__}: {error}") from None
 
@@ -117,6 +122,8 @@ class PlanDiff:
     is_reordered: bool
     """Buckets leave, or gradients lie in them, in another order."""
     numbers: tuple[tuple[str, float, float], ...]
+    spent: tuple[tuple[str, float, float], ...] = ()
+    """What is lost of gradients of which both files say it, where it differs: those that differ most first."""
 
     @property
     def is_empty(self) -> bool:
@@ -133,6 +140,7 @@ class PlanDiff:
             "gradients": self.gradients,
             "reordered": self.is_reordered,
             "numbers": {name: [before, after] for name, before, after in self.numbers},
+            "spent": {name: [before, after] for name, before, after in self.spent},
         }
 
 
@@ -157,7 +165,13 @@ def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
         gradients=len(sizes.keys() | others.keys()),
         is_reordered=followed != sorted(followed) or (is_same_but_for_order and old != new),
         numbers=tuple((name, before.numbers[name], after.numbers[name]) for name in shared),
+        spent=_spent_otherwise(before.spent, after.spent),
     )
+
+
+def _spent_otherwise(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
+    found = [(name, before[name], after[name]) for name in before if name in after and before[name] != after[name]]
+    return tuple(sorted(found, key=lambda each: -abs(each[2] - each[1])))
 
 
 def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str) -> list[Piece]:
@@ -261,6 +275,8 @@ def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
         found.append(Section("Order", ["Buckets leave, or gradients lie in them, in another order."]))
     if diff.numbers:
         found.append(Section("Numbers", [_numbers(diff)]))
+    if diff.spent:
+        found.append(Section("Lost of the gradient's square", _spent(diff.spent, all_names=all_names)))
     return found
 
 
@@ -280,6 +296,15 @@ def _names(names: Sequence[str], *, all_names: bool) -> str:
     if all_names or len(names) <= _SHOWN:
         return ", ".join(names)
     return f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
+
+
+def _spent(spent: Sequence[tuple[str, float, float]], *, all_names: bool) -> list[Block]:
+    """Show the gradients whose share of what is lost changes most."""
+    shown = spent if all_names else spent[:_MOST_ROWS]
+    columns = (Column("", is_text=True), Column("before"), Column("after"), Column("change"))
+    rows = [(name, f"{before:.3g}", f"{after:.3g}", f"{after - before:+.2g}") for name, before, after in shown]
+    rest = [f"... and {count(len(spent) - len(shown), 'other gradient')} (--all)"] if len(spent) > len(shown) else []
+    return [Table(columns, rows), *rest]
 
 
 def _numbers(diff: PlanDiff) -> Table:

@@ -148,6 +148,24 @@ def test_the_command_compares_saved_plans_and_reports(tmp_path: Path, capsys: py
     assert data["strategies"][0]["bytes"] == 1600
 
 
+def test_what_gradients_lose_stands_side_by_side_where_both_files_say_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    both = plan(("ab", INT8), ("c", DENSE))
+    reports = [
+        {**reported(both, 20.0, 100), "budget": {"gradients": [{"name": n, "spent": s} for n, s in lost.items()]}}
+        for lost in ({"a": 0.01, "b": 0.02, "c": 0.0}, {"a": 0.015, "b": 0.005, "c": 0.0, "d": 1.0})
+    ]
+    files = [written(tmp_path / f"{k}.json", report) for k, report in enumerate(reports)]
+    assert main(["diff", *files]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Lost of the gradient's square before after change b 0.02 0.005 -0.015 a 0.01 0.015 +0.005" in text
+    main(["diff", *files, "--json"])
+    assert json.loads(capsys.readouterr().out)["spent"] == {"b": [0.02, 0.005], "a": [0.01, 0.015]}
+    main(["diff", files[0], written(tmp_path / "plain.json", {**reported(both, 20.0, 100), "budget": None})])
+    assert "Lost of" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
