@@ -50,7 +50,7 @@ ROWS = st.tuples(HOSTILE, st.lists(HOSTILE, min_size=STANDARD.count, max_size=ST
 TABLES = st.fixed_dictionaries({}, optional=dict.fromkeys((*SHAPES, "unknown"), ROWS))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(rows=TABLES, asked=st.sampled_from(ASKED))
 def test_no_table_leads_to_a_plan_above_the_limit(rows: dict[str, tuple[float, list[float], int]], asked: str):
     shapes = {**SHAPES, "unknown": (10, 10)}
@@ -103,10 +103,10 @@ def test_a_hostile_table_gives_a_legal_plan_and_its_note(table: ErrorTable, note
 
 
 def test_a_plan_under_a_budget_is_near_the_fastest_there_is():
-    """The mean over 300 such cases is in docs/benchmarks/budget_optimality.md."""
+    """The mean over 300 larger cases is in docs/benchmarks/budget_optimality.md."""
     gaps: list[float] = []
     for number in range(20, 32):
-        case = drawn(number)
+        case = drawn(number, most=6)
         found = choose(case.workload, case.costs, case.cluster, case.terms)
         best = fastest_on_one_wire(case.workload, case.costs, case.cluster, case.terms)
         gaps.append(found.fastest_us / best.step_us - 1)

@@ -20,7 +20,7 @@ def search_of(seed: int, *, one_wire: bool = True) -> PlanSearch:
     return searches_of(case.workload, TracedPrices(case.costs, case.cluster), case.terms)[0]
 
 
-@pytest.mark.parametrize("seed", [1, 7, 18, 37])
+@pytest.mark.parametrize("seed", [5, 18])
 def test_starts_cover_every_cell_and_keep_the_limit(seed: int):
     search = search_of(seed, one_wire=seed % 2 == 0)
     begun = search.starts(range(1))[0].parts
