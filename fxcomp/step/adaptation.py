@@ -2,7 +2,8 @@
 
     quiet ─► errors have drifted, or INTERVAL steps have passed
           ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
-          ─► emit      every rank, a pass between two steps, if the answer is worth following
+          ─► retune    at once, where compressors of the same buckets get other parameters
+             emit      else: every rank, a pass between two steps
           ─► switch    nothing that was left out is lost
 
 Nothing here takes longer than a step does, but for a model whose passes do. A dense plan is left alone: it loses
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from fxcomp.codegen.program import Program
 from fxcomp.error_tables import ErrorTable
 from fxcomp.plan.plan import Plan
 from fxcomp.report.plan_diff import PlanFile, diff_plans
@@ -138,10 +140,15 @@ class Adaptation:
         if not move.changes:
             return
         plan = Plan.from_json(answer["plan"])
-        program = yield from self._force.emit_in_turns(plan)
-        yield
+        program: Program | None = None
+        if not self._force.can_retune(plan):
+            program = yield from self._force.emit_in_turns(plan)
+            yield
         with self._site.ranks.together(_TOPIC):
-            self._force.switch(replace(self._force.decision, plan=plan), _TOPIC, program)
+            if program is None:
+                self._force.retune(plan)
+            else:
+                self._force.switch(replace(self._force.decision, plan=plan), _TOPIC, program)
             self._follow(step, _TOPIC)
         self.moves.append(move)
         self._note(str(move))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial, partialmethod
 from typing import Any
 from unittest.mock import patch
 
@@ -68,17 +69,20 @@ def owed(force: PlanInForce) -> dict[str, Tensor]:
 
 def trained(budget: str | float) -> dict[str, Any]:
     changes: list[float] = []
-    switch = PlanInForce.switch
+    ways = {"switch": PlanInForce.switch, "retune": PlanInForce.retune}
+    taken: list[str] = []
 
-    def watched(self: PlanInForce, *arguments: Any) -> None:
+    def watched(way: str, self: PlanInForce, *arguments: Any) -> None:
+        taken.append(way)
         before = owed(self)
-        switch(self, *arguments)
+        ways[way](self, *arguments)
         after = owed(self)
         for name in before.keys() | after.keys():
             was, now = (each.get(name, torch.zeros(1)) for each in (before, after))
             changes.append(float((was - now).norm() / (was.norm() + 1e-12)))
 
-    with soon(), patch.object(PlanInForce, "switch", watched):
+    changing = {way: partialmethod(partial(watched, way)) for way in ways}
+    with soon(), patch.multiple(PlanInForce, **changing):
         step = compiled(budget)
         first = step.plan.digest
         for number in range(STEPS):
@@ -89,6 +93,7 @@ def trained(budget: str | float) -> dict[str, Any]:
         "first": first,
         "plan": step.plan.digest,
         "moves": [str(move) for move in moves],
+        "ways": taken,
         "errors": [(move.error, move.limit) for move in moves],
         "error": plan_error(step.plan, WHERE, table),
         "parameters": replica_fingerprint(step.training.model),
