@@ -28,6 +28,7 @@ from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable, smoothed
+from fxcomp.error_tables.table import LAG
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
@@ -37,6 +38,7 @@ from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.choose import choose, uniform
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
+from fxcomp.step.applied_error import lags
 
 LOOKS = (*range(19, 200, 20), *range(249, 1000, 50))
 """The steps after which workers look at their gradients: a running job looks every 20 steps or more seldom."""
@@ -146,6 +148,7 @@ class _Run:
         self.cell, self.named = cell, make_budget_task(cell.model, cell.seed)
         self.workload, self.cluster = minimal_workload(self.named, self.named.task.workers)
         self.exchange, self.table = PlanExchange(self.named, cell.seed), ASSUMED
+        self.best, self.lags = ASSUMED, dict[str, float]()
         self.solve_ms, self.look_ms = list[float](), list[float]()
         self.errors, self.by_table = list[StepError](), list[tuple[float, float]]()
         self.bytes, self.carried, self.plans = 0.0, Counter[str](), 1
@@ -203,26 +206,32 @@ class _Run:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / task.steps))
             is_look = step in (LOOKS if self.cell.is_found else FEW_LOOKS)
             gradients = task.gradients(weights.detach(), step)
+            error: StepError | None = None
             if is_look or step % MEASURE_EVERY == 0:
                 weights.grad, error = self.exchange.apply_measured(gradients, keep=is_look)
-                if step % MEASURE_EVERY == 0:
-                    self.errors.append(error)
             else:
                 weights.grad = self.exchange.apply(gradients)
+            if error is not None and step % MEASURE_EVERY == 0:
+                self.errors.append(error)
             if not weights.grad.isfinite().all():
                 return math.inf
             update.step()
             self.bytes += sent
             self.carried.update(families)
-            if is_look and self._look(step):
+            if is_look and error is not None and self._look(step, error):
                 sent, families = bytes_of(self.plan, self.cluster, self.named), families_of(self.plan)
         loss = task.loss(weights.detach())
         return loss if math.isfinite(loss) else math.inf
 
-    def _look(self, step: int) -> bool:
-        """Look at the step's gradients, and choose again where plans are found; tell whether the plan changed."""
+    def _look(self, step: int, error: StepError) -> bool:
+        """Look at the step's gradients, and choose again where plans are found; tell whether the plan changed.
+
+        What powersgd lost in this step beyond the best matrix of its rank counts from now on, as in a running job.
+        """
         begin = time.process_time()
-        self.table = smoothed(self.table, self.exchange.look(step))
+        self.best = smoothed(self.best, self.exchange.look(step))
+        self.lags = lags(self.lags, error.of_gradients, self.plan, self.best)
+        self.table = self.best.lagging(self.lags, statistics.median(self.lags.values()) if self.lags else LAG)
         self.look_ms.append(1e3 * (time.process_time() - begin))
         asked = ErrorBudget.parse(self.cell.reference if self.cell.setting != DENSE else "lossless")
         limit = asked.limit_of(self.workload.shapes, self.cluster, self.table)

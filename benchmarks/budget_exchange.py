@@ -45,6 +45,8 @@ class StepError:
     """The sum of squares times error, over the sum of squares."""
     of_values: float
     """|applied - mean v|² / |mean v|² of all values at once."""
+    of_gradients: dict[str, float]
+    """The same of each gradient."""
 
 
 @dataclass
@@ -215,7 +217,8 @@ class PlanExchange:
         )
         errors = [left / all_of_it if all_of_it else 0.0 for left, all_of_it in zip(lost, whole, strict=True)]
         spent = sum(weight * error for weight, error in zip(squares, errors, strict=True))
-        return found, StepError(spent / (sum(squares) or 1.0), sum(lost) / (sum(whole) or 1.0))
+        of_gradients = dict(zip(self._task.names, errors, strict=True))
+        return found, StepError(spent / (sum(squares) or 1.0), sum(lost) / (sum(whole) or 1.0), of_gradients)
 
     def look(self, number: int) -> ErrorTable:
         """Measure the errors of the step that was kept, as all workers together do."""

@@ -141,7 +141,8 @@ def cases(tables: Mapping[tuple[str, str], ErrorTable]) -> Iterator[tuple[Case, 
         yield Case(model, HOST, workload, host_costs(), table, source), optimizer
     for name, make in FULL.items():
         job = make()
-        step_ms, table = trained(job)
+        step_ms, best = trained(job)
+        table = best.lagging({})
         _, captured = capture_job(job)
         source = f"gradients of {WORKERS} workers at steps {LOOKS} of training, no residuals"
         for compute, costs in ((DEVICE, device_costs()), (HOST, host_costs())):
