@@ -105,9 +105,17 @@ class Compiler:
 
     def retune(self, program: Program, plan: Plan, costs: CostTable) -> Program:
         """Let a program follow another plan of the same lines: without a capture, and without emitting anything."""
+        return finished(self.retune_in_turns(program, plan, costs))
+
+    def retune_in_turns(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
+        """Do it a pass at a time."""
         run = PassRunner(remembers=False)
-        gm = run(retune_strategies, clone(program.graph), plan, self.cluster, self.rank)
+        gm = clone(program.graph)
+        yield
+        gm = run(retune_strategies, gm, plan, self.cluster, self.rank)
+        yield
         gm = run(annotate_costs, gm, costs, self.cluster)
+        yield
         graph = program.captured.graph
         return program.retuned(gm, lambda: self.graphs_after_each_pass(graph, plan, costs), predicted(gm, costs))
 

@@ -2,7 +2,7 @@
 
     quiet ─► errors have drifted, or INTERVAL steps have passed
           ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
-          ─► retune    at once, where compressors of the same buckets get other parameters
+          ─► retune    where compressors of the same buckets get other parameters: every rank, in four turns
              emit      else: every rank, a pass between two steps
           ─► switch    nothing that was left out is lost
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from fxcomp.codegen.program import Program
 from fxcomp.error_tables import ErrorTable
 from fxcomp.plan.plan import Plan
 from fxcomp.report.plan_diff import PlanFile, diff_plans
@@ -140,13 +139,12 @@ class Adaptation:
         if not move.changes:
             return
         plan = Plan.from_json(answer["plan"])
-        program: Program | None = None
-        if not self._force.can_retune(plan):
-            program = yield from self._force.emit_in_turns(plan)
-            yield
+        is_retuned = self._force.can_retune(plan)
+        program = yield from (self._force.retune_in_turns if is_retuned else self._force.emit_in_turns)(plan)
+        yield
         with self._site.ranks.together(_TOPIC):
-            if program is None:
-                self._force.retune(plan)
+            if is_retuned:
+                self._force.retune(plan, program)
             else:
                 self._force.switch(replace(self._force.decision, plan=plan), _TOPIC, program)
             self._follow(step, _TOPIC)

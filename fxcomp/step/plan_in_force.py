@@ -137,20 +137,25 @@ class PlanInForce:
         """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
         return self.is_warm and not self._lanes and self.plan.differs_in_parameters_only(plan)
 
-    def retune(self, plan: Plan) -> None:
+    def retune_in_turns(self, plan: Plan) -> Turns[Program]:
+        """Make what the first capture follows after `retune`, in as many turns on all ranks."""
+        return self._compiler.retune_in_turns(self.standing, plan, self.decision.costs)
+
+    def retune(self, plan: Plan, standing: Program | None = None) -> None:
         """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
 
-        Every rank calls it after the same step. Nothing is sent, captured or emitted. Residuals and velocities stay
-        where they are. Compressors go on from what they remember.
+        Every rank calls it after the same step, with the first capture's program if that is made already. Nothing is
+        sent, captured or emitted. Residuals and velocities stay where they are, and compressors go on from what they
+        remember.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
         decision = replace(self.decision, plan=plan)
         states = self.state.compressor_states_for(plan, self.inputs.shapes, self._site, self._seed)
+        before, self.standing = self.standing, standing or self._compiler.retune(self.standing, plan, decision.costs)
         for known in self.programs.of_plan(self._followed):
-            other = self._compiler.retune(known, plan, decision.costs)
+            other = self.standing if known is before else self._compiler.retune(known, plan, decision.costs)
             self.programs.exchange(known, other)
             self.program = other if self.program is known else self.program
-            self.standing = other if self.standing is known else self.standing
         self.decision, self.state.compressor_states = decision, states
         self.stages, self._stage = (Stage(0, plan),), 0
         self.runtime.forget_buffers()
