@@ -68,7 +68,7 @@ class _Table:
     """The earliest ends, by border and by steps of error that may be lost."""
 
     def __init__(self, pairs: tuple[Numbers, Numbers], times: Numbers, shares: Numbers, ready_us: Numbers) -> None:
-        steps = np.rint(np.minimum(2.0, shares) * GRID).astype(np.int64)
+        steps = np.rint(np.clip(shares, 0.0, 2.0) * GRID).astype(np.int64)
         order = np.lexsort((times, steps), axis=1)
         times, steps, shares = (np.take_along_axis(each, order, axis=1) for each in (times, steps, shares))
         earliest = np.minimum.accumulate(times, axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,14 @@ def test_without_a_limit_there_is_nothing_to_spend():
     search = search_of(1)
     for lossable in (0.0, math.inf):
         assert not list(spent_starts(replace(search.problem, lossable=lossable), ()))
+
+
+def test_losses_that_fall_from_cell_to_cell_start_nothing_wrong():
+    search = search_of(18)
+    losses = array("d", [-loss for loss in search.problem.losses])
+    begun = search.starts(range(1))[0].parts
+    for parts in spent_starts(replace(search.problem, losses=losses), begun):
+        assert sum(part.stop - part.start for part in parts) == search.lanes[0].cells
 
 
 def test_options_that_come_in_bursts_are_left_out_where_these_are_limited():
