@@ -239,7 +239,9 @@ def _rising_with_bits(columns: Columns, rows: Mapping[str, Row]) -> Iterator[str
 
 
 def _repaired(columns: Columns, row: Row) -> tuple[Row, list[str]]:
-    if not row.samples or row.size == 0:
+    if row.size == 0:
+        return Row(row.shape, 0.0, (0.0,) * columns.count, 0), []
+    if not row.samples:
         return Row(row.shape, row.squares, (0.0,) * columns.count, 0), []
     if len(row.errors) != columns.count or not all(_is_size(error) for error in row.errors):
         problem = "it has errors that are no numbers of 0 or more, so errors of Gaussian values are assumed"

@@ -134,6 +134,11 @@ def test_squares_that_are_no_size_become_those_of_the_others(bad: float):
     assert table_with(replace(ROW, squares=bad)).rows["g0"].squares > 0
 
 
+def test_an_empty_gradient_has_no_squares():
+    table = legal(Columns(), {"w": Row((0, 4), 5.0, (0.1,) * Columns().count, 1)})
+    assert table.squares_of("w", 0) == 0.0
+
+
 def test_one_huge_gradient_is_noted():
     assert not table_with(ROW, ROW).notes
     [note] = table_with(ROW, replace(ROW, squares=1e100)).notes

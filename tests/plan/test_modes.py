@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from workloads import cluster
 
@@ -10,7 +11,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import Columns, Row, legal
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error
+from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error, strategy_errors
 from fxcomp.plan.modes import ENTRIES, Content, Mode, compressors_of, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
@@ -139,6 +140,17 @@ def test_the_errors_of_two_shots_add_up():
     kept = 1 - strategy_error(Strategy.flat(topk), FLAT)
     assert strategy_error(Strategy.two_shots(topk, topk), FLAT) == pytest.approx(1 - kept * kept)
     assert strategy_error(Strategy.two_shots(topk, int4), FLAT) == pytest.approx(1 - kept * (1 - one))
+
+
+def test_a_compression_that_loses_more_than_all_makes_no_gain_of_the_next_one():
+    sign, int4 = parse_compressor("sign"), parse_compressor("int4")
+    for error in (1.0, 1.5, 1e3):
+        one = strategy_error(Strategy.flat(sign), FLAT, lambda *_, error=error: error)
+        two = strategy_error(Strategy.two_shots(sign, int4), FLAT, lambda *_, error=error: error)
+        many = strategy_errors(Strategy.two_shots(sign, int4), FLAT, lambda *_, error=error: np.array([error, 0.5]))
+        assert one == error
+        assert two >= one
+        assert many[0] == two
 
 
 def test_a_plan_loses_the_mean_of_its_elements():
