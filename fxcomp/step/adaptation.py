@@ -24,6 +24,7 @@ from fxcomp.report.quantities import mb
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.resolve import Resolve
 from fxcomp.search.terms import Terms
+from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.step.plan_in_force import PlanInForce
 
@@ -41,6 +42,9 @@ WORTH_GIVING_BACK = 0.2
 
 SAME_STEP = 1e-3
 
+OVERSPENT, RETRY = 0.1, 100
+"""Of the budget, and steps: what loses more is solved for again, if that was not done just now."""
+
 SPENT = 0.95
 """Of the budget: plans are solved for this share, so that steps which lose more than the mean stay within it."""
 
@@ -57,6 +61,12 @@ class Errors(Protocol):
 
     @property
     def drift(self) -> str: ...
+
+    @property
+    def applied(self) -> float | None: ...
+
+    @property
+    def excess(self) -> float: ...
 
     def mark(self) -> None: ...
 
@@ -105,6 +115,7 @@ class Adaptation:
         self._follow, self._note = follow, note
         self._work: Generator[None] | None = None
         self._solved_at = 0
+        self._known_limit: tuple[ErrorTable, float] | None = None
         self.moves: list[Move] = []
         """The changes so far."""
 
@@ -128,10 +139,32 @@ class Adaptation:
     def _is_due(self, step: int) -> bool:
         if not self._errors.table.is_measured or self._force.plan.is_dense:
             return False
-        return step - self._solved_at >= INTERVAL or bool(self._errors.drift)
+        return step - self._solved_at >= INTERVAL or bool(self._why(step))
+
+    def _why(self, step: int) -> str:
+        """Say why the plan should be chosen again; empty if it should not."""
+        if self._errors.drift:
+            return self._errors.drift
+        lost = self._errors.applied
+        if lost is None or step - self._solved_at < RETRY:
+            return ""
+        limit = self._limit
+        return f"steps lose {lost:.3g}, more than the {limit:.3g} allowed" if lost > limit * (1 + OVERSPENT) else ""
+
+    @property
+    def _limit(self) -> float:
+        """What plans may lose by the errors of now."""
+        table = self._errors.table
+        if self._known_limit is None or self._known_limit[0] is not table:
+            self._known_limit = table, self._terms.by(table).limit(self._workload, self._site.cluster)
+        return self._known_limit[1]
+
+    @property
+    def _workload(self) -> Workload:
+        return self._force.decision.workload
 
     def _adapt(self, step: int) -> Generator[None]:
-        why = self._errors.drift or f"{INTERVAL} steps have passed"
+        why = self._why(step) or f"{INTERVAL} steps have passed"
         self._errors.mark()
         answer = yield from self._answer()
         self._solved_at = step
@@ -169,18 +202,18 @@ class Adaptation:
     def _solve(self) -> Generator[dict[str, Any] | None]:
         """Solve by the errors of now; the answer comes last. Rank 0 alone runs it."""
         force, cluster = self._force, self._site.cluster
-        workload, before = force.decision.workload, force.plan
+        workload, before, excess = self._workload, force.plan, self._errors.excess
         terms = self._terms.by(self._errors.table)
         limit = terms.limit(workload, cluster)
         traced = TracedPrices(force.decision.costs, cluster)
-        solving = Resolve(workload, traced, before, replace(terms, share=SPENT))
+        solving = Resolve(workload, traced, before, replace(terms, share=SPENT / excess))
         while (plan := solving.turn()) is None:
             yield None
         was, becomes = solving.before, solving.after
         assert was is not None
         assert becomes is not None
         is_worth = (
-            was.error > limit
+            was.error * excess > limit
             or becomes.step_us < was.step_us * (1 - WORTH_SAVING)
             or (
                 becomes.error < was.error * (1 - WORTH_GIVING_BACK) and becomes.step_us <= was.step_us * (1 + SAME_STEP)

@@ -12,16 +12,20 @@ nothing, and looks as if it lost nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxcomp import compat
+from fxcomp.codegen.program import Program
 from fxcomp.compressors import PowerSGD
 from fxcomp.error_tables import ErrorTable
 from fxcomp.error_tables.table import LEAST_LAG
 from fxcomp.plan.plan import Plan
+from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.runtime import Runtime
 
 _PLACES = 256
 _ROUNDING = 1e-3
@@ -49,7 +53,10 @@ class AppliedError:
     """One step's sketches; every rank makes one, with the same seed."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, seed: int):
-        self._sizes = sizes
+        self._device, self._clock = device, clock_of(device)
+        self._spans: list[tuple[Any, Any]] = []
+        self.is_void = False
+        """The step was left out: nothing was applied."""
         draw = torch.Generator().manual_seed(seed)
         largest = max(sizes.values(), default=0)
         bits = torch.randint(2, (largest,), generator=draw, dtype=torch.int8)
@@ -59,15 +66,36 @@ class AppliedError:
 
     def owes(self, owed: Mapping[str, Tensor]) -> None:
         """Take in what this rank owes before the step, flat, by parameter."""
+        begin = self._clock.look()
         self._given += self._sketch(owed)
+        self._spans.append((begin, self._clock.look()))
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
         """Take in a gradient, or the part of one from element `start` on."""
+        begin = self._clock.look()
         self._add(self._given[self._number[name]], gradient.detach().flatten().float(), start)
+        self._spans.append((begin, self._clock.look()))
+
+    def run(self, _: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:
+        """Run the emitted step, and see its gradients."""
+        runtime.on_gradient = self.see
+        try:
+            result = program.run(runtime, arguments)
+        finally:
+            runtime.on_gradient = None
+        self.is_void = runtime.counters.skipped
+        return result
+
+    def took_us(self) -> float:
+        """Return the time of all this so far; waits for the device."""
+        compat.synchronize(self._device)
+        return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
 
     def errors(self, owed: Mapping[str, Tensor], all_reduce: Callable[[Tensor], object]) -> dict[str, float]:
         """Return the error of each gradient, from what this rank owes now; every rank calls it."""
+        begin = self._clock.look()
         both = torch.stack([self._sketch(owed), self._given])
+        self._spans.append((begin, self._clock.look()))
         all_reduce(both)
         squares: Any = both.double().square().sum(dim=2)
         lost, whole = squares.tolist()

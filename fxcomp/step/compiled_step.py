@@ -23,6 +23,7 @@ from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given, state_dict
 from fxcomp.step.adaptation import Move
+from fxcomp.step.applied_error import AppliedError
 from fxcomp.step.drift.watch import Watch
 from fxcomp.step.error_watch import ErrorWatch
 from fxcomp.step.explain import Explainer
@@ -33,6 +34,9 @@ from fxcomp.step.steering import Replanner, Steering
 from fxcomp.step.step_look import StepLook
 from fxcomp.step.step_times import Looks
 from fxcomp.step.verify.verifier import Verification, Verifier
+
+Observer = Watch | StepLook | AppliedError
+"""Runs a step, and sees something of it."""
 
 
 class CompiledStep:
@@ -93,7 +97,9 @@ class CompiledStep:
         self._steering.act(self.steps)
         return result
 
-    def _run(self, program: Program, leaves: Sequence[Any], observer: Watch | StepLook | Verification | None) -> Any:
+    def _run(
+        self, program: Program, leaves: Sequence[Any], observer: Watch | StepLook | AppliedError | Verification | None
+    ) -> Any:
         inputs, state, runtime = self.in_force.inputs, self.in_force.state, self.in_force.runtime
         if self._options.feedback.scale_with_lr:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())

@@ -12,7 +12,7 @@ import statistics
 from bisect import bisect
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from math import prod
+from math import ceil, prod
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,6 +33,7 @@ from fxcomp.error_tables import (
 )
 from fxcomp.error_tables.table import LAG
 from fxcomp.errors import BadErrorTable, BadState
+from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
@@ -46,6 +47,15 @@ from fxcomp.step.table_drift import what_drifted
 NS_PER_VALUE = {"densities": 13.0, "ranks": 12.0, "codecs": 15.0}
 US_PER_GRADIENT = {"densities": 150.0, "ranks": 150.0, "codecs": 300.0}
 """Of a look at one family, on one thread: the first guess (measured on 25 M values and on 482 gradients, 2026-11)."""
+
+CHECKS = 25
+"""Steps between checks of what the plan in force really loses."""
+
+CHECKS_SHARE = 0.003
+"""The share of the time that checks may take, beside that of looks."""
+
+MOST_EXCESS = 3.0
+"""What is measured above it is taken for a disturbance."""
 
 FASTER = 10.0
 """A value on a GPU, as a guess (assumed); a gradient takes what starting its kernels takes."""
@@ -90,9 +100,13 @@ class ErrorWatch:
         """By group and family."""
         self.table: ErrorTable = ASSUMED if table is None else table
         """The mean of looks, with shares of all squares; without data until everything has been looked at."""
-        self._applied: Mapping[str, float] = {}
-        """What the plan in force lost of each gradient, as measured last."""
         self._lags: dict[str, float] = {}
+        self.applied: float | None = None
+        """What the plan in force lost of the whole gradient, as measured last."""
+        self.excess = 1.0
+        """What it loses over what the table says, 1 at least: v, and so its spectrum, depends on the plan."""
+        self._check: AppliedError | None = None
+        self._checked_at = 0
         self.schedule = LookSchedule([sum(us) for us in zip(*map(self._guessed_us, self._shapes), strict=True)])
 
     def _guessed_us(self, name: str) -> list[float]:
@@ -102,8 +116,9 @@ class ErrorWatch:
 
     # In a step
 
-    def look_at(self, step: int, kind: BatchType, *, verifies: bool) -> StepLook | None:
-        """Return the look that a step takes; None for most steps. Called before every step.
+    def look_at(self, step: int, kind: BatchType, *, verifies: bool) -> StepLook | AppliedError | None:
+        """Return the look that a step takes, or the check of what its plan loses; None for most steps. Called before
+        every step.
 
         No look is taken while plans race or error feedback warms up, nor in a step that is verified or timed line by
         line, all of which ranks know alike; nor if the batch is unlike the first one on some rank.
@@ -118,13 +133,16 @@ class ErrorWatch:
             columns = joined_columns([self._families[place] for place in self.schedule.families])
             aim = Aim(columns, self._groups[self.schedule.group], self.looks)
             residuals, wants = self._force.state.residuals, self._force.serves_first(kind)
-            applied = self._begun() if columns.ranks and self._force.state.velocities is None else None
-            self._look = StepLook(aim, self._shapes, residuals, self._site, applied, wants=wants)
-        return self._look
+            self._look = StepLook(aim, self._shapes, residuals, self._site, wants=wants)
+        self._check = None
+        is_due = step >= self._checked_at and self._look is None and self.table.is_measured
+        if is_due and is_quiet and not (verifies or is_timed) and self._force.state.velocities is None:
+            self._check = self._begun()
+        return self._look or self._check
 
     def _begun(self) -> AppliedError:
         """Begin to measure what the plan loses of a step: with what is owed before it."""
-        applied = AppliedError(self._force.trained_sizes, self._site.device, self.looks)
+        applied = AppliedError(self._force.trained_sizes, self._site.device, self._step)
         applied.owes(self._owed)
         return applied
 
@@ -135,7 +153,10 @@ class ErrorWatch:
     def act(self, steps: int) -> None:
         """Take in the look of the step that has ended, and agree on the next one; after every step."""
         look, self._look, self._step = self._look, None, steps
-        if look is not None and look.was_taken:
+        check, self._check = self._check, None
+        if check is not None:
+            self._take_check(check, steps)
+        elif look is not None and look.was_taken:
             self._take_in(look, steps)
         elif look is not None:
             self.schedule.postpone(steps)
@@ -160,14 +181,36 @@ class ErrorWatch:
             for place in places:
                 newest = cut(look.table, self._families[place])
                 self._tables[group][place] = smoothed(self._tables[group][place], newest)
-            if look.applied is not None:
-                self._applied = look.applied.errors(self._owed, self._site.sum_over_ranks)
-            if all(each.rows for tables in self._tables for each in tables):
-                table = joined([stacked(of_family) for of_family in zip(*self._tables, strict=True)])
-                self._lags = lags(self._lags, self._applied, self._force.plan, table)
-                others = statistics.median(self._lags.values()) if self._lags else LAG
-                self.table = table.lagging(self._lags, others)
+            self._join()
         self._split(group)
+
+    def _take_check(self, check: AppliedError, steps: int) -> None:
+        """Take in what the plan lost of a step: powersgd's lag, and what the whole plan loses beyond the table."""
+        errors = check.errors(self._owed, self._site.sum_over_ranks)
+        check_us, step_us = self._slowest(check.took_us())
+        wait = ceil(check_us / (CHECKS_SHARE * step_us)) if step_us > 0 else 0
+        self._checked_at = steps + max(CHECKS, wait)
+        if check.is_void:
+            return
+        self._lags = lags(self._lags, errors, self._force.plan, self._raw())
+        self._join()
+        predicted = plan_error(self._force.plan, self._site.cluster, self.table)
+        squares = sum(row.squares for row in self.table.rows.values())
+        lost = sum(row.squares * errors[name] for name, row in self.table.rows.items())
+        self.applied = lost / squares if squares > 0 else 0.0
+        if predicted > 0:
+            ratio = min(MOST_EXCESS, self.applied / predicted)
+            self.excess = max(1.0, (self.excess + ratio) / 2)
+
+    def _raw(self) -> ErrorTable:
+        """The means of looks, with powersgd's errors as those of the best matrices."""
+        return joined([stacked(of_family) for of_family in zip(*self._tables, strict=True)])
+
+    def _join(self) -> None:
+        """Make the table of what looks and checks have found, once everything has been looked at."""
+        if all(each.rows for tables in self._tables for each in tables):
+            others = statistics.median(self._lags.values()) if self._lags else LAG
+            self.table = self._raw().lagging(self._lags, others)
 
     def _split(self, number: int) -> bool:
         """Split a group of gradients in two if a look at one family takes longer than a step has room for."""

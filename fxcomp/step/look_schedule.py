@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-SHARE = 0.01
-"""The share of a job's time that looks may take."""
+SHARE = 0.007
+"""The share of a job's time that looks may take. Checks of what was applied may take the rest to 1 %."""
 
 LEAST = 20
 """Steps between looks, and before the first one under a plan: so many make a median, and warm what they use."""

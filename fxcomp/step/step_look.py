@@ -25,7 +25,6 @@ from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
-from fxcomp.step.applied_error import AppliedError
 from fxcomp.step.error_look import ErrorLook
 
 MARGIN = 1.1
@@ -52,19 +51,8 @@ class StepLook:
     `wants` says that this rank may look. The others are told, and none does if one may not, or has no room for it.
     """
 
-    def __init__(
-        self,
-        aim: Aim,
-        shapes: Shapes,
-        residuals: Residuals,
-        site: Site,
-        applied: AppliedError | None = None,
-        *,
-        wants: bool = True,
-    ):
+    def __init__(self, aim: Aim, shapes: Shapes, residuals: Residuals, site: Site, *, wants: bool = True):
         self._site, self._aim = site, aim
-        self.applied = applied
-        """Sketches of what the step is given, to tell what its plan loses of it; None for no such."""
         spare = compat.spare_bytes(site.device)
         self._lacks_room = spare is not None and spare < needed_bytes(shapes, aim.names)
         is_on = wants and not self._lacks_room
@@ -100,8 +88,6 @@ class StepLook:
             self._look = None
             with suppress(*compat.OUT_OF_MEMORY):
                 look.see(name, gradient, start)
-                if self.applied is not None:
-                    self.applied.see(name, gradient, start)
                 self._look = look
             self._lacks_room = self._look is None
         self._spans.append((begin, self._clock.look()))

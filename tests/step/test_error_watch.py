@@ -81,7 +81,7 @@ def test_looks_are_taken_together_and_change_nothing_in_training():
     assert one["at, True"] == list(range(2 * EVERY, 50, EVERY))
     assert not one["at, False"]
     assert one["parameters, True"] == one["parameters, False"]
-    assert one["timed, True"] == 50 - len(one["at, True"]), "a step with a look is none of those that are timed"
+    assert one["timed, True"] == 50 - len(one["at, True"]) - 1, "no step with a look is timed, nor one with a check"
     assert one["table, False"] == ASSUMED.to_json()
     table = ErrorTable.from_json(one["table, True"])
     assert table.columns == STANDARD

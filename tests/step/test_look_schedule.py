@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import ceil
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_looks_take_no_more_than_their_share(cost_us: float, wrong: float):
     times_us = [sum(costs_us[place] for place in families) for _, families in found]
     assert sum(times_us) <= SHARE * found[-1][0] * STEP_US + 1
     if cost_us > 1e4:
-        assert sum(times_us) >= 0.7 * SHARE * STEPS * STEP_US, "nor much less, where looks cost anything"
+        assert sum(times_us) >= 0.6 * SHARE * STEPS * STEP_US, "nor much less, where looks cost anything"
 
 
 def test_cheap_looks_are_at_all_families_every_twentieth_step():
@@ -65,7 +66,7 @@ def test_a_look_that_was_disturbed_does_not_stop_looks():
     schedule.begin(20, STEP_US)
     schedule.took(41, 1e4, STEP_US)
     schedule.took(61, 1e9, STEP_US)
-    paid = 3 * 10 + 25  # what it took longer, four times as long at most, and the next one by the mean of both
+    paid = ceil((3e4 + 2.5e4) / (SHARE * STEP_US))  # what it took longer, up to four times, and the next by the mean
     assert not schedule.is_too_long(0)
     assert not schedule.is_due(60 + paid - 1)
     assert schedule.is_due(60 + paid)
