@@ -14,7 +14,7 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned, elements_of
 from fxcomp.search.workload import Workload
 
-LEAST_KEPT = 0.25
+LEAST_KEPT = 0.5
 """A strategy that would keep a smaller part of the gradient than this share of what the budget keeps is not offered.
 
 Error feedback delays what is left out, and the wait grows as 1 / kept: one layer must not wait for thousands of steps

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,14 @@ _PLACES = 256
 _ROUNDING = 1e-3
 
 
-def lags(known: Mapping[str, float], applied: Mapping[str, float], plan: Plan, table: ErrorTable) -> dict[str, float]:
+class Applied(NamedTuple):
+    """What a step lost of a gradient, and its squares, summed over ranks."""
+
+    error: float
+    squares: float
+
+
+def lags(known: Mapping[str, float], applied: Mapping[str, Applied], plan: Plan, table: ErrorTable) -> dict[str, float]:
     """Say for gradients that powersgd carries which power of the best rank's error it loses, and keep what is known.
 
     Half of what is known stays. `table` has the errors of the best matrices.
@@ -42,7 +49,7 @@ def lags(known: Mapping[str, float], applied: Mapping[str, float], plan: Plan, t
         if not isinstance(compressor, PowerSGD):
             continue
         for name in bucket.names:
-            best, lost = table.error_of(name, compressor).value, applied.get(name, 0.0)
+            best, lost = table.error_of(name, compressor).value, applied[name].error
             if _ROUNDING < best < 1 - _ROUNDING and _ROUNDING < lost < 1 - _ROUNDING:
                 lag = min(1.0, max(LEAST_LAG, math.log(lost) / math.log(best)))
                 found[name] = (lag + found.get(name, lag)) / 2
@@ -62,6 +69,8 @@ class AppliedError:
         bits = torch.randint(2, (largest,), generator=draw, dtype=torch.int8)
         self._signs = bits.to(device).float().mul_(2).sub_(1)
         self._given = torch.zeros(len(sizes), _PLACES, device=device)
+        self._squares = torch.zeros(len(sizes), 1, device=device)
+        """|gradient|² of this rank."""
         self._number = {name: number for number, name in enumerate(sizes)}
 
     def owes(self, owed: Mapping[str, Tensor]) -> None:
@@ -73,7 +82,9 @@ class AppliedError:
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
         """Take in a gradient, or the part of one from element `start` on."""
         begin = self._clock.look()
-        self._add(self._given[self._number[name]], gradient.detach().flatten().float(), start)
+        flat = gradient.detach().flatten().float()
+        self._add(self._given[self._number[name]], flat, start)
+        self._squares[self._number[name]] += flat.dot(flat)
         self._spans.append((begin, self._clock.look()))
 
     def run(self, _: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:
@@ -91,15 +102,16 @@ class AppliedError:
         compat.synchronize(self._device)
         return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
 
-    def errors(self, owed: Mapping[str, Tensor], all_reduce: Callable[[Tensor], object]) -> dict[str, float]:
-        """Return the error of each gradient, from what this rank owes now; every rank calls it."""
+    def applied(self, owed: Mapping[str, Tensor], all_reduce: Callable[[Tensor], object]) -> dict[str, Applied]:
+        """Tell of each gradient what was lost, from what this rank owes now; every rank calls it."""
         begin = self._clock.look()
-        both = torch.stack([self._sketch(owed), self._given])
+        sums = torch.cat([self._sketch(owed), self._given, self._squares], dim=1)
         self._spans.append((begin, self._clock.look()))
-        all_reduce(both)
-        squares: Any = both.double().square().sum(dim=2)
-        lost, whole = squares.tolist()
-        return {name: lost[k] / whole[k] if whole[k] > 0 else 0.0 for name, k in self._number.items()}
+        all_reduce(sums)
+        whole_sums: Any = sums.double()
+        behind, given, squares = whole_sums.split([_PLACES, _PLACES, 1], dim=1)
+        lost, whole, own = (each.tolist() for each in (behind.square().sum(1), given.square().sum(1), squares[:, 0]))
+        return {name: Applied(lost[k] / whole[k] if whole[k] > 0 else 0.0, own[k]) for name, k in self._number.items()}
 
     def _sketch(self, values: Mapping[str, Tensor]) -> Tensor:
         found = torch.zeros_like(self._given)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import statistics
 from bisect import bisect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -101,6 +102,8 @@ class ErrorWatch:
         self.table: ErrorTable = ASSUMED if table is None else table
         """The mean of looks, with shares of all squares; without data until everything has been looked at."""
         self._lags: dict[str, float] = {}
+        self._shares: dict[str, float] = {}
+        """Of all squares, as checks have found them."""
         self.applied: float | None = None
         """What the plan in force lost of the whole gradient, as measured last."""
         self.excess = 1.0
@@ -186,18 +189,22 @@ class ErrorWatch:
 
     def _take_check(self, check: AppliedError, steps: int) -> None:
         """Take in what the plan lost of a step: powersgd's lag, and what the whole plan loses beyond the table."""
-        errors = check.errors(self._owed, self._site.sum_over_ranks)
+        applied = check.applied(self._owed, self._site.sum_over_ranks)
         check_us, step_us = self._slowest(check.took_us())
         wait = ceil(check_us / (CHECKS_SHARE * step_us)) if step_us > 0 else 0
         self._checked_at = steps + max(CHECKS, wait)
         if check.is_void:
             return
-        self._lags = lags(self._lags, errors, self._force.plan, self._raw())
+        squares = sum(each.squares for each in applied.values())
+        if not 0 < squares < inf:
+            return
+        for name, each in applied.items():
+            share = each.squares / squares
+            self._shares[name] = (share + self._shares.get(name, share)) / 2
+        self._lags = lags(self._lags, applied, self._force.plan, self._raw())
         self._join()
         predicted = plan_error(self._force.plan, self._site.cluster, self.table)
-        squares = sum(row.squares for row in self.table.rows.values())
-        lost = sum(row.squares * errors[name] for name, row in self.table.rows.items())
-        self.applied = lost / squares if squares > 0 else 0.0
+        self.applied = sum(each.squares * each.error for each in applied.values()) / squares
         if predicted > 0:
             ratio = min(MOST_EXCESS, self.applied / predicted)
             self.excess = max(1.0, (self.excess + ratio) / 2)
@@ -210,7 +217,9 @@ class ErrorWatch:
         """Make the table of what looks and checks have found, once everything has been looked at."""
         if all(each.rows for tables in self._tables for each in tables):
             others = statistics.median(self._lags.values()) if self._lags else LAG
-            self.table = self._raw().lagging(self._lags, others)
+            table = self._raw().lagging(self._lags, others)
+            rows = {name: replace(row, squares=self._shares.get(name, row.squares)) for name, row in table.rows.items()}
+            self.table = replace(table, rows=rows)
 
     def _split(self, number: int) -> bool:
         """Split a group of gradients in two if a look at one family takes longer than a step has room for."""

@@ -5,7 +5,7 @@
                                                               └── after max(20, ⌈look / (0.01 · step)⌉) steps
 
 That look is the next one, by what it was measured to take before, and what the last one took longer than that. The
-first look at each family comes at once if they take five steps at most, and is paid for behind: until then errors are
+first look at each family comes at once if they take 20 steps at most, and is paid for behind: until then errors are
 assumed. Families take turns: a look is at as many as lengthen its step to 1.8 medians, and at one alone that has not
 been measured yet. Where one takes longer the gradients are split into groups, which take turns, too.
 """
@@ -24,7 +24,7 @@ LEAST = 20
 ROOM = 0.8
 """A look of several families takes at most so many steps, by what each took; the rest to twice a step is for noise."""
 
-AT_ONCE = 5.0
+AT_ONCE = 20.0
 """Steps that the first looks together may take to come at once."""
 
 OUTLIER = 4.0

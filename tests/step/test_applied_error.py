@@ -29,13 +29,16 @@ def errors_of(owed: list[dict[str, Tensor]], given: list[dict[str, Tensor]], lef
             rank.see(name, value[middle:], middle)
             rank.see(name, value[:middle])
     for rank, after in zip(ranks, left, strict=True):
-        rank.errors(after, sums.append)
+        rank.applied(after, sums.append)
 
     def all_reduce(total: Tensor) -> None:
         total.copy_(torch.stack(sums).sum(0))
 
     summed: Callable[[Tensor], object] = all_reduce
-    return [rank.errors(after, summed) for rank, after in zip(ranks, left, strict=True)]
+    return [
+        {name: each.error for name, each in rank.applied(after, summed).items()}
+        for rank, after in zip(ranks, left, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))

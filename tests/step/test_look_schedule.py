@@ -52,8 +52,8 @@ def test_first_looks_come_at_once_and_are_paid_for_before_the_next_one():
     found = looks(costs_us, 500)
     assert [step for step, _ in found[:3]] == [LEAST, LEAST + 2, LEAST + 4]
     assert found[3][0] >= LEAST + 4 + (0.9 + 0.3 * len(found[3][1])) / SHARE
-    long = looks([3 * STEP_US] * 3, 2000)
-    assert long[0][0] >= LEAST + 3 / SHARE, "what takes many steps is paid for beforehand"
+    long = looks([8 * STEP_US] * 3, 5000)
+    assert long[0][0] >= LEAST + 8 / SHARE, "what takes many steps is paid for beforehand"
 
 
 def test_families_take_turns_where_a_look_at_all_would_make_the_step_twice_as_long():
