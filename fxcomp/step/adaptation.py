@@ -6,8 +6,8 @@
              emit      else: every rank, a pass between two steps
           ─► switch    nothing that was left out is lost
 
-Nothing here takes longer than a step does, but for a model whose passes do. A dense plan is left alone: it loses
-nothing, and stays because it was predicted or measured to be the fastest.
+Nothing here takes longer than a step does, but for a model whose passes do. A job that began dense is left alone: it
+loses nothing, and stays so because that was predicted or measured to be the fastest.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Adaptation:
         self._errors.mark()
 
     def _is_due(self, step: int) -> bool:
-        if not self._errors.table.is_measured or self._force.plan.is_dense:
+        is_left_alone = self._force.plan.is_dense and not self.moves
+        if is_left_alone or not self._errors.table.is_measured:
             return False
         return step - self._solved_at >= INTERVAL or bool(self._why(step))
 
