@@ -42,7 +42,7 @@ WORTH_GIVING_BACK = 0.2
 
 SAME_STEP = 1e-3
 
-OVERSPENT, RETRY = 0.1, 100
+OVERSPENT, RETRY = 0.1, 50
 """Of the budget, and steps: what loses more is solved for again, if that was not done just now."""
 
 SPENT = 0.95
