@@ -96,7 +96,7 @@ def test_cells_that_are_known_are_not_trained_again(tmp_path: Path) -> None:
 
 def test_every_setting_is_planned_once() -> None:
     cells = list(planned(["gpt", "logreg"]))
-    assert len(cells) == len(set(cells)) == 2 * 9 * (1 + 3)
+    assert len(cells) == len(set(cells)) == 2 * 9 * (1 + 2)
 
 
 def test_a_found_plan_is_trained_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
