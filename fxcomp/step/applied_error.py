@@ -38,7 +38,7 @@ class Applied(NamedTuple):
     squares: float
 
 
-def lags(known: Mapping[str, float], applied: Mapping[str, Applied], plan: Plan, table: ErrorTable) -> dict[str, float]:
+def lags(known: Mapping[str, float], errors: Mapping[str, float], plan: Plan, table: ErrorTable) -> dict[str, float]:
     """Say for gradients that powersgd carries which power of the best rank's error it loses, and keep what is known.
 
     Half of what is known stays. `table` has the errors of the best matrices.
@@ -49,7 +49,7 @@ def lags(known: Mapping[str, float], applied: Mapping[str, Applied], plan: Plan,
         if not isinstance(compressor, PowerSGD):
             continue
         for name in bucket.names:
-            best, lost = table.error_of(name, compressor).value, applied[name].error
+            best, lost = table.error_of(name, compressor).value, errors.get(name, 0.0)
             if _ROUNDING < best < 1 - _ROUNDING and _ROUNDING < lost < 1 - _ROUNDING:
                 lag = min(1.0, max(LEAST_LAG, math.log(lost) / math.log(best)))
                 found[name] = (lag + found.get(name, lag)) / 2

@@ -201,7 +201,8 @@ class ErrorWatch:
         for name, each in applied.items():
             share = each.squares / squares
             self._shares[name] = (share + self._shares.get(name, share)) / 2
-        self._lags = lags(self._lags, applied, self._force.plan, self._raw())
+        errors = {name: each.error for name, each in applied.items()}
+        self._lags = lags(self._lags, errors, self._force.plan, self._raw())
         self._join()
         predicted = plan_error(self._force.plan, self._site.cluster, self.table)
         self.applied = sum(each.squares * each.error for each in applied.values()) / squares
