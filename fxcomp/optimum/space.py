@@ -44,7 +44,7 @@ class Row:
         self.members, self.choices = members, choices
         self._atoms, self._job, self._prunes, self._limits = atoms, job, prunes, limits
         self._lost = losses.sums([atoms[k] for k in members], range(len(members) + 1), choices)
-        self._bursts = [is_bursty(each, job[2], losses.measured_error(each)) for each in choices]
+        self._bursts = [is_bursty(each, job[2]) for each in choices]
         self._known: dict[tuple[int, int], tuple[Option, ...]] = {}
 
     def options(self, start: int, stop: int) -> tuple[Option, ...]:

@@ -100,9 +100,9 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
     return bursts / elements if elements else 0.0
 
 
-def is_bursty(strategy: Strategy, cluster: Cluster, error: float | None = None) -> bool:
-    """Tell that much is left out at a time, and fed back later: by the strategy's error, assumed unless it is given."""
+def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
+    """Tell that much is left out at a time, and fed back later."""
     first = strategy.compressor
-    if first is None or (strategy_error(strategy, cluster) if error is None else error) <= POLLUTING_ERROR:
+    if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
     return any(each.compressor.needs_error_feedback for each in route_of(strategy, [SHAPE], cluster).slots)

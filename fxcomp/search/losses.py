@@ -54,10 +54,6 @@ class Losses:
         lost = self.weights * self.errors(strategy)
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 
-    def measured_error(self, strategy: Strategy) -> float | None:
-        """The relative squared error of all gradients together; None where that is assumed."""
-        return self.of(strategy) / self.elements if self._table.is_measured and self.elements else None
-
     def sums(self, atoms: Sequence[Atom], borders: Sequence[int], strategies: Sequence[Strategy]) -> Numbers:
         """Add up what each strategy loses of all atoms before each border: an array of borders * strategies."""
         numbers = [atom.number for atom in atoms]

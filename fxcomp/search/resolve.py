@@ -178,10 +178,7 @@ class _Buckets:
         ]
         lanes = [_lane_of([members[k] for k in each], order) for each in self._numbers]
         options = [
-            [
-                (pinned_option if kind.is_pinned else option_of)(each, cluster, losses.measured_error(each))
-                for each in found
-            ]
+            [(pinned_option if kind.is_pinned else option_of)(each, cluster) for each in found]
             for kind, found in zip(by_kind, self._strategies, strict=True)
         ]
         setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -114,19 +114,15 @@ class PlanSearch:
         workload, cluster = question.workload, traced.cluster
         atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
         pinned = question.pinned
-        losses = self._losses = question.losses or Losses(workload.gradients, cluster)
-
-        def made(strategies: Sequence[Strategy], make: Callable[..., Option]) -> list[Option]:
-            return [make(each, cluster, losses.measured_error(each)) for each in strategies]
-
-        self.options = [made(offered, option_of) for offered in question.choices.values()]
-        self.options += [made(lane.strategies, pinned_option) for lane in pinned.lanes]
+        self.options = [[option_of(each, cluster) for each in offered] for offered in question.choices.values()]
+        self.options += [[pinned_option(each, cluster) for each in lane.strategies] for lane in pinned.lanes]
         pinned_to = [pinned.lane_of.get(atom.gradient.name) for atom in atoms]
         free = [k for k, lane in enumerate(pinned_to) if lane is None]
         places = [[k for k in free if _may_hold(content, atoms[k])] for content in question.choices]
         places += [[k for k, lane in enumerate(pinned_to) if lane is each] for each in pinned.lanes]
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
+        self._losses = question.losses or Losses(workload.gradients, cluster)
         self.problems = Problems(self._losses, workload, self.lanes, self.options, self.setting)
         self._ask(traced)
         self.shares = bool(self.problem.shares)
@@ -353,14 +349,12 @@ def searches_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list[
 
 
 @lru_cache(maxsize=4096)
-def option_of(strategy: Strategy, cluster: Cluster, error: float | None = None) -> Option:
-    """Make an option, with its error of all gradients where that is measured."""
-    return Option(strategy, is_bursty(strategy, cluster, error))
+def option_of(strategy: Strategy, cluster: Cluster) -> Option:
+    return Option(strategy, is_bursty(strategy, cluster))
 
 
-def pinned_option(strategy: Strategy, cluster: Cluster, error: float | None = None) -> Option:
-    """Make the option of what is pinned by hand."""
-    return replace(option_of(strategy, cluster, error), is_pinned=True)
+def pinned_option(strategy: Strategy, cluster: Cluster) -> Option:
+    return replace(option_of(strategy, cluster), is_pinned=True)
 
 
 def _levels(strategy: Strategy) -> frozenset[Level]:
