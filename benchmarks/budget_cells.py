@@ -61,7 +61,7 @@ LINK = Link(0.0, 1e-3)
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained, and how."""
+    """Name one training run: model, optimizer, setting and seed."""
 
     model: str
     optimizer: str
@@ -100,7 +100,7 @@ class Outcome:
     """A rank's in a step, the mean over all steps."""
     bytes_at_end: float = 0.0
     plans: int = 1
-    """How many were in force."""
+    """The number of plans that training followed, one after the other."""
     families: dict[str, float] = field(default_factory=dict[str, float])
     """The share of all values that strategies carried, over all steps."""
     solve_ms: float = 0.0

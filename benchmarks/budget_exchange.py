@@ -115,7 +115,7 @@ class Group:
         return found
 
     def owed(self) -> Tensor:
-        """What each worker has left out, in the unit of its own gradient; of an owner's part not."""
+        """List each worker's residual, in the unit of its own gradient, without those of shard owners."""
         if self.due is not None:
             return self.due
         if self.shards:
@@ -127,7 +127,7 @@ class Group:
         return unit * torch.stack([each.residual for each in self.replicas if each.residual is not None])
 
     def owed_by_owners(self) -> Tensor:
-        """What the owners of shards have left out of the mean."""
+        """Return the shard owners' residuals of the mean."""
         return self._joined([each.owner.residual for each in self.shards]) if self.shards else torch.zeros(1)
 
     def _joined(self, parts: Sequence[Tensor | None]) -> Tensor:
@@ -189,7 +189,7 @@ class PlanExchange:
             group.start(owed[:, group.places], factors)
 
     def owed(self) -> Tensor:
-        """What each worker has left out, a row each."""
+        """Stack the workers' residuals, a row each."""
         found = torch.zeros(self._task.task.workers, self._task.task.start.numel())
         for group in self._groups:
             found[:, group.places] = group.owed()

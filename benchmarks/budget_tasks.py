@@ -19,7 +19,7 @@ from functools import cache
 
 import torch
 from models import Residual
-from tasks import WORKERS, Task, logistic_regression
+from tasks import WORKERS, Task, logistic_regression, regression_on
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BudgetTask:
-    """What is trained, with the names of its gradients."""
+    """Hold a task with the names of its gradients."""
 
     task: Task
     names: tuple[str, ...]
@@ -113,21 +113,7 @@ def logreg_of_fields(seed: int) -> BudgetTask:
         x *= torch.rand(rows, features, generator=random) < 0.1
         shards.append((x, (x @ truth + 2 * torch.randn(rows, generator=random) > 0).float()))
     picks = torch.randint(rows, (STEPS, WORKERS, batch), generator=random)
-
-    def gradients(weights: Tensor, step: int) -> list[Tensor]:
-        found: list[Tensor] = []
-        for (x, y), pick in zip(shards, picks[step], strict=True):
-            some = x[pick]
-            error = torch.sigmoid(some @ weights) - y[pick]
-            found.append(some.T @ error / batch + 2 * decay * weights)
-        return found
-
-    def loss(weights: Tensor) -> float:
-        parts = [functional.binary_cross_entropy_with_logits(x @ weights, y) for x, y in shards]
-        return (torch.stack(parts).mean() + decay * weights.square().sum()).item()
-
-    rates, start = {"sgd": 0.3, "adamw": 0.02}, torch.zeros(features)
-    task = Task("logreg", (shape,) * fields, start, STEPS, rates, gradients, loss)
+    task = regression_on(shards, picks, decay, (shape,) * fields)
     return BudgetTask(task, tuple(f"field_{number}" for number in range(fields)), 0.5)
 
 

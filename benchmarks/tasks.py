@@ -65,6 +65,14 @@ def logistic_regression(seed: int, workers: int = WORKERS, steps: int = 600) -> 
         noise = 2 * torch.randn(rows, generator=random)
         shards.append((x, (x @ truth + noise > 0).float()))
     picks = torch.randint(rows, (steps, workers, batch), generator=random)
+    return regression_on(shards, picks, decay, ((64, 64),))
+
+
+def regression_on(
+    shards: Sequence[tuple[Tensor, Tensor]], picks: Tensor, decay: float, shapes: tuple[tuple[int, ...], ...]
+) -> Task:
+    """Make a logistic regression on each worker's rows and labels; `picks` has the rows of a step, worker and batch."""
+    steps, workers, batch = picks.shape
 
     def gradients(weights: Tensor, step: int) -> list[Tensor]:
         found: list[Tensor] = []
@@ -78,8 +86,8 @@ def logistic_regression(seed: int, workers: int = WORKERS, steps: int = 600) -> 
         parts = [functional.binary_cross_entropy_with_logits(x @ weights, y) for x, y in shards]
         return (torch.stack(parts).mean() + decay * weights.square().sum()).item()
 
-    start, rates = torch.zeros(features), {"sgd": 0.3, "adamw": 0.02}
-    return Task("logreg", ((64, 64),), start, steps, rates, gradients, loss, workers)
+    start, rates = torch.zeros(sum(map(math.prod, shapes))), {"sgd": 0.3, "adamw": 0.02}
+    return Task("logreg", shapes, start, steps, rates, gradients, loss, workers)
 
 
 def character_model(seed: int, workers: int = WORKERS) -> Task:
