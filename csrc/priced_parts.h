@@ -138,8 +138,9 @@ class PricedParts {
     }
 
     const Record* of(const Part& part) {
-        const uint64_t key = (static_cast<uint64_t>(part.lane) << 60) | (static_cast<uint64_t>(part.start) << 40) |
-                             (static_cast<uint64_t>(part.stop) << 20) | static_cast<uint64_t>(part.option);
+        // 256 lanes, a million cells, 65,536 options.
+        const uint64_t key = (static_cast<uint64_t>(part.lane) << 56) | (static_cast<uint64_t>(part.start) << 36) |
+                             (static_cast<uint64_t>(part.stop) << 16) | static_cast<uint64_t>(part.option);
         const Record*& known = known_[key];
         if (known == nullptr) known = price(part);
         return known;

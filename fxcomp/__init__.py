@@ -3,30 +3,44 @@
 from fxcomp.gc_paused import gc_paused
 
 with gc_paused():
+    from fxcomp.capture.weighted_loss import WeightedLoss
     from fxcomp.cluster.cluster import Cluster
     from fxcomp.cluster.cluster_file import load_cluster
     from fxcomp.cluster.link import Link
     from fxcomp.cost.table import CostTable
     from fxcomp.errors import FxcompError
+    from fxcomp.frontends.average_replicas import ReplicaAverage, average_replicas
     from fxcomp.frontends.compile_step import compile_step
+    from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
     from fxcomp.frontends.job import Job
+    from fxcomp.frontends.no_sync import no_sync
+    from fxcomp.frontends.read_checkpoint import read_checkpoint
     from fxcomp.plan.error_feedback import ErrorFeedback
     from fxcomp.plan.plan import Plan
     from fxcomp.plan.strategy import Strategy
     from fxcomp.ranks import cluster_of_group
+    from fxcomp.state.checkpoint import saved_plan
     from fxcomp.step.compiled_step import CompiledStep
 
 __all__ = [
     "Cluster",
     "CompiledStep",
     "CostTable",
+    "DdpHook",
     "ErrorFeedback",
     "FxcompError",
     "Job",
     "Link",
     "Plan",
+    "ReplicaAverage",
     "Strategy",
+    "WeightedLoss",
+    "average_replicas",
     "cluster_of_group",
     "compile_step",
+    "ddp_hook",
     "load_cluster",
+    "no_sync",
+    "read_checkpoint",
+    "saved_plan",
 ]

@@ -108,6 +108,10 @@ class NoProcessGroup(FxcompError):
     """A cluster of several ranks was named, but torch.distributed is not initialised."""
 
 
+class StoreReused(FxcompError):
+    """The store that ranks meet in has answers of an earlier start of the job."""
+
+
 class ModelsDiffer(FxcompError):
     """Ranks brought different models, optimizers or settings."""
 
@@ -129,6 +133,18 @@ class RanksApart(FxcompError):
 
 class StepClosed(FxcompError):
     """A compiled step is called after it was closed."""
+
+
+class GroupsDiffer(FxcompError):
+    """Ranks end a group of micro-batches after different numbers of them."""
+
+
+class GroupUnfinished(FxcompError):
+    """Something that only the end of a group of micro-batches allows."""
+
+
+class ScaleNotUpdated(FxcompError):
+    """A GradScaler that was not updated after a step, or that unscaled gradients beside it."""
 
 
 class CannotReplan(FxcompError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.budget import ErrorBudget
-from fxcomp.plan.check_feedback import check_experiment, check_is_feedback, check_momentum
+from fxcomp.plan.check_feedback import check_experiment, check_is_feedback, check_momentum, check_rates
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
 from fxcomp.plan.modes import Mode
@@ -74,10 +75,17 @@ class StepOptions:
     error_budget: ErrorBudget | None = None
     feedback: ErrorFeedback = CLASSIC
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
     skip_nonfinite: bool = False
+    find_unused_parameters: bool = False
     verify_every: int | str = SAMPLED
     replan: Replan = Replan.OFFER
     race: RaceOption = RaceOption.AUTO
+    accumulate: int = 1
+    scaler: Any = None
+    """The user's GradScaler, if there is one and it is enabled."""
+    process_group: Any = None
+    """The ranks that average with each other: a process group, a mesh of one dimension, or None for the whole job."""
 
     @classmethod
     def checked(
@@ -93,7 +101,7 @@ class StepOptions:
     ) -> StepOptions:
         """Check options as compile_step takes them. Raises BadOption, BadPlan and the errors of error feedback."""
         check_is_feedback(error_feedback)
-        plan, costs, max_grad_norm = (others.get(name) for name in ("plan", "costs", "max_grad_norm"))
+        plan, costs = (others.get(name) for name in ("plan", "costs"))
         check_is_plan(plan)
         pins = Pins.read(per_parameter)
         if plan is not None and pins:
@@ -104,8 +112,7 @@ class StepOptions:
         if not isinstance(costs, CostTable | str | Path | None):
             raise BadOption(f"costs is a fxcomp.CostTable or the path of a saved one; it is a {type(costs).__name__}")
         check_experiment(error_feedback, planned=plan is not None or bool(pins))
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise BadOption(f"max_grad_norm must be above 0, or None for no clipping; it is {max_grad_norm}")
+        _check_clipping(others)
         chosen = {"mode": Mode.parse(mode), "replan": Replan.parse(replan), "race": RaceOption.parse(race)}
         budget = None if error_budget is None else ErrorBudget.parse(error_budget)
         if plan is not None and budget is not None:
@@ -113,15 +120,36 @@ class StepOptions:
                 "plan= says what every gradient travels by, and error_budget= what fxcomp may choose: keep one.\n"
                 "  To let parameters follow the gradients, leave plan= out."
             )
+        _check_accumulate(others.get("accumulate", 1))
+        if (scaler := others.get("scaler")) is not None:
+            others |= _scaling(scaler)
         options = cls(feedback=error_feedback, pins=pins, error_budget=budget, **chosen, **others)
         VerifiedSteps.parse(options.verify_every)
+        options._check_unused()
         if options.replan is Replan.AUTO and options.why_not_replan:
             raise BadOption(f"replan='auto' cannot be done here: {options.why_not_replan}")
         return options
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
-        """Refuse an optimizer that the options do not go with. Raises BadOption."""
-        check_momentum(self.feedback, optimizer, clips=self.max_grad_norm is not None, alone=alone)
+    def _check_unused(self) -> None:
+        """Refuse what does not go with parameters that are used for some batches only."""
+        if not self.find_unused_parameters:
+            return
+        if self.feedback.momentum:
+            raise BadOption(
+                "find_unused_parameters=True does not go with ErrorFeedback(momentum=...): a velocity goes on where"
+                " there is no gradient, and an unused parameter would move.\n  Leave the momentum to the optimizer."
+            )
+
+    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], *, alone: bool) -> None:
+        """Refuse optimizers that the options do not go with. Raises BadOption."""
+        for optimizer in optimizers:
+            check_momentum(
+                self.feedback,
+                optimizer,
+                clips=self.max_grad_norm is not None or self.max_grad_value is not None,
+                alone=alone,
+            )
+            check_rates(self.feedback, optimizer)
 
     @property
     def verified(self) -> VerifiedSteps:
@@ -167,10 +195,41 @@ class StepOptions:
             "cluster": str(self.cluster),
             "error_feedback": str(self.feedback),
             "skip_nonfinite": self.skip_nonfinite,
+            "find_unused_parameters": self.find_unused_parameters,
             "replan": self.replan.value,
             "race": self.race.value,
+            "accumulate": self.accumulate,
+            "a scaler": self.scaler is not None,
             "the plan": asked_plan(self.plan),
             "per_parameter": self.pins.facts(),
             "error_budget": None if self.error_budget is None else str(self.error_budget),
             "how costs are given": costs,
         }
+
+
+def _check_clipping(given: Mapping[str, Any]) -> None:
+    names = ("max_grad_norm", "max_grad_value")
+    limits = {name: given[name] for name in names if given.get(name) is not None}
+    for name, limit in limits.items():
+        if not limit > 0:
+            raise BadOption(f"{name} must be above 0, or None for no clipping; it is {limit}")
+    if len(limits) > 1:
+        raise BadOption(
+            "max_grad_norm clips gradients by their norm and max_grad_value by their elements: keep one.\n"
+            "  After the other they would not be what either says."
+        )
+
+
+def _scaling(scaler: object) -> dict[str, Any]:
+    """Read what a GradScaler asks for; nothing if it is not enabled. Raises BadOption."""
+    if not isinstance(scaler, compat.GradScaler):
+        raise BadOption(f"scaler= takes a torch.amp.GradScaler; it is a {type(scaler).__name__}")
+    return {"skip_nonfinite": True} if scaler.is_enabled() else {"scaler": None}
+
+
+def _check_accumulate(given: object) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise BadOption(
+            f"accumulate must be a number of micro-batches, 1 or more; it is {given!r}.\n"
+            "  1 updates after every batch; 4 sums up the gradients of four and sends them once."
+        )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -18,12 +19,12 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
-from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
+from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart, StoreReused
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.lending import Lease, lender
+from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.transport import Groups, NullTransport, Transport
 
 T = TypeVar("T")
@@ -68,8 +69,10 @@ def _end(leases: dict[str, Lease]) -> None:
 class Ranks:
     """All ranks that compile the same thing now, or run it. Alone, every method is nothing."""
 
-    def __init__(self, rank: int, world_size: int, root: Agreement | None, fits_links: bool):
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, members: Members | None, root: Agreement | None, fits_links: bool):
+        self.members = members
+        """None for a rank that is alone."""
+        self.rank, self.world_size = (members.place, len(members)) if members else (0, 1)
         self.fits_links = fits_links
         self.stopped: Stop | None = None
         """Set while the ranks may be at different places: no collective is launched until they have met again."""
@@ -86,8 +89,11 @@ class Ranks:
         weakref.finalize(self, _end, self._leases).atexit = False
 
     @classmethod
-    def join(cls, cluster: Cluster | None, what: str) -> Ranks:
-        """Find the others, who must all come here for the same `what`, as many times as this rank."""
+    def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
+        """Find the others, who must all come here for the same `what`, as many times as this rank.
+
+        They are the ranks of a process group; None is the whole job. Raises NoProcessGroup, BadOption, BadCluster.
+        """
         running = dist.is_available() and dist.is_initialized()
         if not running:
             if cluster is not None and cluster.world_size > 1:
@@ -96,23 +102,31 @@ class Ranks:
                     " process.\n  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use"
                     " fxcomp explain to ask about a cluster that is not here."
                 )
-            return cls(0, 1, None, False)
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        if world_size == 1:
+            if group is not None:
+                raise NoProcessGroup(
+                    "process_group= was given, but torch.distributed is not initialised in this process.\n"
+                    "  Call torch.distributed.init_process_group first."
+                )
+            return ALONE
+        members = Members.of(group)
+        if len(members) == 1:
             _check_size(cluster, 1)
-            return cls(0, 1, None, False)
+            return cls(None, None, False)
 
         store, timeout = compat.default_store(), compat.group_timeout()
-        root = Agreement(store, f"{what}_{next(_calls[what])}", rank, world_size, timeout)
+        _check_store(store)
+        what = members.key + what
+        name = f"{what}_{next(_calls[what])}"
+        root = Agreement(store, name, members.place, len(members), timeout, members.numbers)
         while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
             root = root.named(f"{what}_{next(_calls[what])}")
-        return cls(rank, world_size, root, cluster is None)
+        return cls(members, root, cluster is None)
 
     @classmethod
     @contextmanager
-    def meeting(cls, cluster: Cluster | None, what: str) -> Generator[Ranks]:
+    def meeting(cls, cluster: Cluster | None, what: str, group: Any = None) -> Generator[Ranks]:
         """Do something with all ranks, as `together`; if it fails, its process groups are given back."""
-        ranks = cls.join(cluster, what)
+        ranks = cls.join(cluster, what, group)
         try:
             with ranks.together(what):
                 ranks.attempt("checking the cluster", lambda: _check_size(cluster, ranks.world_size))
@@ -120,6 +134,13 @@ class Ranks:
         except BaseException:
             ranks.release()
             raise
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report says of the ranks: whom they leave out."""
+        if self.members is None or self.members.is_whole_job:
+            return ()
+        return (f"gradients are averaged over {self.members}; the other ranks are left alone",)
 
     # Failing
 
@@ -240,21 +261,6 @@ class Ranks:
                 if sent is not own:
                     own.copy_(sent)
 
-    def processors(self) -> Processors:
-        """Count the processors of each rank: those that it may use, each evenly among the ranks that may use it.
-
-        A quota is taken to be shared by all ranks on the machine: they usually run in one container.
-        """
-        here, usable = compat.machine_name(), compat.usable_processors()
-        machines = self.gather("which machine each rank is on", here)
-        everyone = self.gather("which processors each rank may use", usable)
-        neighbours = [theirs for machine, theirs in zip(machines, everyone, strict=True) if machine == here]
-        mine = sum(1 / sum(number in theirs for theirs in neighbours) for number in usable)
-        count = min(self.gather("counting processors", min(mine, compat.processor_quota() / len(neighbours))))
-        threads = max(self.gather("counting threads", torch.get_num_threads()))
-        # What compute takes was measured with all ranks computing: more than there is it did not take.
-        return Processors(count, min(threads, count))
-
     # The network
 
     def cluster_of(self, given: Cluster | None) -> Cluster:
@@ -284,7 +290,8 @@ class Ranks:
     def _borrow(self, lane: str) -> None:
         assert self._talk is not None, "a rank that is alone needs no groups"
         assert self._cluster is not None, "groups are of a cluster"
-        lease = lender().borrow(self._talk, lane, _members(self._cluster), _direct(self._cluster))
+        assert self.members is not None
+        lease = lender().borrow(self._talk, lane, self.members, _levels(self._cluster), _direct(self._cluster))
         self._leases[lane] = lease
         self._groups.add(lease.groups)
 
@@ -294,24 +301,22 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
 
     Every rank of the group calls it. They tell each other the names of their hosts through the store. What a group
     gets of the links that it shares with others, the cluster of all ranks knows:
-    `cluster_of_group().reach(torch.distributed.get_process_group_ranks(group))`.
+    `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise NoProcessGroup(
             "torch.distributed is not initialised in this process, so there is no group to describe.\n"
             "  Call torch.distributed.init_process_group first, or write the cluster: fxcomp.Cluster.parse('8x4', ...)."
         )
-    ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if dist.get_rank() not in ranks:
-        raise NoProcessGroup(f"rank {dist.get_rank()} is not in the group of {ranks}: only its ranks may describe it.")
-    what = f"hosts of {','.join(map(str, ranks))}"
+    members = Members.of(group)
+    what = f"hosts of {','.join(map(str, members.numbers))}"
     name = f"{what}_{next(_calls[what])}"
-    place = ranks.index(dist.get_rank())
-    agreement = Agreement(compat.default_store(), name, place, len(ranks), compat.group_timeout())
+    store, timeout = compat.default_store(), compat.group_timeout()
+    agreement = Agreement(store, name, members.place, len(members), timeout, members.numbers)
     return Cluster.placed(_places(agreement.attempt("naming hosts", compat.host_name)), intra=intra, inter=inter)
 
 
-ALONE = Ranks(0, 1, None, False)
+ALONE = Ranks(None, None, False)
 """One rank that has nobody to agree with."""
 
 
@@ -330,6 +335,25 @@ def _places(names: Sequence[str]) -> list[int]:
     return [numbers[name] for name in names]
 
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
+def _check_store(store: Any) -> None:
+    """Refuse what an earlier start of the job has left: ranks would take its answers for those of today."""
+    if compat.is_of_another_process(store):
+        raise StoreReused(
+            f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
+            " and process groups find addresses that are gone.\n"
+            f"  Start torchrun with {OWN_STORE} in its environment: each start then has a store of its own."
+        )
+    if (what := compat.outlives_restarts()) and dist.get_rank() == 0:
+        warnings.warn(
+            f"{what} starts dead ranks again with the store that they had: process groups may then find addresses that"
+            f" are gone, whoever makes them, and fxcomp refuses.\n  Start torchrun with {OWN_STORE} set.",
+            stacklevel=2,
+        )
+
+
 def _check_size(cluster: Cluster | None, world_size: int) -> None:
     if cluster is not None and cluster.world_size != world_size:
         raise BadCluster(
@@ -343,7 +367,7 @@ def _direct(cluster: Cluster) -> list[str]:
     return [level.value for level in Level if level is not Level.WORLD or alone]
 
 
-def _members(cluster: Cluster) -> Mapping[str, list[tuple[int, ...]]]:
+def _levels(cluster: Cluster) -> Levels:
     """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none.
 
     Levels of racks have groups where there are racks that can share the work.

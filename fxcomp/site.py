@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fxcomp import compat
+from fxcomp.beside import NOBODY, Beside
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.processors import Processors
 from fxcomp.errors import LostTouch
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import ALONE, Ranks
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.transport import NullTransport, Transport
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,14 @@ class Site:
     cluster: Cluster
     transport: Transport
     device: torch.device
+    beside: Beside = NOBODY
+    """Other groups whose ranks share links and hosts with these."""
 
     @classmethod
-    def of(cls, ranks: Ranks, cluster: Cluster | None, device: torch.device) -> Site:
+    def of(cls, ranks: Ranks, cluster: Cluster | None, device: torch.device, beside: Beside = NOBODY) -> Site:
         """Take the user's cluster, or the one that the hosts' names tell; every rank calls it."""
         found = ranks.cluster_of(cluster)
-        return cls(ranks, found, ranks.transport(found), device)
+        return cls(ranks, found, ranks.transport(found), device, beside)
 
     @classmethod
     def imagined(cls, cluster: Cluster, device: torch.device) -> Site:
@@ -39,6 +47,26 @@ class Site:
     @property
     def rank(self) -> int:
         return self.ranks.rank
+
+    def everyone(self, topic: str, value: T) -> list[T]:
+        """The values of all ranks of all groups, which are plain data; every one of them calls it."""
+        return [each for group in self.beside.gather(topic, self.ranks.gather(topic, value)) for each in group]
+
+    def processors(self) -> Processors:
+        """Count the processors of each rank: those that it may use, each evenly among the ranks that may use it.
+
+        A quota is taken to be shared by all ranks on the machine: they usually run in one container.
+        """
+        here, usable = compat.machine_name(), compat.usable_processors()
+        machines = self.everyone("which machine each rank is on", here)
+        allowed = self.everyone("which processors each rank may use", usable)
+        neighbours = [theirs for machine, theirs in zip(machines, allowed, strict=True) if machine == here]
+        mine = sum(1 / sum(number in theirs for theirs in neighbours) for number in usable)
+        quota = compat.processor_quota() / len(neighbours)
+        count = min(self.everyone("counting processors", min(mine, quota)))
+        threads = max(self.everyone("counting threads", torch.get_num_threads()))
+        # What compute takes was measured with all ranks computing: more than there is it did not take.
+        return Processors(count, min(threads, count))
 
     def make_groups_for(self, plan: Plan) -> None:
         """Make the process groups that a plan needs beyond those that there are; every rank calls it."""

@@ -40,7 +40,7 @@ class Parameters(nn.Module):
 
 
 def loss(model: Parameters, batch: Tensor) -> Tensor:
-    return torch.dot(torch.cat([parameter.flatten() for parameter in model.all]), batch)
+    return torch.dot(torch.cat([parameter.flatten().float() for parameter in model.all]), batch)
 
 
 def gradients(step: int, rank: int, count: int) -> Tensor:
@@ -81,10 +81,10 @@ def train(shape: str, texts: list[str]) -> tuple[str, list[str]]:
     return replica_fingerprint(model), strays
 
 
-def trained(strategy: Strategy, cluster: Cluster, number: int, count: int) -> Tensor:
+def trained(strategy: Strategy, cluster: Cluster, number: int, count: int, steps: int = STEPS) -> Tensor:
     """Return a parameter's value after these steps, by the meaning of its strategy."""
     value, residuals = torch.zeros(SHAPE), None
-    for step in range(STEPS):
+    for step in range(steps):
         given = [gradients(step, rank, count)[number * SIZE :][:SIZE] for rank in range(cluster.world_size)]
         told = meaning(strategy, [SHAPE], cluster, given, residuals)
         residuals = [slot.residuals for slot in told.slots]
@@ -113,6 +113,42 @@ def test_every_published_strategy_gives_what_it_means(shape: str, first: int, ev
 )
 def test_every_published_strategy_gives_what_it_means_with_each_compressor(shape: str, compressor: str):
     check(shape, published(compressor))
+
+
+def train_in(dtype: torch.dtype, shape: str, texts: list[str]) -> tuple[str, list[tuple[str, float]]]:
+    """Digest what this rank has trained in one step, and list the strategies that are far from their meaning."""
+    cluster, strategies = cluster_of(shape), list(map(Strategy.parse, texts))
+    rank, count = dist.get_rank(), len(strategies)
+    model = Parameters(count).to(dtype)
+    step = fxcomp.compile_step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=1.0), gradients(0, rank, count), cluster=cluster,
+        plan=plan_in_turns(model, strategies[::-1]), error_feedback=ErrorFeedback(everywhere=True), replan="off",
+    )  # fmt: skip
+    step(gradients(0, rank, count))
+    step.close()
+    strays: list[tuple[str, float]] = []
+    for number in range(rank, count, cluster.world_size):
+        expected = trained(strategies[number], cluster, number, count, steps=1)
+        off = (model.all[number].detach() - expected).abs().max() / expected.abs().max()
+        if off > ANOTHER_LEVEL:
+            strays.append((str(strategies[number]), off.item()))
+    return replica_fingerprint(model), strays
+
+
+ANOTHER_LEVEL = 2e-2
+"""Relative to the largest: int8 may round to another level after a sum that was rounded otherwise."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", ["2x2", "2+1"])
+def test_strategies_mean_the_same_for_gradients_of_other_types(shape: str, dtype: torch.dtype):
+    int8, ways = "int8(block=16)", ((Phase(Level.INTRA, (CollectiveKind.REDUCE,)), Phase(Level.INTER)),)
+    uneven = list(strategies_in(Space(ways=ways, compressors=(parse_compressor(int8),))))
+    texts = list(map(str, published(int8) if shape == "2x2" else uneven))
+    results = run_ranks(cluster_of(shape).world_size, train_in, dtype, shape, texts, timeout_s=900.0)
+    assert len({fingerprint for fingerprint, _ in results}) == 1
+    assert [strays for _, strays in results] == [[] for _ in results]
 
 
 def test_mixed_compressors_and_sums_of_payloads_give_what_they_mean():

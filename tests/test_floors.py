@@ -14,6 +14,7 @@ FLOORS = [
     ["error_tables"],
     ["plan", "runtime"],
     ["cost", "graph", "ranks"],
+    ["beside"],
     ["capture", "codegen", "options", "passes", "search", "site"],
     ["optimum"],
     ["pipeline", "report", "state"],

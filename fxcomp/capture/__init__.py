@@ -4,6 +4,7 @@ whole_step.py                               the table of contents of a capture: 
 step_capture.py                             the first capture of a job, and later ones
 training.py, optimizer.py                   the user's own objects, checked
 step_inputs.py, fake_mode.py                fake stand-ins for what enters the step
+weighted_loss.py                            a loss that is a sum over counted elements
 forward_backward.py, updates.py             trace the loss and its gradients; clipping and the optimizer's updates
 assemble.py                                 one graph of the pieces
 swap_tensors.py, faithful.py                run the user's Python on traced tensors as eager would

@@ -14,14 +14,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.capture.forward_backward import Outputs
-from fxcomp.capture.optimizer import live_numbers, state_keys
+from fxcomp.capture.optimizer import live_numbers, state_tensors
 from fxcomp.capture.step_inputs import StepInputs
 from fxcomp.capture.training import Training
-from fxcomp.capture.updates import UpdateTraces, clip
+from fxcomp.capture.updates import UpdateTraces, clip, clip_by_value
 from fxcomp.graph.captured import Captured
-from fxcomp.graph.edit import must_stay
+from fxcomp.graph.edit import call, must_stay
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
+from fxcomp.graph.ops import RNG_STATE, SET_RNG_STATE
 
 _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -29,41 +30,56 @@ _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: StepInputs) -> Captured:
     """Join forward, backward, clipping and updates; each update writes in place, after its gradient."""
     builder = GraphBuilder(body)
-    optimizer = training.optimizer
-    owners = {owner.name: owner for owner in training.owned if owner.name in outputs.gradient_names}
+    owners = training.owners
+    unused = tuple(n for n in owners if n not in outputs.gradient_names) if training.finds_unused else ()
+    names = tuple(n for n in owners if n in outputs.gradient_names or n in unused)  # in one order on all ranks
 
     parameters = {
         name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in inputs.parameters
     }
     buffers = [builder.input(name, fake, Source(InputKind.BUFFER, name)) for name, _, fake in inputs.buffers]
     states: dict[str, list[Node]] = {}
-    for name in outputs.gradient_names:
-        state = optimizer.state[owners[name].parameter]
+    counts: dict[str, list[Node]] = {}
+    for name in names:
+        state = owners[name].state
+        kept = {key: inputs.of(value) for key, value in state_tensors(state).items()}
         states[name] = [
-            builder.input(f"{name}_{key}", inputs.of(state[key]), Source(InputKind.STATE, name, key))
-            for key in state_keys(optimizer, owners[name].parameter)
+            builder.input(f"{name}_{key}", value, Source(InputKind.STATE, name, key)) for key, value in kept.items()
+        ]
+        counts[name] = [
+            builder.input(f"{name}_{key}", float(state[key]), Source(InputKind.STATE, name, key))
+            for key in training.habits[owners[name].group].counters
         ]
     numbers: list[list[Node]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        suffix = f"_{index}" if len(optimizer.param_groups) > 1 else ""
+    for index, group in enumerate(training.groups):
+        suffix = f"_{index}" if len(training.groups) > 1 else ""
         numbers.append([
             builder.input(f"{key}{suffix}", number, Source(InputKind.HYPER, key=key, index=index))
             for key, number in live_numbers(group).items()
         ])  # fmt: skip
     batch = [builder.input(f"batch_{i}", fake, Source(InputKind.BATCH, index=i)) for i, fake in enumerate(inputs.batch)]
 
-    results = builder.splice(body, [*parameters.values(), *buffers, *batch], Role.COMPUTE)
+    scale = [builder.input("scale", fake, Source(InputKind.SCALE)) for fake in inputs.scale]
+
+    results = builder.splice(body, [*parameters.values(), *buffers, *batch, *scale], Role.COMPUTE)
+    if outputs.is_weighted:
+        builder.add_count(results.pop(1))
     returned = 1 + outputs.aux.count(None)  # the loss and the auxiliary results
-    gradients = [
-        builder.mark_gradient(node, name) for node, name in zip(results[returned:], outputs.gradient_names, strict=True)
-    ]
+    made = {
+        name: builder.mark_gradient(node, name)
+        for node, name in zip(results[returned:], outputs.gradient_names, strict=True)
+    }
+    made |= {name: builder.no_gradient(parameters[name], results[0], name) for name in unused}
+    gradients = [made[name] for name in names]
     if training.max_grad_norm is not None and gradients:
-        reduced = [owners[name].parameter for name in outputs.gradient_names]
+        reduced = [owners[name].parameter for name in names]
         gradients = clip(builder.graph, gradients, reduced, training.max_grad_norm, inputs)
 
-    updates = UpdateTraces(optimizer, inputs)
-    for name, gradient in zip(outputs.gradient_names, gradients, strict=True):
-        arguments = [parameters[name], gradient, *states[name], *numbers[owners[name].group]]
+    updates = UpdateTraces(training, inputs)
+    for name, gradient in zip(names, gradients, strict=True):
+        if training.max_grad_value is not None:
+            gradient = clip_by_value(builder.graph, gradient, owners[name], training.max_grad_value, inputs)
+        arguments = [parameters[name], gradient, *states[name], *numbers[owners[name].group], *counts[name]]
         builder.splice(updates.of(owners[name]), arguments, Role.UPDATE, parameter=name)
 
     builder.output(results[:returned])
@@ -72,10 +88,20 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
         aux_spec=outputs.aux_spec,
         aux=outputs.aux,
         has_aux=outputs.has_aux,
-        gradient_names=outputs.gradient_names,
-        without_gradient=outputs.without_gradient,
+        gradient_names=names,
+        without_gradient=() if training.finds_unused else outputs.without_gradient,
         guard=compat.shape_guard(inputs.mode.shapes, inputs.batch),
+        is_weighted=outputs.is_weighted,
+        densified=outputs.densified,
+        unused=unused,
     )
+
+
+def _role(node: Node, others: Role) -> Role:
+    """The role of a traced node; most have the role of their piece."""
+    if node.target in (RNG_STATE, SET_RNG_STATE):
+        return Role.RANDOM_STATE
+    return Role.EXCHANGE if compat.communicates(node.target) else others
 
 
 class GraphBuilder:
@@ -109,8 +135,7 @@ class GraphBuilder:
                 copy = compat.append_copy(self.graph, node, copies, free_name(node.name))
                 if node.op == "get_attr":
                     copy.target = self._adopt(getattr(piece, str(node.target)))
-                label = Role.EXCHANGE if compat.communicates(node.target) else role
-                copies[node] = set_info(copy, NodeInfo(label, parameter=parameter))
+                copies[node] = set_info(copy, NodeInfo(_role(node, role), parameter=parameter))
         raise AssertionError("a traced piece has no output")
 
     def _adopt(self, constant: Tensor) -> str:
@@ -128,6 +153,20 @@ class GraphBuilder:
             alias.meta["val"] = node.meta["val"]
             node = alias
         return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
+
+    def add_count(self, count: Node) -> None:
+        """Add a batch's count to that of its group, which comes in."""
+        with self.graph.inserting_after(self._last_input()):
+            so_far = self.input("count", count.meta["val"], Source(InputKind.COUNT))
+        with self.graph.inserting_after(count if count.op != "placeholder" else so_far):
+            what = torch.ops.aten.add_.Tensor, (so_far, count), NodeInfo(Role.COMPUTE)
+            call(self.graph, *what, name="counted", value=count.meta["val"])
+
+    def no_gradient(self, of: Node, loss: Node, parameter: str) -> Node:
+        """Make zeros for the gradient of a parameter that the loss leaves out; they are there when backward begins."""
+        with self.graph.inserting_after(loss if loss.op != "placeholder" else self._last_input()):
+            what = torch.ops.aten.zeros_like.default, (of,), NodeInfo(Role.GRADIENT, parameter)
+            return call(self.graph, *what, value=torch.empty_like(of.meta["val"]))
 
     def _last_input(self) -> Node:
         return [node for node in self.graph.nodes if node.op == "placeholder"][-1]

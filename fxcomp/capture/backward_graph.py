@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.capture.random_state import drop_idle_states
 from fxcomp.errors import UnsupportedFeature
-from fxcomp.graph.edit import call, clone, is_collective
+from fxcomp.graph.edit import call, clone, is_collective, refresh_value
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
-from fxcomp.graph.ops import ALL_REDUCE, WAIT
+from fxcomp.graph.ops import ALL_REDUCE, RNG_STATE, SET_RNG_STATE, WAIT
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
+from fxcomp.runtime.members import Members
 
 aten = torch.ops.aten
 
 
-def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
+def label_backward(graph: GraphModule, names: Mapping[int, str], members: Members) -> GraphModule:
     """Say which nodes make the gradients, and hand each out as a copy, because the buffers of a bucket are used again.
 
         %mm  f32[4,2]  aten.mm(%a, %x)
@@ -30,10 +32,11 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
         %clone  update    f32[4,2]  aten.clone(%mm)      fc.weight
         output(None, (%clone, None))
 
-    `names` are the trainable parameters by the place of their input. The copy has the optimizer's role: it follows the
-    wait.
+    `names` are the trainable parameters by the place of their input; `members` average their gradients. The copy has
+    the optimizer's role: it follows the wait.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
+    _replay_states(gm)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         set_info(node, NodeInfo(Role.INPUT, source=Source(InputKind.BATCH, index=index)))
     output = gm.graph.output_node()
@@ -50,7 +53,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str]) -> GraphModule:
         if source in names:
             values[place] = _handed_out(gm, values[place], names[source])
     output.args = ((None, tuple(values)),)
-    _keep_exchanges(gm)
+    _keep_exchanges(gm, members)
     _check_operators(gm)
     return gm
 
@@ -99,8 +102,8 @@ def _last_input(gm: GraphModule) -> Node:
     return list(gm.graph.find_nodes(op="placeholder"))[-1]
 
 
-def _keep_exchanges(gm: GraphModule) -> None:
-    """A collective that reduces a gradient must reach all ranks; any other is the backward pass of the user's own."""
+def _keep_exchanges(gm: GraphModule, members: Members) -> None:
+    """A collective that reduces a gradient must reach all members; any other is the backward pass of the user's own."""
     ours: set[Node] = set()
     for node in gm.graph.nodes:
         if not compat.communicates(node.target):
@@ -108,13 +111,39 @@ def _keep_exchanges(gm: GraphModule) -> None:
         carried = node.all_input_nodes[0]
         if is_collective(node) and has_info(carried) and info(carried).role is Role.GRADIENT:
             ours.add(node)
-            if compat.process_group(str(node.args[-1])).size() != dist.get_world_size():
+            reduced = Members.of(compat.process_group(str(node.args[-1])))
+            if set(reduced.numbers) != set(members.numbers):
                 raise UnsupportedFeature(
-                    f"the gradient of {info(carried).parameter!r} is reduced over a part of the ranks.\n"
-                    "  Leave the reduction out: fxcomp averages over all ranks."
+                    f"the gradient of {info(carried).parameter!r} is reduced over {reduced}; fxcomp averages over"
+                    f" {members}.\n  Leave the reduction out, or pass its group as process_group=."
                 )
         elif carried not in ours:  # which it waits for
             set_info(node, NodeInfo(Role.EXCHANGE))
+
+
+def _replay_states(gm: GraphModule) -> None:
+    """Write out what torch does around each draw of activation checkpointing, as compile_step's graphs have it.
+
+       %out  run_with_rng_state(%state, aten.bernoulli.p, %x, 0.9)
+    -->
+       %now  rng_state(cpu)
+             set_rng_state(%state, cpu)
+       %out  aten.bernoulli.p(%x, 0.9)
+             set_rng_state(%now, cpu)
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=compat.RUN_WITH_RNG_STATE):
+        state, node.target, *args = node.args
+        node.args = tuple(args)
+        device = pytree.tree_leaves(refresh_value(node).meta["val"])[0].device
+        with gm.graph.inserting_before(node):
+            now = gm.graph.call_function(RNG_STATE, (device,))
+            before = gm.graph.call_function(SET_RNG_STATE, (state, device))
+        with gm.graph.inserting_after(node):
+            after = gm.graph.call_function(SET_RNG_STATE, (now, device))
+        for line in (now, before, after):
+            line.meta["val"] = None  # real states are never asked for here
+            set_info(line, NodeInfo(Role.RANDOM_STATE))
+    drop_idle_states(gm)
 
 
 def _check_operators(gm: GraphModule) -> None:
@@ -124,6 +153,5 @@ def _check_operators(gm: GraphModule) -> None:
         if node.op == "call_function" and not plain:
             raise UnsupportedFeature(
                 f"the backward pass uses {node.target}, which is not a plain operator.\n"
-                "  Activation checkpointing around random operators, and operators that take functions, are not"
-                " supported."
+                "  Operators that take functions (loops, branches, flexible attention) are not supported."
             )

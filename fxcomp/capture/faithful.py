@@ -1,4 +1,7 @@
-"""Run a forward pass on traced tensors as eager PyTorch would, and refuse by name what tracing does otherwise."""
+"""Run a forward pass on traced tensors as eager PyTorch would, and refuse by name what tracing does otherwise.
+
+One thing is done otherwise, and told: the gradient of `nn.Embedding(sparse=True)` is dense, as a bucket needs it.
+"""
 
 # torch's overrides have no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,8 +24,10 @@ _DATA: Any = inspect.getattr_static(Tensor, "data")
 
 
 @contextmanager
-def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[None]:
+def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[list[str]]:
     """Run a forward pass as eager would. `names` are those of the model's tensors, by id.
+
+    Gives a list of the weights whose gradient is sparse in eager PyTorch, which is filled on the way.
 
     `caches_casts` is autocast's setting outside of tracing, which switches it off: with the cache a weight that is used
     twice is cast once, and its gradient is summed in the lower precision.
@@ -31,8 +36,9 @@ def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[None]
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with _Refusing(names):
-            yield
+        refusing = _Refusing(names)
+        with refusing:
+            yield refusing.densified
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
@@ -46,12 +52,17 @@ _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
 """Operators that autocast leaves alone, but not the operators that they call."""
 
 
+_LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+"""Functions that make sparse gradients when they are asked to."""
+
+
 class _Refusing(TorchFunctionMode):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
     def __init__(self, names: Mapping[int, str]):
         super().__init__()
         self._names = names
+        self.densified: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,6 +85,10 @@ class _Refusing(TorchFunctionMode):
                 f" precision.\n{_at()}"
                 "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
             )
+        if func in _LOOKS_UP and kwargs and kwargs.get("sparse"):
+            name = self._names.get(id(args[1]))
+            self.densified += [name] if name and name not in self.densified else []
+            kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
 
 

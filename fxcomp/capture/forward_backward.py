@@ -15,12 +15,14 @@ from torch.fx import GraphModule
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import is_plain, name_of_class
 from fxcomp.capture.faithful import faithful
+from fxcomp.capture.random_state import check_draws_again, drop_idle_states, keeping_random_states
 from fxcomp.capture.reach.restore import untouched
 from fxcomp.capture.step_inputs import StepInputs
 from fxcomp.capture.swap_tensors import swapped
 from fxcomp.capture.training import Training
 from fxcomp.capture.untraceable import explaining
 from fxcomp.capture.user_collectives import keeping_collectives
+from fxcomp.capture.weighted_loss import WeightedLoss, split
 from fxcomp.graph.captured import Constant
 from fxcomp.graph.functional import functional
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
@@ -35,6 +37,10 @@ class Outputs:
     aux: tuple[Constant | None, ...]
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
+    is_weighted: bool
+    """The loss is followed by its count."""
+    densified: tuple[str, ...] = ()
+    """Parameters whose gradients are sparse in eager PyTorch."""
 
     def mention(self, symbols: set[str]) -> bool:
         """Say if a text of the auxiliary result was made of a symbolic size: it holds the symbol's name."""
@@ -46,21 +52,29 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
     """Trace one loss and its gradients; nothing of the user's is changed."""
     found: list[Outputs] = []
     caches_casts = torch.is_autocast_cache_enabled()
-    names = [owner.name for owner in training.owned]
+    names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
 
-    def forward_backward(parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
+    def forward_backward(
+        parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor], scale: list[Tensor]
+    ) -> list[Tensor]:
         with (
             swapped(training.model, inputs.stand_ins(parameters, buffers)),
-            faithful(inputs.names(parameters, buffers), caches_casts=caches_casts),
+            faithful(inputs.names(parameters, buffers), caches_casts=caches_casts) as densified,
             keeping_collectives(training.model),
+            keeping_random_states(),
         ):
             result = training.loss_fn(training.model, inputs.whole_batch(batch))
-            loss, aux, has_aux = _split_loss(result)
-            value = loss.detach().clone()  # the last operator of the forward pass
+            loss, aux, has_aux = split(result)
+            weighted = loss if isinstance(loss, WeightedLoss) else None
+            loss = _checked(weighted.sum if weighted else loss)
+            counts = [weighted.counted] if weighted else []
+            value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
             # A backward pass is run outside autocast, whatever the forward pass was run in.
             with compat.without_autocast():
-                gradients: Any = torch.autograd.grad(loss, [by_name[name] for name in names], allow_unused=True)
+                seed = [factor.to(loss.dtype) for factor in scale] or None
+                wanted = [by_name[name] for name in names]
+                gradients: Any = torch.autograd.grad([loss], wanted, seed, allow_unused=True)
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -72,11 +86,13 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 aux=constants,
                 gradient_names=tuple(name for name, g in named.items() if g is not None),
                 without_gradient=tuple(name for name, g in named.items() if g is None),
+                is_weighted=weighted is not None,
+                densified=tuple(name for name in densified if named.get(name) is not None),
             )
         )
         returned = [leaf for leaf, constant in zip(leaves, constants, strict=True) if constant is None]
         returned = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in returned]
-        return [value, *returned, *(g for g in gradients if g is not None)]
+        return [value, *counts, *returned, *(g for g in gradients if g is not None)]
 
     with (
         untouched(training.model, training.loss_fn),
@@ -94,16 +110,14 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         with compat.without_autocast(), torch.no_grad():
             body = functional(traced, [value for part in inputs.fakes for value in part])
     _restore_random_order(body)
+    drop_idle_states(body)
     return reshape_uncertain_views(body), found[0]
 
 
 # The results of the loss function
 
 
-def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
-    parts: Any = result
-    has_aux = isinstance(result, tuple) and len(parts) == 2
-    loss, aux = parts if has_aux else (parts, ())
+def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise errors.LossNotScalar(
             f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
@@ -116,7 +130,7 @@ def _split_loss(result: Any) -> tuple[Tensor, Any, bool]:
         )
     if not loss.requires_grad:
         raise errors.LossNotScalar("the loss does not depend on any trainable parameter: nothing to train")
-    return loss, aux, has_aux
+    return loss
 
 
 def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
@@ -171,8 +185,7 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
     """Refuse a graph that would train wrongly."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
-    loss = outputs[0]  # its last operator ends the forward pass
-    seen_loss = False
+    check_draws_again(body, outputs[0])
     for node in body.graph.nodes:
         if node.op == "get_attr":
             value = getattr(body, str(node.target))
@@ -182,10 +195,3 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
                     f"the step reads the parameter {name!r} from outside the model, so that it would stay at its"
                     " present value.\n  Reach every parameter through the model's own attributes."
                 )
-        if seen_loss and compat.draws(node):
-            raise errors.RandomRecomputation(
-                f"the backward pass draws random numbers ({node.target}): activation checkpointing around dropout.\n"
-                "  Its recomputation would draw other numbers than the forward pass drew, and gradients would be"
-                " wrong without a sign.\n  Switch checkpointing off for blocks with dropout, or set their dropout to 0."
-            )
-        seen_loss = seen_loss or node is loss

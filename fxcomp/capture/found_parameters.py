@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.errors import UnsupportedParameter
+from fxcomp.plan.element_type import TRAINED_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"the parameter {name!r} is a {type(parameter).__name__}; only plain tensors can be trained.\n"
             "  Compile the model before it is sharded: fxcomp keeps whole replicas."
         )
-    if parameter.dtype is not torch.float32:
+    if parameter.dtype not in TRAINED_DTYPES:
         raise UnsupportedParameter(
-            f"the parameter {name!r} is {parameter.dtype}; only float32 parameters can be trained.\n"
-            "  Keep the parameters in float32 and use torch.autocast around the forward pass."
+            f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can be"
+            " trained.\n  Keep it in float32, or set requires_grad=False."
         )

@@ -1,11 +1,10 @@
-"""The optimizer in a capture: numbers that stay live, state tensors, and refused options."""
+"""The optimizers in a capture: whose parameters they update, numbers that stay live, and what is refused."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,37 +12,116 @@ from torch import Tensor, nn
 from fxcomp import compat, errors
 from fxcomp.graph.work import is_sequence
 
-OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
 """Hyper-parameters that are inputs of the graph, unless they are zero: zeros are baked in."""
+
+GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One optimizer of a model, or several of different parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A trainable parameter: its first name in the model, and the optimizer's group that updates it."""
+    """A trainable parameter: its first name in the model, and who updates it."""
 
     name: str
     parameter: nn.Parameter
-    group: int
+    optimizer: torch.optim.Optimizer
+    place: int = 0
+    """Its group among those of its optimizer."""
+    group: int = 0
+    """Its group among those of all optimizers."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its group as they are now."""
+        return self.optimizer.param_groups[self.place]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What its optimizer keeps for it."""
+        return self.optimizer.state.get(self.parameter, {})
+
+
+def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """List the optimizers of a model. Raises UnsupportedOptimizer where there are none, or what is none."""
+    found: tuple[Any, ...] = tuple(given) if is_sequence(given) else (given,)
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise errors.UnsupportedOptimizer(
+                f"optimizer= got a {type(each).__name__}, which is no torch.optim.Optimizer.\n"
+                "  Give one optimizer, or a list of those that update different parameters of the model."
+            )
+    if not found:
+        raise errors.UnsupportedOptimizer("optimizer= is an empty list.\n  Give the optimizers of the model.")
+    return found
+
+
+def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """List the parameter groups of several optimizers, in order."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Name an optimizer's class as people write it."""
+    kind = type(optimizer)
+    return f"torch.optim.{kind.__name__}" if is_torchs(optimizer) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell torch's own classes: each of their updates looks at one parameter."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> errors.UnsupportedOptimizer:
+    """Make the error for an optimizer whose step is not captured."""
+    alternative = "torch.compile(model, backend='fxcomp') leaves the optimizer yours, whatever it does."
+    return errors.UnsupportedOptimizer(
+        f"the step of {class_name(optimizer)} {why}.\n  {remedy}{'. Or: ' if remedy else ''}{alternative}"
+    )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizer for a class, a hook or an option that is not captured."""
-    known = ", ".join(cls.__name__ for cls in OPTIMIZERS)
-    if type(optimizer) not in OPTIMIZERS:
-        raise errors.UnsupportedOptimizer(
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer that fxcomp captures.\n"
-            f"  Use torch.optim's {known}, or torch.compile(model, backend='fxcomp'), which leaves the optimizer yours."
-        )
+    """Raise UnsupportedOptimizer for hooks, an option or an optimizer inside that a captured step would not follow."""
     if hooks := compat.optimizer_hooks(optimizer):
         raise errors.UnsupportedOptimizer(
             f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
             "  Remove it, or do its work around step(batch)."
         )
-    for option in ("differentiable", "capturable"):
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise errors.UnsupportedOptimizer(f"{option}=True is not captured: build the optimizer without it")
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise refused(optimizer, f"calls that of another optimizer, its {name!r} of {class_name(value)}")
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise errors.UnsupportedOptimizer("differentiable=True is not captured: build the optimizer without it")
+        if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+            raise errors.UnsupportedOptimizer(
+                "capturable=True is for parameters on an accelerator, and these are on the CPU, where PyTorch refuses"
+                " it too.\n  Build the optimizer without it."
+            )
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Tell a plain number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+NOT_OF_THE_UPDATE = ("param_groups", "state", "defaults", "step", "_opt_called", "_warned_capturable_if_run_uncaptured")
+"""Attributes of an optimizer that are read elsewhere, or that PyTorch and schedulers write while it steps."""
+
+_MANY = 1000
+"""Of collections with more items only the identity counts."""
+
+
+def baked(value: Any) -> Hashable:
+    """Read what a capture bakes in: plain Python by its values, tensors by their identity; None for other objects."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    items: Any = value
+    if isinstance(value, Tensor) or (isinstance(value, dict | list | tuple) and len(items) > _MANY):
+        return type(items).__name__, id(items)
+    if isinstance(value, dict):
+        return tuple((str(key), baked(item)) for key, item in items.items())
+    return tuple(map(baked, items)) if is_sequence(value) else None
 
 
 def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
@@ -57,7 +135,7 @@ def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
         for i, number in enumerate(values):
             if hasattr(number, "item"):  # a tensor, or a number of NumPy's
                 number = number.item()
-            if isinstance(number, int | float) and not isinstance(number, bool) and (key == "lr" or number != 0):
+            if is_number(number) and (key == "lr" or number != 0):
                 found[f"{key}_{i}" if len(values) > 1 else key] = float(number)
     return found
 
@@ -73,71 +151,14 @@ def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str,
     return options
 
 
-def state_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
-    """Name the optimizer's state tensors of a parameter."""
-    return tuple(key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor))
+def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Find the tensors among what an optimizer keeps for a parameter."""
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def fresh_optimizer(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
-) -> torch.optim.Optimizer:
-    """Make an optimizer of the same class and options over one parameter."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {key: _number(value) for key, value in group.items() if key in accepted and key != "params"}
-    make: Any = type(optimizer)
-    return make([parameter], **options)
-
-
-def step_alone(
-    shadow: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any], state: Mapping[str, Any]
-) -> None:
-    """Step a fresh optimizer for one parameter that has a gradient, with other options and from another state."""
-    shadow.param_groups[0].update(options, params=[parameter])
-    shadow.state.clear()
-    shadow.state[parameter] = dict(state)
-    shadow.step()
-
-
-def _number(value: Any) -> Any:
-    """Turn a tensor that holds a learning rate into its present number."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def materialize_state(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, object]:
-    """Create the optimizer's state where its first step would, all zero; returns the fresh states by parameter name.
-
-    The optimizer's own class steps once on a zero parameter with a zero gradient, for all that are alike.
-    """
-    fresh: dict[str, object] = {}
-    of_likeness: dict[Any, dict[str, Any]] = {}
-    for owner in owned:
-        parameter = owner.parameter
-        if has_tensors(optimizer.state.get(parameter, {})):
-            continue
-        likeness = (owner.group, parameter.shape, parameter.stride(), parameter.device)
-        if likeness not in of_likeness:
-            of_likeness[likeness] = _zero_state(optimizer, owner)
-        alike = of_likeness[likeness].items()
-        with torch.inference_mode(False):
-            state = {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in alike}
-        optimizer.state[parameter] = state
-        fresh[owner.name] = state
-    return fresh
-
-
-def _zero_state(optimizer: torch.optim.Optimizer, owner: Owned) -> dict[str, Any]:
-    """Make the state that a step makes for a parameter like this one."""
-    with torch.inference_mode(False), torch.enable_grad():
-        stand_in = nn.Parameter(torch.zeros_like(owner.parameter))
-        stand_in.grad = torch.zeros_like(stand_in)
-        shadow = fresh_optimizer(optimizer, optimizer.param_groups[owner.group], stand_in)
-        shadow.step()
-    return dict(shadow.state[stand_in])
-
-
-def has_tensors(state: Mapping[str, Any]) -> bool:
-    """Ask if the optimizer keeps tensors for a parameter; SGD without momentum keeps a None."""
+def is_kept(state: Mapping[str, Any]) -> bool:
+    """Ask if the optimizer keeps anything for a parameter; SGD without momentum keeps a None."""
     for value in state.values():  # noqa: SIM110  # sooner than any() before every step
-        if isinstance(value, Tensor):
+        if value is not None:
             return True
     return False

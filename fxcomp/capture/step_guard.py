@@ -13,7 +13,7 @@ import torch
 
 from fxcomp import compat
 from fxcomp.capture.change import Change
-from fxcomp.capture.optimizer import live_numbers
+from fxcomp.capture.optimizer import NOT_OF_THE_UPDATE, baked, class_name, is_torchs, live_numbers
 from fxcomp.capture.reach.snapshots import Snapshots
 from fxcomp.capture.structure_guard import StructureGuard
 from fxcomp.capture.training import Training
@@ -28,22 +28,27 @@ class Key(NamedTuple):
     snapshot: int
     """The number of everything that Python could read, which counts on this rank alone."""
     options: tuple[Hashable, ...]
+    attributes: tuple[Hashable, ...]
+    """Those of optimizers that are classes of the user's."""
     surroundings: tuple[Hashable, ...]
+    frozen: tuple[int, ...] = ()
 
 
 class StepGuard:
     """Reads everything that a capture depends on, cheaply, before each step."""
 
     def __init__(self, training: Training):
-        self._optimizer = training.optimizer
-        self._structure = StructureGuard(training.model, training.optimizer)
+        self._training = training
+        self._structure = StructureGuard(training.model, training.optimizers, finds_unused=training.finds_unused)
         self._snapshots = Snapshots(training.model, {"loss_fn": training.loss_fn, **compat.global_module_hooks()})
 
     def key(self) -> Key:
         """Read everything. Raises StepChanged for a change that needs another plan."""
         self._structure.check()
         snapshot = self._snapshots.number(before_walk=self._structure.check_places)
-        return Key(snapshot, tuple(map(_baked_options, self._optimizer.param_groups)), _surroundings())
+        options = tuple(map(_baked_options, self._training.groups))
+        attributes = tuple(map(_attributes, self._training.optimizers))
+        return Key(snapshot, options, attributes, _surroundings(), self._structure.frozen())
 
     def change(self, old: Key, new: Key) -> Change | None:
         """Name the first thing that differs between two keys; None if nothing does."""
@@ -52,9 +57,14 @@ class StepGuard:
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
             if was != now:
                 return Change(f"the options of parameter group {number}", str(was), str(now))
+        for optimizer, was, now in zip(self._training.optimizers, old.attributes, new.attributes, strict=True):
+            if was != now:
+                return Change(f"the attributes of the {class_name(optimizer)}", str(was), str(now))
         for name, was, now in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
             if was != now:
                 return Change(name, str(was), str(now))
+        if old.frozen != new.frozen:
+            return Change("the number of frozen parameters", str(len(old.frozen)), str(len(new.frozen)))
         return None
 
 
@@ -79,15 +89,22 @@ def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
     """Read a parameter group's options; of the numbers that are live only their names."""
     live = live_numbers(group)
     own = tuple(
-        (key, value)
+        (key, baked(value))
         for key, value in group.items()
-        if isinstance(value, _BAKED) and key not in live and key not in _SCHEDULERS_NOTES
+        if key not in _NOT_BAKED and not {key, f"{key}_0", f"{key}_1"} & live.keys()
     )
     return (own, tuple(live))
 
 
-_BAKED = (bool, int, float, str, type(None))
-_SCHEDULERS_NOTES = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
+    """Read what a user's class may have computed with beside its groups; torch's own classes do not."""
+    if is_torchs(optimizer):
+        return ()
+    return tuple((key, baked(value)) for key, value in vars(optimizer).items() if key not in NOT_OF_THE_UPDATE)
+
+
+_NOT_BAKED = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""What no update reads: who is in the group, and schedulers' notes."""
 
 _SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
     "autocast on the CPU": lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),

@@ -35,16 +35,20 @@ class StepInputs:
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
             for i, leaf in enumerate(leaves)
         ]
+        scale = training.loss_scale
+        self.scale = [] if scale is None else [self.of(scale.scale)]
+        """The scale of the loss, if it has one."""
         self.named: list[tuple[str, Any]] = [
             *((repr(name), tensor) for name, tensor, _ in (*self.parameters, *self.buffers)),
             *((f"batch{path}", leaf) for path, leaf in distinct(batch)),
+            *([("the scale of the loss", scale.scale)] if scale is not None else []),
         ]
         """Every real input and the name that an error gives it; None instead of a tensor that came before."""
 
     @property
-    def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any], list[Tensor]]:
         """The arguments of the traced function."""
-        return [f for _, _, f in self.parameters], [f for _, _, f in self.buffers], self.batch
+        return [f for _, _, f in self.parameters], [f for _, _, f in self.buffers], self.batch, self.scale
 
     @property
     def symbols(self) -> set[str]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -23,8 +23,9 @@ _HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks
 class StructureGuard:
     """The parameters, modules and groups of a compiled step. Raises StepChanged where they are others."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, finds_unused: bool = False):
+        self._model, self._optimizers = model, optimizers
+        self._finds_unused = finds_unused
         self._children = _children(model)
         named = _parameters(model)
         self._named = named
@@ -33,7 +34,7 @@ class StructureGuard:
         self._trainable = list(map(_REQUIRES_GRAD, self._parameters))
         self._signatures = list(map(Signature.of, self._parameters))
         self._memory = list(map(Tensor.data_ptr, self._parameters))
-        self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        self._groups = self._parameters_of_groups()
 
     def check(self) -> None:
         """Compare what no table of a module shows: flags, hooks and memory of parameters, and the optimizer."""
@@ -43,16 +44,27 @@ class StructureGuard:
             self._refuse_gradient_hook()
         if list(map(Tensor.data_ptr, self._parameters)) != self._memory:
             self._check_memory()
-        if self._groups != [list(map(id, group["params"])) for group in self._optimizer.param_groups]:
+        if self._groups != self._parameters_of_groups():
             raise StepChanged(
                 "the optimizer's groups hold other parameters than when the step was compiled.\n"
                 "  Call compile_step again after add_param_group, or after moving a parameter."
             )
-        if kinds := compat.optimizer_hooks(self._optimizer):
-            raise StepChanged(
-                f"the optimizer has a {kinds[0]} that it had not when the step was compiled, and that a compiled step"
-                " does not call.\n  Remove it, or do its work around step(batch)."
-            )
+        for optimizer in self._optimizers:
+            if kinds := compat.optimizer_hooks(optimizer):
+                raise StepChanged(
+                    f"the optimizer has a {kinds[0]} that it had not when the step was compiled, and that a compiled"
+                    " step does not call.\n  Remove it, or do its work around step(batch)."
+                )
+
+    def _parameters_of_groups(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
+
+    def frozen(self) -> tuple[int, ...]:
+        """List the parameters that are frozen now and were not, which only `find_unused_parameters` allows."""
+        if not self._finds_unused:
+            return ()
+        now = map(_REQUIRES_GRAD, self._parameters)
+        return tuple(k for k, (is_, was) in enumerate(zip(now, self._trainable, strict=True)) if was and not is_)
 
     def check_places(self) -> None:
         """Compare the place of every parameter and module; needed only if some table has changed."""
@@ -71,7 +83,7 @@ class StructureGuard:
 
     def _check_trainable(self) -> None:
         for parameter, was in zip(self._parameters, self._trainable, strict=True):
-            if parameter.requires_grad != was:
+            if parameter.requires_grad != was and not (was and self._finds_unused):
                 raise StepChanged(
                     f"requires_grad of {self._name(parameter)} changed from {was} to {parameter.requires_grad}.\n"
                     "  Call compile_step again: other gradients need another plan."

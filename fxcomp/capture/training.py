@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +14,11 @@ import torch
 from torch import nn
 
 from fxcomp import compat, errors
-from fxcomp.capture.optimizer import Owned, check_optimizer, materialize_state
+from fxcomp.capture.loss_scale import LossScale
+from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
+from fxcomp.capture.optimizer_state import materialize_state
+from fxcomp.capture.probe import Habits, probe
+from fxcomp.plan.element_type import TRAINED_DTYPES
 
 LossFn = Callable[[nn.Module, Any], Any]
 """Takes the model and a batch; returns the scalar loss, or the loss and an auxiliary result."""
@@ -22,27 +26,55 @@ LossFn = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The model, loss function and optimizer of a step, and how its gradients are clipped."""
+    """The model, loss function and optimizers of a step, and how its gradients are clipped."""
 
     model: nn.Module
     loss_fn: LossFn
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     owned: tuple[Owned, ...]
     max_grad_norm: float | None
+    max_grad_value: float | None
+    habits: Mapping[int, Habits]
+    """What updates do with the state of a parameter, by the number of its group."""
     fresh_state: Mapping[str, object] = field(default_factory=dict[str, object])
     """Optimizer state that was created for the capture, by parameter: these have not been stepped yet."""
+    finds_unused: bool = False
+    """The loss may leave out parameters for some batches: they get zeros for a gradient."""
+    loss_scale: LossScale | None = None
+    """What the loss is multiplied by before the backward pass, and gradients are divided by."""
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         loss_fn: LossFn,
-        optimizer: torch.optim.Optimizer,
+        optimizer: GivenOptimizers,
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        *,
+        finds_unused: bool = False,
+        scaler: Any = None,
     ) -> Training:
-        """Match parameters with the optimizer's groups and create the optimizer's state where it has none."""
-        owned = owned_parameters(model, optimizer)
-        return cls(model, loss_fn, optimizer, owned, max_grad_norm, materialize_state(optimizer, owned))
+        """Match parameters with the optimizers' groups and create the optimizers' state where they have none."""
+        optimizers = all_optimizers(optimizer)
+        owned = owned_parameters(model, optimizers)
+        habits: dict[int, Habits] = {}
+        for each in optimizers:
+            habits |= probe(each, [owner for owner in owned if owner.optimizer is each])
+        fresh = materialize_state(owned, habits)
+        scale = LossScale.of(scaler, optimizers, owned)
+        clipped = max_grad_norm, max_grad_value
+        return cls(model, loss_fn, optimizers, owned, *clipped, habits, fresh, finds_unused, scale)
+
+    @property
+    def owners(self) -> dict[str, Owned]:
+        """The trained parameters by name."""
+        return {owner.name: owner for owner in self.owned}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, in order."""
+        return groups_of(self.optimizers)
 
     @property
     def device(self) -> torch.device:
@@ -50,22 +82,29 @@ class Training:
         return self.owned[0].parameter.device
 
 
-def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Owned, ...]:
-    """Match the optimizer's parameters with the model's. Raises for those that cannot be captured rightly."""
-    check_optimizer(optimizer)
+def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Owned, ...]:
+    """Match the optimizers' parameters with the model's. Raises for those that cannot be captured rightly."""
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
     _check_is_bare(model)
     _check_devices(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
+    group_of: dict[int, tuple[torch.optim.Optimizer, int, int]] = {}
+    places = [(optimizer, place) for optimizer in optimizers for place in range(len(optimizer.param_groups))]
+    for index, (optimizer, group) in enumerate(places):
+        for place, parameter in enumerate(optimizer.param_groups[group]["params"]):
+            if id(parameter) in group_of and group_of[id(parameter)][0] is not optimizer:
+                raise errors.UnsupportedOptimizer(
+                    f"two optimizers update {names[id(parameter)]!r}: {class_name(group_of[id(parameter)][0])} and"
+                    f" {class_name(optimizer)}.\n  Give each parameter to one of them."
+                )
             if id(parameter) not in names:
                 raise errors.ForeignParameter(
                     f"the optimizer updates a parameter that the model does not own: number {place} of parameter "
                     f"group {index}, shape {tuple(parameter.shape)}.\n"
                     "  Build the optimizer from this model's parameters, after the model has been moved or wrapped."
                 )
-            group_of[id(parameter)] = index
+            group_of[id(parameter)] = optimizer, group, index
     owned: list[Owned] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -78,7 +117,7 @@ def owned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
             )
             continue
         _check_parameter(name, parameter)
-        owned.append(Owned(name, parameter, group_of[id(parameter)]))
+        owned.append(Owned(name, parameter, *group_of[id(parameter)]))
     if not owned:
         raise errors.UnsupportedParameter("the optimizer updates no trainable parameter of the model")
     return tuple(owned)
@@ -97,7 +136,8 @@ def _check_is_bare(model: nn.Module) -> None:
                 raise errors.UnsupportedModel(
                     f"{where} is wrapped by {kind.__module__}.{kind.__name__}, which communicates by itself.\n"
                     "  Give compile_step the plain model (of a DistributedDataParallel, its .module): it averages"
-                    " gradients itself. Sharded parameters are not handled."
+                    " gradients itself. To keep the wrapper, see fxcomp.ddp_hook and, for fully_shard,"
+                    " fxcomp.average_replicas."
                 )
 
 
@@ -118,10 +158,10 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"the parameter {name!r} is a {type(parameter.data).__name__}, which wraps other tensors; sharded and"
             " otherwise wrapped parameters are not handled.\n  Build the model from plain parameters."
         )
-    if parameter.dtype is not torch.float32:
+    if parameter.dtype not in TRAINED_DTYPES:
         raise errors.UnsupportedParameter(
-            f"the parameter {name!r} is {parameter.dtype}; only float32 parameters can be trained.\n"
-            "  Keep the parameters in float32 and use torch.autocast inside the loss function."
+            f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can be"
+            " trained.\n  Keep it in float32, or set requires_grad=False."
         )
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise errors.UnsupportedParameter(

@@ -2,88 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fxcomp import compat, errors
-from fxcomp.capture.optimizer import Owned, fresh_optimizer, live_numbers, state_keys, step_alone, with_live
+from fxcomp import compat
+from fxcomp.capture.check_update import check_decisions, check_update
+from fxcomp.capture.optimizer import Owned, live_numbers, state_tensors, with_live
+from fxcomp.capture.probe import Habits, named
+from fxcomp.capture.shadow import plain_options, shadow_of, step_alone
 from fxcomp.capture.step_inputs import StepInputs
+from fxcomp.capture.training import Training
 from fxcomp.graph.edit import call, clone
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.work import is_sequence
 
 
 class UpdateTraces:
-    """The traced updates of one optimizer; parameters that are alike share one."""
+    """The traced updates of a step; parameters that are alike share one."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, inputs: StepInputs):
-        self._optimizer, self._inputs = optimizer, inputs
+    def __init__(self, training: Training, inputs: StepInputs):
+        self._training, self._inputs = training, inputs
         self._traced: dict[Any, GraphModule] = {}
         self._first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
-        """By group and state: a parameter and its update, to be resized for others."""
+        """By group, state and type: a parameter and its update, to be resized for others."""
 
     def of(self, owner: Owned) -> GraphModule:
         """The update of a parameter."""
-        parameter, keys = owner.parameter, state_keys(self._optimizer, owner.parameter)
-        likeness = (owner.group, parameter.shape, parameter.stride(), keys)
+        parameter, keys = owner.parameter, tuple(state_tensors(owner.state))
+        kind = owner.group, keys, parameter.dtype
+        likeness = (*kind, parameter.shape, parameter.stride())
         if likeness not in self._traced:
-            first = self._first_of.get((owner.group, keys))
+            first = self._first_of.get(kind) if type(owner.optimizer) in ELEMENTWISE else None
             known = resized_update(*first, self._inputs.of_update(parameter)) if first else None
-            self._traced[likeness] = known or trace_update(self._optimizer, owner, keys, self._inputs)
-            self._first_of.setdefault((owner.group, keys), (parameter, self._traced[likeness]))
+            self._traced[likeness] = known or trace_update(owner, self._training.habits[owner.group], self._inputs)
+            self._first_of.setdefault(kind, (parameter, self._traced[likeness]))
         return self._traced[likeness]
 
 
-def trace_update(
-    optimizer: torch.optim.Optimizer, owner: Owned, keys: Sequence[str], inputs: StepInputs
-) -> GraphModule:
-    """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers.
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "Adamax", "Rprop")
+)
+"""Classes that do the same to each element: nothing of a parameter's shape is in their update."""
+
+
+def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModule:
+    """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers, counters.
 
     Never the fused operator, which takes numbers as constants. Its state fits the plain operators: a counter of steps
     on the device needs those that do not ask the device for its value.
     """
-    group = optimizer.param_groups[owner.group]
-    numbers = live_numbers(group)
-    state = optimizer.state[owner.parameter]
+    numbers, state = live_numbers(owner.options), owner.state
+    counts = {key: state[key] for key in habits.counters}
+    given = state_tensors(state)
 
-    counts_on_device = any(state[key].dim() == 0 and state[key].device.type != "cpu" for key in keys)
-    plain: dict[str, Any] = {"foreach": False, "fused": False}
-    plain |= {"capturable": True} if "capturable" in group and counts_on_device else {}
+    counts_on_device = any(value.dim() == 0 and value.device.type != "cpu" for value in given.values())
+    plain = {"capturable": True} if "capturable" in owner.options and counts_on_device else {}
 
-    shadow = fresh_optimizer(optimizer, group, nn.Parameter(torch.zeros(1)))
+    shadow = shadow_of(owner.optimizer)
 
     def update(parameter: Tensor, gradient: Tensor, tensors: list[Tensor], live: list[Any]) -> tuple[()]:
-        options = with_live(group, dict(zip(numbers, live, strict=True))) | plain
+        options = plain_options(with_live(owner.options, dict(zip(numbers, live, strict=False)))) | plain
+        counted = dict(zip(counts, live[len(numbers) :], strict=True))
+        before = dict(zip(given, tensors, strict=True))
         parameter.grad = gradient
         with torch.no_grad():
-            step_alone(shadow, parameter, options, {**state, **dict(zip(keys, tensors, strict=True))})
+            after = step_alone(shadow, parameter, options, {**state, **before, **counted})
+            for key, value in before.items():
+                if after[key] is not value:  # the class has put another tensor there
+                    value.copy_(after[key])
         return ()
 
     parameter = inputs.of_update(owner.parameter)
-    tensors = [inputs.of_update(state[key]) for key in keys]
-    with inputs.update_mode, compat.without_locations():
-        symbols = [
-            compat.live_number(inputs.update_shapes, value, f"{owner.group}.{key}") for key, value in numbers.items()
-        ]
+    tensors = [inputs.of_update(value) for value in given.values()]
+    shapes = inputs.update_shapes
+    decided = compat.decisions(shapes)
+    with inputs.update_mode, compat.without_locations(), named(owner.optimizer):
+        live = {**{f"{owner.group}.{key}": v for key, v in numbers.items()}, **counted_as(owner, counts)}
+        symbols = [compat.live_number(shapes, float(value), name) for name, value in live.items()]
         traced = compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
-    _check_live(traced, list(numbers), owner)
+    check_update(traced, owner, habits, numbers)
+    check_decisions(owner, compat.decisions(shapes)[len(decided) :])
     return traced
 
 
-def _check_live(traced: GraphModule, numbers: Sequence[str], owner: Owned) -> None:
-    """Refuse an update that ignores one of the live numbers, its last inputs: its value would never change."""
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    for key, node in zip(reversed(numbers), reversed(placeholders), strict=False):
-        if not node.users:
-            raise errors.UnsupportedOptimizer(
-                f"the update of {owner.name!r} was traced with {key} of parameter group {owner.group} as a constant, so"
-                " that a schedule would be ignored.\n  Build the optimizer with its default implementation: without"
-                " fused, foreach and capturable."
-            )
+def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
+    """Name the counters of a parameter's state."""
+    return {f"{owner.group}.state.{key}": value for key, value in counts.items()}
 
 
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
@@ -110,18 +119,25 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm: the operators that tracing torch.nn.utils.clip_grad_norm_ gives.
 
-    Tracing it for hundreds of gradients took a fifth of the whole capture.
+    Tracing it for hundreds of gradients took a fifth of the whole capture. Norms are taken in fp32, or fp64 where a
+    gradient is that: in fp16 the squares of a million values of 100 are infinite.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
     device = parameters[0].device
+    dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
     with inputs.update_mode:
-        one = torch.empty((), device=device)
-        all_norms = torch.empty(len(gradients), device=device)
-        likenesses = dict.fromkeys((p.shape, p.stride()) for p in parameters)
-        values = {key: torch.empty_like(torch.empty_strided(*key, device=device)) for key in likenesses}
+        one = torch.empty((), dtype=dtype, device=device)
+        all_norms = torch.empty(len(gradients), dtype=dtype, device=device)
+        likenesses = dict.fromkeys((p.shape, p.stride(), p.dtype) for p in parameters)
+        values = {
+            (shape, stride, kind): torch.empty_like(torch.empty_strided(shape, stride, dtype=kind, device=device))
+            for shape, stride, kind in likenesses
+        }
 
     def norm_of(node: Node) -> Node:
-        return call(graph, aten.linalg_vector_norm.default, (node, 2.0), label, name="linalg_vector_norm", value=one)
+        keywords = {} if node.meta["val"].dtype is dtype else {"dtype": dtype}
+        norm = aten.linalg_vector_norm.default
+        return call(graph, norm, (node, 2.0), label, name="linalg_vector_norm", kwargs=keywords, value=one)
 
     norms = [norm_of(gradient) for gradient in gradients]
     total = norm_of(call(graph, aten.stack.default, (norms,), label, name="stack", value=all_norms))
@@ -130,6 +146,12 @@ def clip(
     factor = call(graph, aten.mul.Tensor, (inverse, max_norm), label, name="mul", value=one)
     factor = call(graph, aten.clamp.default, (factor, None, 1.0), label, name="clamp", value=one)
     return [
-        call(graph, aten.mul.Tensor, (gradient, factor), label, name="mul", value=values[p.shape, p.stride()])
+        call(graph, aten.mul.Tensor, (gradient, factor), label, name="mul", value=values[p.shape, p.stride(), p.dtype])
         for gradient, p in zip(gradients, parameters, strict=True)
     ]
+
+
+def clip_by_value(graph: Graph, gradient: Node, owner: Owned, limit: float, inputs: StepInputs) -> Node:
+    """Clip each element, as torch.nn.utils.clip_grad_value_ does: a part of the update, which waits for no other."""
+    label, value = NodeInfo(Role.UPDATE, parameter=owner.name), inputs.of_update(owner.parameter)
+    return call(graph, torch.ops.aten.clamp.default, (gradient, -limit, limit), label, name="clamp", value=value)

@@ -22,15 +22,18 @@ from fxcomp.capture.optimizer import check_optimizer
 from fxcomp.capture.shared_memory import check_written
 from fxcomp.capture.step_inputs import FIXED_SIZES, StepInputs, Varying
 from fxcomp.capture.training import Training
+from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.captured import Captured
 
 
+@gc_paused()
 def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> Captured:
     """Trace one training step on fake tensors; nothing of the user's is changed.
 
     Outputs of the graph: the loss, then the auxiliary results; buffers and parameters change in place.
     """
-    check_optimizer(training.optimizer)  # its options may have changed since the first capture
+    for optimizer in training.optimizers:
+        check_optimizer(optimizer)  # its options may have changed since the first capture
     inputs = StepInputs(training, batch, varying)
     body, outputs = trace_forward_backward(training, inputs)
     if varying and outputs.mention(inputs.symbols):  # right for these sizes alone

@@ -2,19 +2,21 @@
 
 Compute regions become functions; the lines between them, one for each node, pack, compress, launch and wait:
 
-    def step(rt, parameters, buffers, states, numbers, velocities, residuals, compressor_states, batch):
+    def step(rt, parameters, buffers, states, numbers, sums, ..., residuals, compressor_states, batch):
         ...
         pack_0 = rt.pack("pack_0", ("fc.weight",), (mm_1,), 1.0)
         payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))
         all_gather_0 = rt.launch("all_gather_0", "all_gather", payload_0, 2, "world")
 
 The graph is the truth: nothing is added here that is not a node, but the line `rt.before_update`, which stands where
-parameters begin to change. `graph/lines.py` says which node has which line.
+parameters begin to change. A step that waits for a backward pass outside of it is a generator: it yields the number of
+the bucket that it needs next, and is sent that bucket. `graph/lines.py` says which node has which line.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,8 +31,9 @@ from fxcomp.graph.edit import is_exchange, with_parts
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.names import ARGUMENTS, free_name
-from fxcomp.graph.ops import PACK
+from fxcomp.graph.ops import ARRIVE, PACK
 from fxcomp.graph.regions import Region, cut
+from fxcomp.graph.update_lists import LISTED_ON_CPU
 
 _Names = Mapping[Compressor, str]
 
@@ -39,10 +42,19 @@ def emit(gm: GraphModule, *, title: str = "One training step") -> str:
     """Write a module with a function `step`; it needs torch, the compressors' modules and a runtime."""
     pieces = cut(gm)
     compressors = _compressors(gm)
-    steps = OptimizerSteps()
+    steps = OptimizerSteps(listed_elements(gm))
     regions = [region_function(piece, steps) for piece in pieces if isinstance(piece, Region)]
     parts = [_header(title, compressors), *steps.functions(), *regions, _step_function(gm, pieces, compressors)]
     return "\n\n\n".join(parts) + "\n"
+
+
+def listed_elements(gm: GraphModule) -> float:
+    """Return up to which size parameters of a bucket are updated at once: on an accelerator all, as torch does it."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = info(node).source
+        if source is not None and source.kind is InputKind.PARAMETER:
+            return math.inf if node.meta["val"].device.type not in ("cpu", "meta") else LISTED_ON_CPU
+    return 0
 
 
 def _header(title: str, compressors: _Names) -> str:
@@ -154,6 +166,8 @@ def _line(node: Node, compressors: _Names) -> list[str]:
     line = line_of(node)
     if line is None:
         return []
+    if node.target is ARRIVE:
+        return [f"    {node.name} = yield {node.args[0]}"]
     result = line.result(node)
     head = f"    {result.name} = rt.{line.method}(" if result is not None else f"    rt.{line.method}("
     arguments = [text(argument, compressors) for argument in line.arguments(node)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Collection, Hashable, Sequence
 
+from torch import Tensor
 from torch.fx import Node
 
 from fxcomp.codegen.expressions import OWN_NAMES, Names, call_text, wrapped
+from fxcomp.codegen.foreach_source import foreach_lines
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.names import free_name
 from fxcomp.graph.regions import Region
@@ -15,38 +19,126 @@ from fxcomp.graph.regions import Region
 class OptimizerSteps:
     """The optimizer's rules, each written once: parameters are updated by the same lines, with other tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, listed_elements: float = 0) -> None:
+        self._listed_elements = listed_elements
+        """Parameters of so many elements at most are updated at once where they share a rule."""
         self._names: dict[tuple[str, ...], str] = {}
 
+    def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
+        """Join updates that differ in their tensors alone, where the last of them stands."""
+        found: dict[Hashable, list[Node]] = {}
+        for group in groups:
+            likeness: Hashable = group[-1]
+            if info(group[-1]).role is Role.UPDATE and _elements(group) <= self._listed_elements:
+                likeness = _likeness(group)
+            found[likeness] = [*found.pop(likeness, []), *group]
+        return list(found.values())
+
     def call(self, group: Sequence[Node]) -> str:
-        """Write a call that does what these nodes do."""
-        inputs = list(dict.fromkeys(n for node in group for n in node.all_input_nodes if n not in group))
-        names = {node: _role_name(node) for node in inputs}
-        taken = set(names.values())
-        for node in group:
-            stem = free_name(str(node.name).rstrip("0123456789").rstrip("_") or node.name)
-            numbered = (stem, *(f"{stem}_{k}" for k in range(len(group))))
-            names[node] = next(name for name in numbered if name not in taken)
-            taken.add(names[node])
+        """Write a call that does what the nodes of one or more parameters' updates do."""
+        members = _by_parameter(group)
+        if len(members) > 1:
+            return self._call_for_all(members)
+        inputs = _inputs(group)
+        names = _names_in_rule(group, inputs)
         lines = _statements([[node] for node in group], (), names, None)
-        body = ("(" + ", ".join(names[n] for n in inputs) + "):", *lines)
+        return self._rule([names[n] for n in inputs], lines, [node.name for node in inputs])
+
+    def _call_for_all(self, members: Sequence[Sequence[Node]]) -> str:
+        """Write a call that does it for lists of what each parameter has of its own."""
+        rows = list(zip(*map(_inputs, members), strict=True))
+        lists = [row[0] for row in rows if not _is_shared(row[0])]
+        names = _names_in_rule(members[0], [row[0] for row in rows], lists)
+        lines = foreach_lines(members[0], names, lists)
+        given = [f"[{', '.join(n.name for n in row)}]" if row[0] in lists else row[0].name for row in rows]
+        return self._rule([names[row[0]] for row in rows], lines, given)
+
+    def _rule(self, names: Sequence[str], lines: Sequence[str], given: Sequence[str]) -> str:
+        body = ("(" + ", ".join(names) + "):", *lines)
         name = self._names.setdefault(body, f"optimizer_step_{len(self._names)}")
-        return f"{name}({', '.join(node.name for node in inputs)})"
+        return f"{name}({', '.join(given)})"
 
     def functions(self) -> list[str]:
         return ["\n    ".join((f"def {name}{body[0]}", *body[1:])) for body, name in self._names.items()]
 
 
+def _is_shared(node: Node) -> bool:
+    """Ask if an input is one number for all parameters of a group."""
+    source = info(node).source
+    return source is not None and source.kind is InputKind.HYPER
+
+
+def _elements(group: Sequence[Node]) -> float:
+    """Count the elements of the largest tensor of an update; endless where lists would round otherwise.
+
+    On the CPU list operators round numbers to 16 bits before they multiply tensors of such a type by them.
+    """
+    tensors = [v for node in _inputs(group) if isinstance(v := node.meta.get("val"), Tensor)]
+    is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)
+    return math.inf if is_narrow else max(v.numel() for v in tensors)
+
+
+def _likeness(group: Sequence[Node]) -> Hashable:
+    """What updates have in common that may run at once: operators, live numbers, and types."""
+    inputs = _inputs(group)
+    names = _names_in_rule(group, inputs)
+    types = tuple((v.dtype, v.device) for n in inputs if isinstance(v := n.meta.get("val"), Tensor))
+    lines = _statements([[node] for node in group], (), names, None)
+    return (*lines, types, *(node for node in inputs if _is_shared(node)))
+
+
+def _inputs(group: Sequence[Node]) -> list[Node]:
+    inside = set(group)
+    return list(dict.fromkeys(n for node in group for n in node.all_input_nodes if n not in inside))
+
+
+def _by_parameter(group: Sequence[Node]) -> list[list[Node]]:
+    members: dict[str | None, list[Node]] = {}
+    for node in group:
+        members.setdefault(info(node).parameter, []).append(node)
+    return list(members.values())
+
+
+def _names_in_rule(group: Sequence[Node], inputs: Sequence[Node], lists: Sequence[Node] = ()) -> dict[Node, str]:
+    """Name an update's values by their roles; a list of them by their plural."""
+    names: dict[Node, str] = {}
+    taken = {"parameter", "gradient", "parameters", "gradients"}
+    for node in inputs:
+        role = f"{_role_name(node)}s" if node in lists else _role_name(node)
+        names[node] = role if _is_tensor_of_rule(node) else _free(role, taken)
+        taken.add(names[node])
+    for node in group:
+        stem = free_name(str(node.name).rstrip("0123456789").rstrip("_") or node.name)
+        names[node] = _free(stem, taken)
+        taken.add(names[node])
+    return names
+
+
+def _free(stem: str, taken: Collection[str]) -> str:
+    """Number a name that is taken."""
+    return next(name for name in (stem, *(f"{stem}_{k}" for k in range(len(taken) + 1))) if name not in taken)
+
+
 def _role_name(node: Node) -> str:
     """Name an input by its role in the rule: a parameter, a gradient, a state by its key, a live number."""
     source = info(node).source
+    if node.op == "get_attr":
+        return "constant"
     if source is None:
         return "gradient"
-    return "parameter" if source.kind is InputKind.PARAMETER else source.key
+    clean = re.sub(r"\W|^(?=\d)", "_", source.key)
+    return "parameter" if source.kind is InputKind.PARAMETER else free_name(clean)
+
+
+def _is_tensor_of_rule(node: Node) -> bool:
+    """Ask if an input is the parameter or its gradient, by whose names a rule is known."""
+    source = info(node).source
+    return node.op != "get_attr" and (source is None or source.kind is InputKind.PARAMETER)
 
 
 def region_function(region: Region, steps: OptimizerSteps) -> str:
-    lines = _statements(_update_groups(region.nodes), region.outputs, OWN_NAMES, steps)
+    groups = _update_groups(region.nodes)
+    lines = _statements(steps.joined(groups), region.outputs, OWN_NAMES, steps)
     if region.outputs:
         lines.append("return " + ", ".join(node.name for node in region.outputs))
     head = wrapped(f"def {region.name}(", [node.name for node in region.inputs], "):", indent="")

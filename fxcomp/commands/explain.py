@@ -30,6 +30,7 @@ EXAMPLES = """\
   fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
   fxcomp explain train.py --per-parameter 'embed.*=dense'       leave some gradients alone
   fxcomp explain train.py --error-budget 'topk(0.01)'           the same error, in any way that is faster
+  fxcomp explain train.py --accumulate 4                        gradients of four batches, sent once
   fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
 """
 
@@ -42,6 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--errors", metavar="FILE", help="what compressors lose of its gradients: step.error_table")
     parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="a step sums up the gradients of N batches (default: 1)",
+    )
     parser.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
     parser.add_argument("--costs", metavar="FILE", help="a table that fxcomp calibrate wrote, here or elsewhere")
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(plan=FILE)")
@@ -64,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         step_ms=arguments.step_ms,
         device=arguments.device,
         costs=costs,
+        accumulate=arguments.accumulate,
     )
     _tell("loading the job")
     answer = what_if(load_job(arguments.job), cluster, question, _tell)

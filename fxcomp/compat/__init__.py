@@ -2,7 +2,7 @@
 
 - tracing, symbols, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
-- dynamo: torch.compile's parts.
+- dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
 - groups, collectives: process groups, and the collectives of a user's loss function.
 - source_lines, machine, files: the user's line, the machine, atomic writes.
 """
@@ -13,14 +13,21 @@
 from fxcomp.compat.collectives import (
     OBJECTS, carries_objects, finished_work, is_functional_collective, reduction, without_hidden_communication,
 )
+from fxcomp.compat.ddp import GradBucket, Wrapper, wrapper_of
 from fxcomp.compat.dynamo import (
-    compile_training, gradient_places, graph_break, inside_ddp, run_eagerly, source_name, standalone_compile,
+    RUN_WITH_RNG_STATE, before_backward, compile_training, gradient_places, graph_break, inside_ddp, run_eagerly,
+    source_name, standalone_compile,
 )
 from fxcomp.compat.files import cache_directory, write_atomically
+from fxcomp.compat.fsdp import (
+    ShardedModule, at_end_of_backward, group_rank, group_ranks, group_size, largest, local_part, rank_in_job,
+    sharded_modules, stream_of, wait_for_stream,
+)
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
+    DeviceMesh, ProcessGroup, new_group,
     all_gather, count_groups_from, default_group, default_store, destroy_groups, group_name, group_timeout,
-    groups_made, is_lost_connection, process_group, reduce_scatter, set_once,
+    groups_made, is_lost_connection, is_of_another_process, outlives_restarts, process_group, reduce_scatter, set_once,
 )
 from fxcomp.compat.hooks import count_as_stepped, global_module_hooks, optimizer_hooks
 from fxcomp.compat.machine import (
@@ -32,10 +39,11 @@ from fxcomp.compat.operators import (
     is_bound_by_memory, is_higher_order, is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view,
     moves_tensors, multiplies_in_tf32, named_arguments, places_of_arguments, written_arguments,
 )
+from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_of
 from fxcomp.compat.source_lines import users_level, users_line, users_source
 from fxcomp.compat.symbols import (
-    SYMBOLS, as_number, has_symbols, is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols,
-    without_locations,
+    SYMBOLS, as_number, decisions, has_symbols, is_open, limit, live_number, shape_guard, size_hint, symbols,
+    unbacked_symbols, without_locations,
 )
 from fxcomp.compat.tensors import is_fake, is_subclass, strides, suggested_format
 from fxcomp.compat.tracing import (

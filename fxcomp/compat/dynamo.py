@@ -14,6 +14,9 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
+RUN_WITH_RNG_STATE: Any = torch.ops.higher_order.run_with_rng_state
+"""Takes a state, an operator and its arguments; the backward passes of activation checkpointing draw by it."""
+
 
 def compile_training(
     gm: GraphModule,
@@ -41,8 +44,35 @@ def compile_training(
     compiler: Any = aot_autograd(
         fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_forward
     )
-    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+    # A generator's state as a tensor, on every device: generator objects are inputs of another kind.
+    with functorch_config.patch(force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False):
         return compiler(gm, inputs)
+
+
+def before_backward(results: Sequence[Any], call: Callable[[], None]) -> None:
+    """Call something each time before the backward pass of the compiled function runs that returned these."""
+    node = _compiled_node([value.grad_fn for value in results if isinstance(value, torch.Tensor)])
+    if node is not None:
+
+        def before(_: Sequence[Any]) -> None:
+            call()
+
+        node.register_prehook(before)
+
+
+def _compiled_node(nodes: Sequence[Any]) -> Any:
+    """Find the nearest compiled function; outputs may be views of what it returned."""
+    seen: set[Any] = set()
+    queue = [node for node in nodes if node is not None]
+    while queue:
+        node = queue.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CompiledFunctionBackward":
+            return node
+        queue += [following for following, _ in node.next_functions if following is not None]
+    return None
 
 
 def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, cast
+from uuid import uuid4
 
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 # torch 2.13 renamed these two and warns about the old names.
 _dist = cast("Any", dist)
+ProcessGroup = dist.ProcessGroup
+DeviceMesh = device_mesh.DeviceMesh
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
@@ -39,6 +45,25 @@ def default_store() -> dist.Store:
     return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
 
 
+def is_of_another_process(store: dist.Store) -> bool:
+    """Tell whether another process has been this rank in a store: its answers to all may still be there."""
+    return set_once(store, f"process/{dist.get_rank()}", _this_process()) != _this_process()
+
+
+@cache
+def _this_process() -> str:
+    return uuid4().hex
+
+
+def outlives_restarts() -> str:
+    """Name what lets torchrun start ranks again on the store that they had before; empty where nothing does."""
+    environment = os.environ
+    may_restart = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_own = environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    return "torchrun --max-restarts" if may_restart and is_shared and not has_own else ""
+
+
 def set_once(store: dist.Store, key: str, value: str) -> str:
     """Write a key unless another rank has; returns its value then, or the given one where no store answers."""
     try:
@@ -54,6 +79,22 @@ def group_timeout() -> timedelta:
     group = default_group()
     backend = group._get_backend(group._device_types[0])
     return backend.options._timeout
+
+
+def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
+    """Make a process group, by another name than torch's count if one is given.
+
+    Ranks that are no members need not call it for a name of its own, and are given none.
+    """
+    world = dist.distributed_c10d._world
+    counted = world.group_count
+    if name is not None:
+        world.group_count = name
+    try:
+        return _dist.new_group(ranks, timeout=timeout, backend=backend)
+    finally:
+        if name is not None:
+            world.group_count = counted
 
 
 def groups_made() -> int:

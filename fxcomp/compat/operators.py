@@ -133,8 +133,8 @@ def is_random(target: Any) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Ask if a node changes the random generator's state."""
-    if not is_random(node.target):
+    """Ask if a node draws from a random generator. What reads and sets its state (fxcomp's own) draws nothing."""
+    if not is_random(node.target) or cast("Operator", node.target).namespace == "fxcomp":
         return False
     target = cast("Operator", node.target)
     defaults = {argument.name: argument.default_value for argument in target._schema.arguments}

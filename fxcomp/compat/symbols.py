@@ -27,6 +27,16 @@ def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
 
 
+def decisions(shapes: ShapeEnv) -> list[tuple[str, bool]]:
+    """List what tracing has assumed of symbols so far, and whether it is the sign of one alone."""
+    return [(str(guard.expr), _is_sign(guard.expr)) for guard in shapes.guards]
+
+
+def _is_sign(relation: Any) -> bool:
+    sides = relation.args
+    return len(sides) == 2 and sides[0].is_Symbol and sides[1].is_number and float(sides[1]) == 0
+
+
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
     """Tell a symbol's environment that its value lies between two numbers."""
     symbol.node.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, high)

@@ -13,6 +13,7 @@
 from fxcomp.compressors import triton
 from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
 from fxcomp.compressors.bf16 import BF16
+from fxcomp.compressors.casts import CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.dgc import DGC
@@ -43,6 +44,7 @@ __all__ = [
     "Agreement",
     "BadCompressor",
     "Bias",
+    "CastCompressor",
     "ChunkMax",
     "Compressed",
     "Compressor",

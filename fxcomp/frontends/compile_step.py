@@ -14,6 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from fxcomp.capture.batch_type import batch_type
+from fxcomp.capture.optimizer import GivenOptimizers, all_optimizers
 from fxcomp.capture.shared_buffers import check_parameters_are_read
 from fxcomp.capture.step_capture import StepCapture, capture_first, facts_to_agree_on
 from fxcomp.capture.training import LossFn, Training
@@ -40,7 +42,7 @@ from fxcomp.step.plan_in_force import PlanInForce
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     example_batch: Any,
     *,
     cluster: Cluster | None = None,
@@ -51,14 +53,20 @@ def compile_step(
     error_budget: str | float | None = None,
     error_feedback: ErrorFeedback = CLASSIC,
     max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
     skip_nonfinite: bool = False,
+    find_unused_parameters: bool = False,
     verify_every: int | str = SAMPLED,
     replan: str = "offer",
     race: str = "auto",
+    accumulate: int = 1,
+    process_group: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
 
-    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. The returned
+    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. A loss may be
+    a `WeightedLoss(sum, count)`: gradients are then those of all ranks' sum over all ranks' count. The returned
     step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
     Gradients are averaged over all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
 
@@ -71,14 +79,24 @@ def compile_step(
     in its place, by what compressors lose of this job's gradients: as much as a uniform setting (`topk(0.01)`,
     `int4 > int4`), a mode, or a relative squared error. Then every family of compressors is offered, and parameters
     follow the gradients while the job runs. `error_feedback` has the variants of error feedback, and warm-up.
-    `max_grad_norm` clips the averaged gradients by their global norm.
+    `max_grad_norm` clips the averaged gradients by their global norm, `max_grad_value` each element of them.
     `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not finite: parameters and the
     optimizer's state stay as they were, and residuals up to one rounding; all updates wait for the last bucket.
+    `find_unused_parameters` lets the loss leave out parameters for some batches, on each rank others, as
+    DistributedDataParallel does; what no rank uses in a step stays as it is, with its optimizer state and residuals.
     `verify_every` says which steps are compared with eager PyTorch, loss, gradients and update: `sampled` (2, 5, 10,
     20, 50 and so on), every N-th, or `never`. `replan` says what happens when the running step shows that a cost is
     wrong: `offer` (the report says so, and `step.replan()` plans anew), `auto` (all ranks plan anew at the same step),
     `off` (nothing is timed). `race` says who decides between the few best plans: `auto` (they take turns in the first
-    hundred steps, and the fastest stays), `off` (the prediction).
+    hundred steps, and the fastest stays), `off` (the prediction). `accumulate` makes a step of so many micro-batches,
+    one a call: their gradients are summed up in fp32, and the last call of the group alone sends and updates;
+    `step(batch, last=True)` ends a shorter group. Leave the loss the mean of its own micro-batch. `process_group` has
+    the ranks that average with each other, as a group or a `DeviceMesh` of one dimension, where a job has other
+    parallel dimensions; those are left alone, and ranks outside of it need not call this.
+
+    `scaler` is the GradScaler of a loop in fp16: the step multiplies the loss by its scale and gradients by the inverse
+    while they are packed, and leaves the step out on all ranks where one's gradient is not finite, residuals unchanged
+    to the bit. `scaler.update()` stays the loop's; `scale`, `unscale_` and `step` go.
 
     Raises FxcompError's subclasses, each naming what is wrong and what to do. Where it fails on one rank, it
     fails on all.
@@ -86,10 +104,12 @@ def compile_step(
     given = {
         "cluster": cluster, "costs": costs, "plan": plan, "per_parameter": per_parameter, "mode": mode,
         "error_budget": error_budget,
-        "error_feedback": error_feedback, "max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite,
-        "verify_every": verify_every, "replan": replan, "race": race,
+        "error_feedback": error_feedback, "max_grad_norm": max_grad_norm, "max_grad_value": max_grad_value,
+        "skip_nonfinite": skip_nonfinite, "find_unused_parameters": find_unused_parameters,
+        "verify_every": verify_every, "replan": replan, "race": race, "accumulate": accumulate,
+        "process_group": process_group, "scaler": scaler,
     }  # fmt: skip
-    with Ranks.meeting(cluster, "compile_step") as ranks:
+    with Ranks.meeting(cluster, "compile_step", process_group) as ranks:
         options = ranks.attempt("checking options", lambda: _checked(given, optimizer, ranks))
         capture = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
         training = capture.training
@@ -97,10 +117,10 @@ def compile_step(
         site = Site.of(ranks, cluster, training.device)
         ranks.share(itertools.chain(model.parameters(), model.buffers()))
 
-        compiler = Compiler(site.cluster, site.rank, options.feedback, options.skip_nonfinite)
+        compiler = Compiler(site.cluster, site.rank, options.feedback, options.skip_nonfinite, options.accumulate)
         kinds = update_kinds(capture.first.graph)
         planner = Planner(site, options, compiler, capture.first.graph, burst_share(kinds))
-        inputs = Inputs(training)
+        inputs = Inputs(training, options.accumulate)
         example = Example(capture.first, inputs, pytree.tree_leaves(example_batch), capture.guard)
         decision = planner.first(table, example)
         check_plan(options.feedback, decision.plan, inputs.shapes, site.cluster, kinds)
@@ -110,16 +130,16 @@ def compile_step(
         return CompiledStep(force, planner, site, options)
 
 
-def _checked(given: dict[str, Any], optimizer: torch.optim.Optimizer, ranks: Ranks) -> StepOptions:
+def _checked(given: dict[str, Any], optimizer: GivenOptimizers, ranks: Ranks) -> StepOptions:
     options = StepOptions.checked(**given)
-    options.check_optimizer(optimizer, alone=ranks.world_size == 1)
+    options.check_optimizers(all_optimizers(optimizer), alone=ranks.world_size == 1)
     return options
 
 
 def _captured(
     model: nn.Module,
     loss_fn: LossFn,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     batch: Any,
     options: StepOptions,
     ranks: Ranks,
@@ -127,7 +147,17 @@ def _captured(
     """Capture the step on every rank, and make sure that all ranks have captured the same."""
 
     def captured() -> tuple[Training, Captured]:
-        training, captured = capture_first(model, loss_fn, optimizer, batch, options.max_grad_norm)
+        batch_type(batch)  # refuses what no batch may hold
+        training = Training.of(
+            model,
+            loss_fn,
+            optimizer,
+            options.max_grad_norm,
+            options.max_grad_value,
+            finds_unused=options.find_unused_parameters,
+            scaler=options.scaler,
+        )
+        captured = capture_first(training, batch)
         options.pins.check_model(model)
         if ranks.world_size > 1:
             check_parameters_are_read(captured.graph)

@@ -19,9 +19,12 @@ from fxcomp.capture.unreached import refuse_gradients
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
 from fxcomp.errors import UnsynchronizedGradient
+from fxcomp.frontends.hook_program import slots_of
 from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.graph.names import arguments_of
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
+from fxcomp.runtime.members import Members
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
@@ -59,8 +62,18 @@ class CompiledModel:
     """The backward pass that was emitted last."""
     passes: int = 0
     """The number of backward passes so far."""
+    _local_passes: int = 0
+    """The number of backward passes so far that sent nothing."""
+    _is_owed: bool = False
+    """Some of their gradients may lie in `.grad`, and have not been sent."""
     _seen: int = 0
     _hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+
+    @property
+    def members(self) -> Members:
+        """The ranks that average their gradients."""
+        assert self.site.ranks.members is not None, "a rank that is alone has no compiled model"
+        return self.site.ranks.members
 
     def __post_init__(self) -> None:
         self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks)
@@ -82,13 +95,13 @@ class CompiledModel:
         self._hooks = [register(self._on_gradient), *refuse_gradients(uncovered)]
 
     def _on_gradient(self, _: Tensor) -> None:
-        if self.passes == self._seen:
+        if self.passes + self._local_passes == self._seen:
             warnings.warn(
                 "fxcomp: a backward pass gave gradients without the compiled graph: they are this rank's own, not"
                 " averaged. If torch gave up recompiling, compile with fullgraph=True to see why.",
                 stacklevel=2,
             )
-        self._seen = self.passes
+        self._seen = self.passes + self._local_passes
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there."""
@@ -122,15 +135,16 @@ class CompiledModel:
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
         module = load(self.source, final, compat.cache_directory() / "steps")
-        residuals = [self.state.residuals.of(*key) for key in _slots(final, InputKind.RESIDUAL)]
-        states = [self.state.compressor_states.of(*key) for key in _slots(final, InputKind.COMPRESSOR_STATE)]
+        residuals = [self.state.residuals.of(*key) for key in slots_of(final, InputKind.RESIDUAL)]
+        states = [self.state.compressor_states.of(*key) for key in slots_of(final, InputKind.COMPRESSOR_STATE)]
         places = _places_of_gradients(final)
+        kept: dict[InputKind, Sequence[Any]] = {InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states}
 
         def backward(values: list[Any]) -> Sequence[Any]:
             given = tuple(values)
             values.clear()
             with torch.no_grad():
-                _, results = module.step(self.runtime, (), (), (), (), (), residuals, states, given)
+                _, results = module.step(self.runtime, *arguments_of({**kept, InputKind.BATCH: given}))
                 self.runtime.finish()
                 self.state.settle()
                 self.passes += 1
@@ -142,12 +156,30 @@ class CompiledModel:
             self.lockstep.enter(self.passes)
             self.lockstep.has_begun = True
             try:
+                self._take_up_own()
                 return backward(values)
             except BaseException as error:
                 self.lockstep.leave(error, self.runtime)
                 raise
 
         return together
+
+    def keeping(self, own: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+        """Run a backward pass whose gradients stay on this rank until one that sends them."""
+        self._local_passes += 1
+        self._is_owed = True
+        return own
+
+    def _take_up_own(self) -> None:
+        """Let what has come together in `.grad` on this rank alone go out with this pass's gradients, in its place."""
+        if not self._is_owed:
+            return
+        self._is_owed = False
+        for name, reference in self.parameters.items():
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                self.state.also_owe({name: parameter.grad.detach().reshape(-1).float()})
+                parameter.grad = None
 
     def _compare(self, averaged: Mapping[str, Tensor]) -> None:
         """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""
@@ -169,12 +201,6 @@ class CompiledModel:
                 )
 
 
-def _slots(final: GraphModule, kind: InputKind) -> list[tuple[int, int]]:
-    """List the buckets and slots whose state is an input, in the order of the inputs."""
-    sources = [info(node).source for node in final.graph.find_nodes(op="placeholder")]
-    return [(source.index, source.slot) for source in sources if source is not None and source.kind is kind]
-
-
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:
     """Find each parameter's averaged gradient among the results."""
     returned: Any = final.graph.output_node().args[0]
@@ -184,9 +210,12 @@ def _places_of_gradients(final: GraphModule) -> dict[str, int]:
 
 
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each fp32 tensor that any changed bit changes, almost surely."""
+    """A number for each tensor that any changed bit changes, almost surely."""
     return torch.stack([_digest(tensor.detach()) for tensor in tensors])
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64)
+    return tensor.contiguous().view(-1).view(_WHOLE[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxcomp.capture.optimizer import GivenOptimizers
 from fxcomp.errors import BadJob
 
 
@@ -25,9 +26,10 @@ class Job:
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizer: GivenOptimizers
     batch: Any
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
     next_batch: Callable[[int, int], Any] | None = None
 
     def batch_at(self, step: int, rank: int) -> Any:

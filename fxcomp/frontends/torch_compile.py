@@ -7,7 +7,7 @@ The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. W
 happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
-Options, all in `options={...}`: `mode`, `plan`, `per_parameter`, `cluster` and `costs` as in compile_step;
+Options, in `options={...}`: `mode`, `plan`, `per_parameter`, `cluster`, `costs`, `process_group` as in compile_step;
 `error_budget`, by errors of Gaussian values, because no gradients are looked at here;
 `error_feedback`, of which only what needs no optimizer; `race`, which is "off", because no steps are timed here;
 `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters that the graph
@@ -18,8 +18,8 @@ first backward passes are compared between ranks.
   compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
   `fullgraph=True`: a graph break, or more recompilations than torch allows, is an error then, and not eager code that
   reduces nothing.
-- Gradients of a micro-batch are averaged when its backward pass runs. Accumulated in `.grad`, the sum of means is the
-  mean of sums; error feedback carries over from one micro-batch to the next.
+- Gradients of a micro-batch are averaged when its backward pass runs, or, under `fxcomp.no_sync(model)`, with those of
+  the next one outside of it. Without, the sum of means is the mean of sums, but everything is sent each time.
 - Collectives of the model's own stay where they are. One that ends at a parameter's gradient is its reduction, and is
   never done twice.
 - Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
@@ -29,12 +29,10 @@ first backward passes are compared between ranks.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +45,6 @@ from fxcomp.capture.backward_graph import label_backward
 from fxcomp.capture.found_parameters import FoundParameters
 from fxcomp.capture.unreached import warn_unreached
 from fxcomp.errors import (
-    BadOption,
     CaptureFailed,
     FxcompError,
     MixedDevices,
@@ -55,16 +52,17 @@ from fxcomp.errors import (
     UnsupportedFeature,
     UnsynchronizedGradient,
 )
+from fxcomp.frontends.backend_options import Options, check_pins, read_options
 from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, digests_of
+from fxcomp.frontends.no_sync import Passes
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
-from fxcomp.options import RaceOption, StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.check_feedback import check_plan
-from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.update_kind import UpdateKind, burst_share
 from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
+from fxcomp.runtime.members import Members
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
 
@@ -83,30 +81,41 @@ def fxcomp_backend(
     **unknown: Any,
 ) -> Callable[..., Any]:
     """Compile what Dynamo found. torch.compile calls this; see the top of this file for its options."""
-    chosen = _read_options(mode, options, unknown)
+    chosen = read_options(mode, options, unknown)
     _refuse_ddp(chosen.model)
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        Ranks.join(chosen.step.cluster, "torch_compile")
+    if not _has_others(chosen.step.process_group):
+        Ranks.join(chosen.step.cluster, "torch_compile", chosen.step.process_group)
         if chosen.step.pins:
-            _check_pins(chosen, FoundParameters.of(gm, example_inputs, chosen.model))
+            check_pins(chosen, FoundParameters.of(gm, example_inputs, chosen.model))
         return compat.compile_training(gm, example_inputs, reshape_uncertain_views, _run_eagerly)
     found = FoundParameters.of(gm, example_inputs, chosen.model)
     averaged: list[int] = []
+    passes = Passes()
 
     def compile_backward(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         with compat.real_tensors(), torch.no_grad():
             averaged.extend(found.averaged(graph, chosen.ignore))
-            return _compile_backward(graph, found, chosen, options) if averaged else _run_eagerly(graph)
+            own = _run_eagerly(graph)
+            if not averaged:
+                return own
+            compiled, everywhere = _compile_backward(graph, found, chosen, options)
+            return lambda values: (compiled.keeping(own) if passes.take() else everywhere)(values)
 
     run = compat.compile_training(gm, example_inputs, reshape_uncertain_views, compile_backward)
-    return _for_one_model(run, found, averaged) if averaged else run
+    return _for_one_model(run, found, averaged, passes) if averaged else run
+
+
+def _has_others(process_group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and len(Members.of(process_group)) > 1
 
 
 def _run_eagerly(backward: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return compat.run_eagerly(reshape_uncertain_views(backward, inputs_are_certain=False))
 
 
-def _for_one_model(run: Callable[..., Any], found: FoundParameters, places: Sequence[int]) -> Callable[..., Any]:
+def _for_one_model(
+    run: Callable[..., Any], found: FoundParameters, places: Sequence[int], passes: Passes
+) -> Callable[..., Any]:
     """Refuse other parameters: torch runs one graph for all models of the same code, shapes and options."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
 
@@ -118,119 +127,32 @@ def _for_one_model(run: Callable[..., Any], found: FoundParameters, places: Sequ
                     '  Give every model its own options={"model": model}; after replacing parameters, call'
                     " torch._dynamo.reset() on all ranks."
                 )
-        return run(*inputs)
+        results = run(*inputs)
+        passes.forward_has_run(inputs[expected[0][0]], results)
+        return results
 
     return checked
 
 
 def _compile_backward(
     graph: GraphModule, found: FoundParameters, chosen: Options, given: GivenOptions
-) -> Callable[[list[Any]], Sequence[Any]]:
+) -> tuple[CompiledModel, Callable[[list[Any]], Sequence[Any]]]:
     """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
     names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
     compiled = _known(chosen.model, given)
     if compiled is not None:
-        labelled = label_backward(graph, names)
+        labelled = label_backward(graph, names, compiled.members)
         _check_same_parameters(compiled, found, gradients(labelled))
-        return compiled.emit(labelled)
-    with Ranks.meeting(chosen.step.cluster, "torch_compile") as ranks:
-        ranks.attempt("checking options", lambda: _check_pins(chosen, found))
+        return compiled, compiled.emit(labelled)
+    with Ranks.meeting(chosen.step.cluster, "torch_compile", chosen.step.process_group) as ranks:
+        ranks.attempt("checking options", lambda: check_pins(chosen, found))
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks)
         emitted = compiled.emit(labelled)
     reduced = {id(found.parameters[name]) for name in gradients(labelled)}
     compiled.watch(_uncovered(chosen.model, chosen.ignore, reduced) if chosen.model is not None else {})
     _models.append(compiled)
-    return emitted
-
-
-# Options
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of one call of torch.compile."""
-
-    step: StepOptions
-    model: nn.Module | None = None
-    ignore: tuple[str, ...] = ()
-
-
-KNOWN = (
-    "mode",
-    "error_budget",
-    "plan",
-    "per_parameter",
-    "cluster",
-    "costs",
-    "model",
-    "ignore",
-    "error_feedback",
-    "race",
-)
-OF_WHOLE_STEPS = ("max_grad_norm", "skip_nonfinite", "verify_every", "replan")
-"""Options that compile_step has beyond these."""
-
-
-def _read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
-    given: dict[str, Any] = {**(options or {}), **({"mode": mode} if mode is not None else {}), **unknown}
-    for name in given:
-        if name in OF_WHOLE_STEPS:
-            raise BadOption(
-                f"there is no option {name!r} here: it is about whole steps, and the backend sees backward passes.\n"
-                "  Use fxcomp.compile_step, which compiles the whole step, or leave it out."
-            )
-        if name not in KNOWN:
-            close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.0)
-            raise BadOption(
-                f"there is no option {name!r}; did you mean {close[0]!r}? The options are {', '.join(KNOWN)}."
-            )
-    model, ignore = given.pop("model", None), given.pop("ignore", ())
-    if model is not None and not isinstance(model, nn.Module):
-        raise BadOption(f"options['model'] must be the module that is compiled; it is a {type(model).__name__}")
-    if isinstance(ignore, str) or (ignore and model is None):
-        raise BadOption("options['ignore'] is a list of parameter names, and needs options['model'] to find them in")
-    if model is not None:
-        _check_ignored(model, ignore)
-    if "error_feedback" in given:
-        _check_feedback(given["error_feedback"])
-    if given.setdefault("race", RaceOption.OFF.value) != RaceOption.OFF.value:
-        raise BadOption(
-            f"options['race'] can only be 'off' here; it is {given['race']!r}. The backend sees backward passes and"
-            " times no steps.\n  It follows the plan that is predicted to be fastest. For plans to race, use"
-            " fxcomp.compile_step, which compiles the whole step."
-        )
-    return Options(StepOptions.checked(**given), model, tuple(ignore))
-
-
-def _check_feedback(feedback: object) -> None:
-    """Only what needs neither the optimizer nor a count of its steps."""
-    if not isinstance(feedback, ErrorFeedback):
-        raise BadOption(f"options['error_feedback'] must be an ErrorFeedback; it is a {type(feedback).__name__}")
-    for name in ("scale_with_lr", "dense_steps", "density_steps", "momentum"):
-        if getattr(feedback, name):
-            raise BadOption(
-                f"ErrorFeedback.{name} needs the optimizer, which torch.compile leaves yours.\n"
-                "  Use fxcomp.compile_step, which compiles the whole step."
-            )
-
-
-def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for name in ignore:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            raise BadOption(
-                f"options['ignore'] names {name!r}, which is no parameter of the model; did you mean {close[0]!r}?"
-            )
-
-
-def _check_pins(chosen: Options, found: FoundParameters) -> None:
-    """Raise BadOption for patterns that decide nothing in the model, or in the graph where the model is not known."""
-    if chosen.model is not None:
-        chosen.step.pins.check_model(chosen.model)
-    else:
-        chosen.step.pins.check_names(dict.fromkeys(found.parameters, True))
+    return compiled, emitted
 
 
 def _refuse_ddp(model: nn.Module | None) -> None:
@@ -285,7 +207,7 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> Compiled
 
 def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParameters, chosen: Options) -> GraphModule:
     """Label the first graph, and check what can be checked of the model."""
-    labelled = label_backward(graph, names)
+    labelled = label_backward(graph, names, Members.of(chosen.step.process_group))
     reduced = {id(found.parameters[name]) for name in gradients(labelled)}
     devices = {str(found.parameters[name].device): name for name in gradients(labelled)}
     if len(devices) > 1:
@@ -344,6 +266,7 @@ def _start(
     covered = {name: found.parameters[name] for name in gradients(labelled)}
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
     facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
+    facts |= {f"the type of {name!r}": str(tensor.dtype) for name, tensor in {**shared, **covered}.items()}
     asked = {
         what: chosen.step.facts()[what] for what in ("the plan", "per_parameter", "error_budget", "how costs are given")
     }

@@ -91,6 +91,7 @@ class Answer:
     notes: tuple[str, ...]
     unknowns: Unknowns
     """Operators that the model of compute knows little of."""
+    micro_batches: int = 1
     budget: Budget | None = None
 
     def explanation(self, *first_notes: str) -> Explanation:
@@ -106,6 +107,7 @@ class Answer:
             flip_gbit=self.flip_gbit,
             notes=(*first_notes, *self.notes),
             unknowns=self.unknowns,
+            micro_batches=self.micro_batches,
             budget=self.budget,
         )
 
@@ -127,9 +129,13 @@ class Question:
     """A preset (cost/devices.py) for ranks that are not like this machine."""
     costs: CostTable | None = None
     """A table that was measured before, perhaps on another machine."""
+    accumulate: int = 1
+    """The number of micro-batches whose gradients a step sums up."""
 
     def check(self) -> None:
         """Raise BadOption for what cannot be asked."""
+        if self.accumulate < 1:
+            raise BadOption(f"--accumulate is a number of micro-batches, 1 or more; it is {self.accumulate}")
         if self.step_ms is not None and not SHORTEST_STEP_MS <= self.step_ms <= LONGEST_STEP_MS:
             raise BadOption(
                 f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
@@ -173,17 +179,18 @@ def what_if(
     preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
     training, captured = capture_job(job)
+    compiler = Compiler(cluster, micro_batches=question.accumulate)
     foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
     if preset is not None:
         costs = preset.costs(question.compressors)
-        workload = Compiler(cluster).analyze(captured.graph, costs)
+        workload = compiler.analyze(captured.graph, costs)
     elif question.costs is not None and foreign:  # nothing of this job was run there
         costs = replace(question.costs, compute_error=max(question.costs.compute_error, ERROR))
-        workload = Compiler(cluster).analyze(captured.graph, costs)
+        workload = compiler.analyze(captured.graph, costs)
     else:
         costs = _costs_here(question, training.device, tell)
         tell("measuring the step on this machine")
-        costs, workload = measured_here(training, captured, job.batch, costs, cluster)
+        costs, workload = measured_here(training, captured, job.batch, costs, compiler)
     if question.step_ms is not None:
         workload = scaled(workload, 1e3 * question.step_ms / workload.free_us)
         costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
@@ -192,7 +199,7 @@ def what_if(
     choice = choose(workload, costs, cluster, terms)
     wanted = choice.plan if question.plan is None else question.plan.make(workload, costs)
     if wanted.buckets:
-        wanted.check_covers(workload.sizes)
+        wanted.check_covers(workload.sizes, workload.types)
         wanted.check_fits(cluster)
     return Answer(
         choice=choice,
@@ -210,6 +217,7 @@ def what_if(
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
         unknowns=unknowns(captured.graph),
+        micro_batches=question.accumulate,
         budget=question.budget,
     )
 
@@ -266,17 +274,17 @@ def graph_after(program: Program, after: str | None) -> GraphModule:
 
 def capture_job(job: Job) -> tuple[Training, Captured]:
     """Capture a job's step as it is compiled for a real run."""
-    training = Training.of(job.model, job.loss_fn, job.optimizer, job.max_grad_norm)
+    training = Training.of(job.model, job.loss_fn, job.optimizer, job.max_grad_norm, job.max_grad_value)
     captured = capture(training, job.batch)
     SharedBuffers.agree(captured.graph).mark(captured.graph)
     return training, captured
 
 
 def measured_here(
-    training: Training, captured: Captured, batch: Any, costs: CostTable, cluster: Cluster
+    training: Training, captured: Captured, batch: Any, costs: CostTable, compiler: Compiler
 ) -> tuple[CostTable, Workload]:
     """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
-    compiler, device = Compiler(cluster), training.device
+    cluster, device = compiler.cluster, training.device
     workload = compiler.analyze(captured.graph, costs)
     plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
     program = compiler.emit(captured, plan, costs)

@@ -32,6 +32,12 @@ class Captured:
     without_gradient: tuple[str, ...]
     guard: Callable[[Sequence[Tensor]], bool]
     """Tells if these batch tensors may run through the graph; always true unless it has symbolic shapes."""
+    is_weighted: bool = False
+    """The loss is a sum over elements that are counted."""
+    densified: tuple[str, ...] = ()
+    """Parameters whose gradients are dense here and sparse in eager PyTorch."""
+    unused: tuple[str, ...] = ()
+    """Those of `gradient_names` that the loss does not depend on: their gradients are zeros."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         """The leaves of the auxiliary result, with what the graph has returned of them."""

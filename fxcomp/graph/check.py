@@ -87,10 +87,10 @@ def _early_updates(gm: GraphModule) -> list[Violation]:
     updated = False
     found: list[Violation] = []
     for node in gm.graph.nodes:
-        updated = updated or info(node).role is Role.UPDATE
+        updated = updated or (info(node).role is Role.UPDATE and node.op == "call_function")
         if updated and info(node).role in _BEFORE_UPDATES and node.op == "call_function":
             found.append(Violation(node.name, "computes with parameters that have been updated already"))
     return found
 
 
-_BEFORE_UPDATES = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT, Role.PART)
+_BEFORE_UPDATES = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE, Role.GRADIENT, Role.PART)

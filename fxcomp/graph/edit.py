@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Level
-from fxcomp.graph.info import NodeInfo, Role, has_info, info, set_info
+from fxcomp.graph.info import InputKind, NodeInfo, Role, has_info, info, set_info
 from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, MOVES, PACK, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
 
@@ -51,9 +51,10 @@ def refresh_value(node: Node) -> Node:
 
 
 def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -> Node:
-    """Add an input after the last one."""
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
+    """Add an input after the last one, or before everything."""
+    last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), None)
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first) if last is None else graph.inserting_after(last):
         node = graph.placeholder(name)
     node.meta["val"] = value
     return set_info(node, label)
@@ -62,6 +63,21 @@ def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -
 def gradients(gm: GraphModule) -> dict[str, Node]:
     """Find the nodes that make the local gradients, by parameter name, in ready order."""
     return {str(info(n).parameter): n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.GRADIENT}
+
+
+def count_of(gm: GraphModule) -> Node | None:
+    """Find the number of elements that a weighted loss is a sum over, on this rank; None if the loss has no weight."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = info(node).source if has_info(node) else None
+        if source is not None and source.kind is InputKind.COUNT:
+            return next(iter(node.users))
+    return None
+
+
+def has_scale(gm: GraphModule) -> bool:
+    """Tell a step whose loss is multiplied by a live scale."""
+    sources = [info(node).source for node in gm.graph.find_nodes(op="placeholder") if has_info(node)]
+    return any(source is not None and source.kind is InputKind.SCALE for source in sources)
 
 
 def with_parts(gradient: Node) -> Iterator[Node]:

@@ -20,6 +20,9 @@ class Role(Enum):
 
     INPUT = "input"
     COMPUTE = "compute"
+    ARRIVE = "arrive"  # gradients that somebody else's backward pass hands over
+    RANDOM_STATE = "random state"  # reads or sets a generator's state, so that draws are repeated
+    COUNT = "count"  # of a weighted loss's elements, over all ranks: its collective and the wait
     GRADIENT = "gradient"  # the node that makes a parameter's local gradient
     PART = "part"  # some elements of a local gradient, for a bucket of their own
     PACK = "pack"  # gradients into one flat bucket
@@ -31,7 +34,7 @@ class Role(Enum):
     EXCHANGE = "exchange"  # a collective, or a wait for one, that the loss function or its backward pass asks for
     DECOMPRESS = "decompress"
     KEEP = "keep"  # a compressor's state for the next step
-    COPY = "copy"  # between the device and the host
+    COPY = "copy"  # between the device and the host, or into another type
     UNPACK = "unpack"  # a bucket back into gradients
     COMMIT = "commit"  # whether what arrived is finite, so that parameters may change
     ROLL_BACK = "roll back"  # what is done instead where it is not
@@ -48,6 +51,10 @@ class InputKind(Enum):
     STATE = "state"  # the optimizer's, of one parameter
     HYPER = "hyper"  # a number of a parameter group, live: schedulers may change it
     BATCH = "batch"
+    SUM = "sum"  # of a parameter's gradients over the micro-batches of a group
+    COUNT = "count"  # of the elements that a weighted loss is a sum over, in the group so far
+    SCALE = "scale"  # of the loss, live: what the gradients of the backward pass are too large by
+    FACTOR = "factor"  # what gradients are multiplied by, live: one number for all
     VELOCITY = "velocity"  # a rank's own momentum of a bucket
     RESIDUAL = "residual"  # what compression left out of a bucket
     COMPRESSOR_STATE = "compressor state"  # what else a bucket's compressor keeps from step to step
@@ -68,6 +75,8 @@ class Source:
 
     def __str__(self) -> str:
         key, slot = "." + self.key if self.key else "", f" slot {self.slot}" if self.slot else ""
+        if self.kind in (InputKind.SCALE, InputKind.FACTOR, InputKind.COUNT):  # there is one
+            return self.kind.value
         return f"{self.kind.value} {self.name or self.index}{key}{slot}"
 
 

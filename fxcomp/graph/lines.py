@@ -28,19 +28,25 @@ from fxcomp.graph.ops import (
     ALL_FINITE,
     ALL_GATHER,
     ALL_REDUCE,
+    ARRIVE,
+    CAST,
     COLLECTIVE_KINDS,
     D2H,
     H2D,
+    IN_PLACE,
     KEEP,
     MASK_VELOCITY,
     MOVES,
     PACK,
     REDUCE_SCATTER,
+    RNG_STATE,
     ROLL_BACK,
     SAVE,
+    SET_RNG_STATE,
     TURN,
     WAIT,
 )
+from fxcomp.graph.work import is_sequence
 from fxcomp.plan.strategy import Device
 from fxcomp.plan.streams import POOL, Stream
 from fxcomp.runtime.moves import Cut
@@ -105,6 +111,10 @@ def _operator_and_arguments(node: Node) -> Sequence[Any]:
     return node.target, *node.args
 
 
+def _with_device_by_name(node: Node) -> Sequence[Any]:
+    return *node.args[:-1], str(node.args[-1])
+
+
 def _with_compressor(node: Node) -> Sequence[Any]:
     value, second, sizes = cast("tuple[Any, ...]", node.args[:3])
     pieces = in_pieces(sizes, cast("Any", node.kwargs.get("pieces")))
@@ -147,8 +157,23 @@ def _free(_: Prices, __: Node, ___: Device) -> float:
     return 0.0
 
 
+def _as_measured(_: Prices, node: Node, __: Device) -> float:
+    return float(cast("Any", node.args[1]))
+
+
 def _packing(prices: Prices, node: Node, _: Device) -> float:
     return prices.pack_us(value_bytes(node))
+
+
+def _rewriting(prices: Prices, node: Node, _: Device) -> float:
+    """What is read may be of another type than what is written."""
+    sources: Any = node.args[0]
+    read = sum(map(value_bytes, sources if is_sequence(sources) else (sources,)))
+    return prices.pack_us((read + value_bytes(node)) / 2)
+
+
+def _scaling(prices: Prices, node: Node, _: Device) -> float:
+    return prices.pack_us(value_bytes(node)) if node.args[-1] != 1.0 else 0.0
 
 
 def _looking(prices: Prices, node: Node, _: Device) -> float:
@@ -207,11 +232,13 @@ class Line:
     """Its arguments with names."""
     is_undoing: bool = False
     """It runs only in a step that is taken back."""
+    is_free: bool = False
+    """It takes a few microseconds, which nobody predicts."""
 
     @property
     def is_timed(self) -> bool:
         """True for lines whose time is compared with what was predicted."""
-        return not self.is_undoing and self.method != "exchange"
+        return not self.is_undoing and not self.is_free and self.method not in ("exchange", "arrive")
 
 
 _CPU, _ARRIVING = POOL
@@ -224,8 +251,11 @@ DECOMPRESS = Line("decompress", _with_compressor, CostKind.DECOMPRESS, _decoding
 
 BY_OPERATOR: dict[Any, Line] = {
     **dict.fromkeys(COLLECTIVE_KINDS, LAUNCH),
+    ARRIVE: Line("arrive", cost=CostKind.COMPUTE, price=_as_measured, has_buffer=False),
     WAIT: Line("wait", stream=_ARRIVING, has_buffer=False),
-    PACK: Line("pack", _gradients_by_name, CostKind.PACK, _packing),
+    PACK: Line("pack", _gradients_by_name, CostKind.PACK, _rewriting),
+    CAST: Line("cast", _as_in_graph, CostKind.PACK, _rewriting),
+    IN_PLACE: Line("in_place", cost=CostKind.PACK, price=_scaling, has_buffer=False),
     TURN: Line("turn", _as_in_graph, CostKind.PACK, _packing, _CPU),
     SAVE: Line("save", _as_in_graph, CostKind.PACK, _packing, _CPU),
     D2H: Line("d2h", price=_copying, stream=Stream.D2H),
@@ -236,7 +266,12 @@ BY_OPERATOR: dict[Any, Line] = {
         "mask_velocity", _velocity_bucket_residual, CostKind.PACK, _masking, _CPU, _nothing, has_buffer=False
     ),
     ALL_FINITE: Line("all_finite", _as_in_graph, CostKind.PACK, _looking, has_buffer=False),
+    RNG_STATE: Line("rng_state", _with_device_by_name, has_buffer=False, is_free=True),
+    SET_RNG_STATE: Line("set_rng_state", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),
 }
+
+COUNT = Line("launch", _kind_value_cut_level, stream=Stream.INTER, is_free=True)
+"""A few bytes that travel while compute runs: they have no price, and no timing says what they cost."""
 
 BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
 
@@ -262,6 +297,8 @@ def line_of(node: Node) -> Line | None:
         return UNDOING.get(target, _DECOMPRESS_OWN)
     if role is Role.VELOCITY and target is KEEP:
         return None  # the bucket's line replaces the velocity in place
+    if role is Role.COUNT and target is not WAIT:
+        return COUNT
     return BY_ROLE.get(role) or BY_OPERATOR.get(target)
 
 

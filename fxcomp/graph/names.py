@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fxcomp.graph.info import InputKind
 
@@ -11,12 +13,22 @@ ARGUMENTS = {
     InputKind.BUFFER: "buffers",
     InputKind.STATE: "states",
     InputKind.HYPER: "numbers",
+    InputKind.SUM: "sums",
+    InputKind.COUNT: "counts",
+    InputKind.SCALE: "scales",
+    InputKind.FACTOR: "factors",
     InputKind.VELOCITY: "velocities",
     InputKind.RESIDUAL: "residuals",
     InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",
 }
 """The arguments of a step function after its runtime, by the kind of input in each."""
+
+
+def arguments_of(given: Mapping[InputKind, Sequence[Any]]) -> list[Sequence[Any]]:
+    """List a step function's arguments after its runtime; kinds of input that are not given have none."""
+    return [given.get(kind, ()) for kind in ARGUMENTS]
+
 
 _OWN = {"step", "rt", "aten", "math", "operator", "torch", "float", "slice", "complex", *ARGUMENTS.values()}
 

@@ -16,12 +16,15 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
 from fxcomp.runtime.moves import pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
+from fxcomp.runtime.random_state import rng_state, set_rng_state
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 
 
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    _LIBRARY.define(schema)
+def _define(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> None:
+    _LIBRARY.define(schema, tags=tuple(tags))
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxcomp::{name}", fake, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]  # untyped
@@ -31,15 +34,31 @@ def _like_first(value: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(value)
 
 
-def _pack(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    flat = _pack_fake(gradients)
-    for slot, gradient in zip(slots(flat, gradients), gradients, strict=True):
+def _pack(
+    gradients: Sequence[Tensor], scale: float, *, dtype: torch.dtype | None = None, factor: Tensor | None = None
+) -> Tensor:
+    flat = _pack_fake(gradients, scale, dtype=dtype)
+    for slot, gradient in zip(slots(flat, gradients, dtype), gradients, strict=True):
         slot.copy_(gradient)
+    if factor is not None:
+        return flat * (factor * scale)
     return flat if scale == 1.0 else flat * scale
 
 
-def _pack_fake(gradients: Sequence[Tensor], *_: Any) -> Tensor:
-    return gradients[0].new_empty(sum(packed_sizes(gradients)), dtype=packed_dtype(gradients))
+def _pack_fake(gradients: Sequence[Tensor], scale: float, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:  # noqa: ARG001
+    return gradients[0].new_empty(sum(packed_sizes(gradients, dtype)), dtype=packed_dtype(gradients, dtype))
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype, copy=True)
+
+
+def _cast_fake(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(value, dtype=dtype)
+
+
+def _in_place(flat: Tensor, start: int, stop: int, scale: float) -> Tensor:
+    return flat[start:stop] * scale
 
 
 def _turn(payloads: Tensor, outer: int, sizes: Sequence[int]) -> Tensor:
@@ -83,6 +102,21 @@ def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in filled(kind, sent, received)]
 
 
+def _arrive(bucket: int, compute_us: float) -> list[Tensor]:
+    raise NotImplementedError(
+        f"fxcomp::arrive runs only as a line of an emitted step, which stops there until bucket {bucket} is ready"
+        f" ({compute_us:g} us after the one before)."
+    )
+
+
+def _rng_state_fake(device: torch.device) -> Tensor:
+    return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8)
+
+
+def _set_rng_state_fake(state: Tensor, device: torch.device) -> None:
+    del state, device
+
+
 def _move(kind: str) -> None:
     """Define a collective over parts that each rank owns: `place` is this rank's place in its group."""
     pattern = pattern_of(kind)
@@ -104,8 +138,16 @@ def _move(kind: str) -> None:
     _define(f"{kind}(Tensor value, int[] cut, int place, str level) -> Tensor", run, fake)
 
 
-# One flat bucket, scaled; buffers of many types as bytes.
-_define("pack(Tensor[] gradients, float scale) -> Tensor", _pack, _pack_fake)
+# One flat bucket, scaled, by a live factor too, of a type if one is given; buffers of many types as bytes.
+_define(
+    "pack(Tensor[] gradients, float scale, *, ScalarType? dtype=None, Tensor? factor=None) -> Tensor",
+    _pack,
+    _pack_fake,
+)
+# Values of another type.
+_define("cast(Tensor value, ScalarType dtype) -> Tensor", _cast, _cast_fake)
+# A bucket that lies in somebody else's buffer, scaled there.
+_define("in_place(Tensor flat, int start, int stop, float scale) -> Tensor", _in_place, _in_place)
 # Rows of parts of these sizes, in the parts' order.
 _define("turn(Tensor payloads, int outer, int[] sizes) -> Tensor", _turn, _turn_fake)
 # To the host, for a compressor that runs there, and back.
@@ -129,12 +171,24 @@ _define(
     exchange,
     _exchange_fake,
 )
+# A bucket of gradients that a backward pass outside of the graph has made, so many us after the one before.
+_define("arrive(int bucket, float compute_us) -> Tensor[]", _arrive, _arrive)
+# The state of a device's random generator. The tag keeps both where they are: draws depend on them without a value.
+_define("rng_state(Device device) -> Tensor", rng_state, _rng_state_fake, [torch.Tag.nondeterministic_seeded])
+_define(
+    "set_rng_state(Tensor state, Device device) -> ()",
+    set_rng_state,
+    _set_rng_state_fake,
+    [torch.Tag.nondeterministic_seeded],
+)
 
 # Parts between ranks, each of its own size; the first rank is the root of the last three.
 for _kind in ("all_to_all", "all_gather", "reduce_scatter", "gather", "reduce", "broadcast"):
     _move(_kind)
 
 PACK = torch.ops.fxcomp.pack.default
+CAST = torch.ops.fxcomp.cast.default
+IN_PLACE = torch.ops.fxcomp.in_place.default
 TURN = torch.ops.fxcomp.turn.default
 D2H = torch.ops.fxcomp.d2h.default
 H2D = torch.ops.fxcomp.h2d.default
@@ -145,6 +199,9 @@ KEEP = torch.ops.fxcomp.keep.default
 ACCUMULATE = torch.ops.fxcomp.accumulate.default
 MASK_VELOCITY = torch.ops.fxcomp.mask_velocity.default
 EXCHANGE = torch.ops.fxcomp.exchange.default
+ARRIVE = torch.ops.fxcomp.arrive.default
+RNG_STATE = torch.ops.fxcomp.rng_state.default
+SET_RNG_STATE = torch.ops.fxcomp.set_rng_state.default
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -33,8 +33,9 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.optimum.least_work import Least, LeastWork
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_budget import is_bursty, strategy_error
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies, worth_offering
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of
@@ -106,15 +107,23 @@ class _Bound:
         }
         offered = [*by_content.values(), *(lane.strategies for lane in job.pinned.lanes)]
         self.strategies = tuple(dict.fromkeys(strategy for found in offered for strategy in found))
-        self.work = LeastWork(job.costs, job.cluster, int(self.elements.sum()))
-        self.least = [None if _depends_on_shapes(each) else self.work.of(each) for each in self.strategies]
+        self.types = tuple(dict.fromkeys(self.workload.types.values()))
+        itemsize = max(each.itemsize for each in self.types)
+        self.work = LeastWork(job.costs, job.cluster, int(self.elements.sum()), itemsize)
+        self.least = {
+            each: [
+                None if _depends_on_shapes(strategy) else self.work.of(strategy, each) for strategy in self.strategies
+            ]
+            for each in self.types
+        }
         self.kinds = self._kinds(by_content)
         self.errors = np.array([strategy_error(each, job.cluster) for each in self.strategies])
         self.bursty = np.array([float(is_bursty(each, job.cluster)) for each in self.strategies])
         total = float(self.elements.sum())
         bounds = job.pinned.bounds(self.workload, elements_of(self.workload) * error_limit(job.mode), job.bursts)
         self.lossable, self.burstable = bounds.lost, min(bounds.bursting, total)
-        self.fixed = np.array([least.fixed_us for least in self._of_any()])
+        fixed = [[least.fixed_us for least in self._of_any(each)] for each in self.types]
+        self.fixed: Numbers = np.array(fixed).min(axis=0)
         self.used = [s for s in range(len(STREAMS)) if s != COMPUTE and self._is_used(s)]
         self.after_us = self._after_us()
 
@@ -142,28 +151,32 @@ class _Bound:
     def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_Kind]:
         cut = {atom.number for atom in atoms_of(self.workload, self.job.cluster.world_size) if _is_part(atom)}
         groups: dict[tuple[object, ...], list[int]] = {}
-        has_shapes = any(least is None for least in self.least)
+        has_shapes = any(map(_depends_on_shapes, self.strategies))
         for number, gradient in enumerate(self.workload.gradients):
             shape = gradient.shape if has_shapes else ()
             lane = self.job.pinned.lane_of.get(gradient.name)
-            groups.setdefault((gradient.is_vector, shape, number in cut, lane and lane.text), []).append(number)
+            kind = gradient.is_vector, gradient.element_type, shape, number in cut, lane and lane.text
+            groups.setdefault(kind, []).append(number)
         return [self._kind(members, by_content, is_cut=members[0] in cut) for members in groups.values()]
 
     def _kind(self, members: Sequence[int], by_content: dict[Content, tuple[Strategy, ...]], *, is_cut: bool) -> _Kind:
         gradient = self.workload.gradients[members[0]]
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
         lane = self.job.pinned.lane_of.get(gradient.name)
-        allowed = {*by_content[own], *by_content[Content.MIXED]} if lane is None else set(lane.strategies)
+        offered = (*by_content[own], *by_content[Content.MIXED])
+        allowed = set(worth_offering(offered, gradient.element_type) if lane is None else lane.strategies)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
         return _Kind(tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies]))
 
     def _of(self, number: int, gradient: Gradient, *, is_cut: bool) -> Least:
-        known = self.least[number]
-        return known or self.work.of(self.strategies[number], gradient.shape, is_cut=is_cut)
+        kind = gradient.element_type
+        known = self.least[kind][number]
+        return known or self.work.of(self.strategies[number], kind, gradient.shape, is_cut=is_cut)
 
-    def _of_any(self) -> list[Least]:
-        """Bound each strategy's fixed work: it is the same for every gradient."""
-        gradient = max(self.workload.gradients, key=lambda each: each.elements)
+    def _of_any(self, kind: ElementType) -> list[Least]:
+        """Bound each strategy's fixed work: it is the same for every gradient of a type."""
+        of_type = [gradient for gradient in self.workload.gradients if gradient.element_type is kind]
+        gradient = max(of_type, key=lambda each: each.elements)
         return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
 
     def _is_used(self, stream: int) -> bool:

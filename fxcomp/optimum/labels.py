@@ -157,7 +157,7 @@ def plan_of(options: Sequence[Option]) -> Plan:
         names = tuple(gradient.name for gradient, _ in option.members)
         extents = [extent for _, extent in option.members]
         sizes, starts = tuple(map(len, extents)), tuple(extent.start for extent in extents)
-        buckets.append(Bucket(names, sizes, option.strategy, starts))
+        buckets.append(Bucket(names, sizes, option.strategy, starts, option.members[0][0].element_type))
     return Plan(tuple(buckets))
 
 

@@ -5,7 +5,8 @@ the lower of several lines. A line through its value at the largest size that ma
 is below it everywhere: a + r x with a >= 0. Sizes themselves are at least proportional to a bucket's elements, because
 payloads are rounded up, segment by segment; a shard may be short of its part by one grain, which is taken off a.
 
-What need not be there for the bound to hold is left out: copies to the host, turns, what commits and velocities add.
+What need not be there for the bound to hold is left out: copies to the host, casts, turns, what commits and velocities
+add.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
@@ -67,19 +69,28 @@ class LeastWork:
     cluster: Cluster
     elements: int
     """Of all gradients: no bucket has more."""
+    itemsize: int = 4
+    """The most bytes that an element has."""
     known: dict[object, Line] = field(default_factory=dict[object, Line])
 
-    def of(self, strategy: Strategy, shape: Sequence[int] | None = None, *, is_cut: bool = False) -> Least:
-        """Bound buckets with this strategy; `shape` is a gradient's, where what is sent depends on it.
+    def of(
+        self,
+        strategy: Strategy,
+        element_type: ElementType,
+        shape: Sequence[int] | None = None,
+        *,
+        is_cut: bool = False,
+    ) -> Least:
+        """Bound buckets of a type with this strategy; `shape` is a gradient's, where what is sent depends on it.
 
         Of a gradient that may be cut proposals count nothing: those of its parts may be too small for any.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
-        route = route_of(strategy, shapes, self.cluster)
+        route = route_of(strategy, shapes, self.cluster, element_type=element_type)
         elements = sum(map(math.prod, shapes))
         if elements == 0:
             return _NOTHING
-        writer = _Writer(self, strategy, elements, is_exact=shape is not None, proposes=not is_cut)
+        writer = _Writer(self, strategy, element_type, elements, is_exact=shape is not None, proposes=not is_cut)
         return writer.least(route)
 
     def line(self, key: object, price: Callable[[float], float], breaks: Sequence[float], largest: float) -> Line:
@@ -92,7 +103,16 @@ class LeastWork:
 class _Writer:
     """Follows a bucket's legs as `plan_tasks` does, and adds up lines."""
 
-    def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
+    def __init__(
+        self,
+        work: LeastWork,
+        strategy: Strategy,
+        element_type: ElementType,
+        elements: int,
+        *,
+        is_exact: bool,
+        proposes: bool,
+    ) -> None:
         self.proposes = proposes
         self.work, self.costs, self.cluster = work, work.costs, work.cluster
         self.elements = elements
@@ -106,11 +126,13 @@ class _Writer:
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
         self.tail = (0.0, 0.0)
         self.on_pool = False
-        self.held = 4.0 * elements
+        self.dense = element_type.itemsize
+        self.held = float(self.dense * elements)
         self.proposed: float | None = None
 
     def least(self, route: Route) -> Least:
-        self._add(COMPUTE, (0.0, self.costs.pack_us(4.0)), self.elements)
+        written = 4 if route.packs_fp32 else self.dense
+        self._add(COMPUTE, (0.0, self.costs.pack_us((self.dense + written) / 2)), self.elements)
         for stage in route.stages:
             self.tail = (0.0, 0.0)
             for leg in stage:
@@ -135,7 +157,7 @@ class _Writer:
                     lambda n: self.costs.decode_us(leg.compressor, _whole(n), leg.payloads, leg.device),
                     leg.compressor,
                 )
-                self.held = 4.0 * leg.elements
+                self.held = float(self.dense * leg.elements)
             case Send():
                 self._send(leg)
 
@@ -156,10 +178,11 @@ class _Writer:
         size = proposed if proposed is not None else float(leg.works_on(int(self.held)))
         what = leg.kind, leg.level
         breaks = self.costs.collective_breaks(*what, self.cluster)
-        largest = 4.0 * self.work.elements * max(1, self.cluster.world_size)
+        itemsize = max(4, self.work.itemsize)
+        largest = float(itemsize * self.work.elements * max(1, self.cluster.world_size))
         line = self.work.line(what, lambda x: self.costs.collective_us(*what, x, self.cluster), breaks, largest)
         is_largest = bool(leg.parts) and leg.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
-        self._add(_wire(leg.level, self.cluster), line, size, 0 if is_largest else 4 * self.short)
+        self._add(_wire(leg.level, self.cluster), line, size, 0 if is_largest else itemsize * self.short)
         if leg.kind.splits:
             self.short = max(self.short, 1 if self.leading else self.grain)
             self.leading = max(0, self.leading - 1)

@@ -14,8 +14,9 @@ from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import Blocks
 from fxcomp.optimum.labels import Option
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_budget import is_bursty
-from fxcomp.plan.modes import Content
+from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.pins import NO_PINS
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
@@ -27,8 +28,11 @@ from fxcomp.search.workload import Workload
 _SAME = 1e-9  # relative: a plan's error may exceed the limit by rounding
 
 
+_Kind = tuple[Content, ElementType]
+
+
 class Row:
-    """Atoms of one content, in ready order; a bucket holds neighbours."""
+    """Atoms of one content and type, in ready order; a bucket holds neighbours."""
 
     def __init__(
         self,
@@ -129,23 +133,29 @@ def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms
     lossable = elements * limit * (1 + _SAME)
     bursty = elements * terms.bursts if terms.bursts < 1 else math.inf
     can_dominate = not shares_processors(costs)
-    by_content = {
-        Content.MATRICES: [k for k, atom in enumerate(atoms) if not atom.gradient.is_vector],
-        Content.VECTORS: [k for k, atom in enumerate(atoms) if atom.gradient.is_vector],
-    }
-    apart = {content: members for content, members in by_content.items() if members}
-    groupings = [apart, {Content.MIXED: list(range(len(atoms)))}] if len(apart) == 2 else [apart]
+    apart: dict[_Kind, list[int]] = {}
+    mixed: dict[_Kind, list[int]] = {}
+    for content in (Content.MATRICES, Content.VECTORS):
+        for k, atom in enumerate(atoms):
+            if atom.gradient.is_vector == (content is Content.VECTORS):
+                apart.setdefault((content, atom.gradient.element_type), []).append(k)
+    for k, atom in enumerate(atoms):
+        mixed.setdefault((Content.MIXED, atom.gradient.element_type), []).append(k)
+    groupings = [apart, mixed] if len({content for content, _ in apart}) == 2 else [apart]
     made: list[Rows] = []
     for grouping in groupings:
         choices = {
-            content: terms.strategies(limit, losses, cluster, content, offload=costs.offloads) for content in grouping
+            (content, kind): worth_offering(
+                terms.strategies(limit, losses, cluster, content, offload=costs.offloads), kind
+            )
+            for content, kind in grouping
         }
         worst = _most_lost(losses, [strategy for each in choices.values() for strategy in each])
         limits = worst > lossable or bursty < elements
         job = workload, costs, cluster
         rows = [
-            Row(members, atoms, choices[content], job, losses, prunes=can_dominate, limits=limits)
-            for content, members in grouping.items()
+            Row(members, atoms, choices[kind], job, losses, prunes=can_dominate, limits=limits)
+            for kind, members in grouping.items()
         ]
         made.append(Rows(tuple(rows), atoms, lossable, bursty, limits, can_dominate))
     return made

@@ -7,13 +7,16 @@
     + %mm     gradient  f32[4,2]  2.0 us  aten.mm(%t_1, %x)                  fc.weight
 
 Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
-bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. The rest is priced by bytes
-and links. A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
+bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. Operators of updates that run
+over lists are started once for all parameters of a rule (`graph/update_lists.py`). The rest is priced by bytes and
+links. A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
 all ranks.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,19 +25,22 @@ from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cost.collectives import Library
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import collective_kind, level_of, nodes_on_host, sent_bytes, value_bytes
-from fxcomp.graph.info import Role, info, update_info
+from fxcomp.graph.info import Role, has_info, info, update_info
 from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
 from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
 from fxcomp.graph.regions import PLAIN
-from fxcomp.graph.work import Basis, basis, work
+from fxcomp.graph.update_lists import LISTED_ON_CPU, shared_starts, update_lists
+from fxcomp.graph.work import Basis, Work, basis, work, work_key
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 
 def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> GraphModule:
     on_host = nodes_on_host(gm)
+    listed = _in_lists(gm, costs)
     for node in gm.graph.nodes:
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
@@ -44,10 +50,29 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> Graph
             update_info(node, cost_us=costs.collective_us(*what), starting_us=launch_us, launcher_load=pool_load)
             update_info(node, load=costs.load_of(*what), overlap_speed=costs.overlap_speed(*what))
             continue
-        cost_us = _cost_us(node, costs, cluster, Device.CPU if node in on_host else Device.GPU)
+        place = Device.CPU if node in on_host else Device.GPU
+        cost_us = listed[node] if node in listed else _cost_us(node, costs, cluster, place)
         if info(node).cost_us != cost_us or info(node).load != pool_load:
             update_info(node, cost_us=cost_us, load=pool_load)
     return gm
+
+
+def note_work(gm: GraphModule) -> None:
+    """Let plain operators know what prices them: every copy of the graph inherits it, and asking takes long."""
+    for node in gm.graph.nodes:
+        if has_info(node) and info(node).work is None and _is_priced_by_work(node):
+            update_info(node, work=work(node))
+
+
+def cost_key(node: Node) -> str:
+    """Return the key that a plain operator's cost is looked up by: the one it was asked for first, if it was."""
+    known = info(node).work
+    return known.key if known is not None else work_key(node)
+
+
+def _is_priced_by_work(node: Node) -> bool:
+    is_plain = node.op == "call_function" and line_of(node) is None and info(node).role in PLAIN
+    return is_plain and basis(node) not in (Basis.NOTHING_TO_DO, Basis.NONE)
 
 
 def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> float:
@@ -59,13 +84,35 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
         return line.price(costs, node, device)
     if _joins_parts(node):
         return costs.pack_us(value_bytes(node))
-    if node.op != "call_function" or info(node).role not in PLAIN or basis(node) in (Basis.NOTHING_TO_DO, Basis.NONE):
+    known = _work_of(node)
+    if known is None:
         return 0.0
-    known = info(node).work
-    if known is None:  # asking takes most of this pass, which runs a few times over the same nodes
-        known = work(node)
-        update_info(node, work=known)
     return costs.compute_us(known.key, known.flops, known.touched_bytes, known.math_type).us
+
+
+def _work_of(node: Node) -> Work | None:
+    """Return what prices a plain operator, which its node remembers; None for one that is free."""
+    if info(node).work is None and _is_priced_by_work(node):
+        update_info(node, work=work(node))
+    return info(node).work
+
+
+def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
+    """Estimate the operators of updates that run over lists, and so are started once for several parameters.
+
+    What was measured holds already what it took in lists.
+    """
+    updates = [n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.UPDATE and _is_priced_by_work(n)]
+    works = {node: known for node in updates if (known := _work_of(node)) is not None}
+    estimated = {node for node, known in works.items() if known.key not in costs.compute}
+    if not estimated:
+        return {}
+    most = LISTED_ON_CPU if costs.library is Library.GLOO else math.inf
+    rows = [row for row in update_lists(gm, most) if estimated.issuperset(row)]
+    free = replace(costs.roofline, launch_us=0.0)
+    listed = {node: works[node] for row in rows for node in row}
+    us = {node: free.us(known.flops, known.touched_bytes, known.math_type) for node, known in listed.items()}
+    return shared_starts(rows, us, costs.roofline.launch_us)
 
 
 def _joins_parts(node: Node) -> bool:

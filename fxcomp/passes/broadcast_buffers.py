@@ -33,7 +33,7 @@ from fxcomp.runtime.packing import packed_sizes
 
 _aten = torch.ops.aten
 _COPY_BACK = NodeInfo(Role.UNPACK)
-_BODY = (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT)
+_BODY = (Role.COMPUTE, Role.EXCHANGE, Role.RANDOM_STATE, Role.GRADIENT)
 
 
 def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:

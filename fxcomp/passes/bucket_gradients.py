@@ -32,6 +32,7 @@ from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Bucket, Plan, part_shape
 
 
@@ -39,7 +40,9 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     local = gradients(gm)
     if not any(collective_of(gradient) for gradient in local.values()):
         return gm
-    plan.check_covers({name: node.meta["val"].numel() for name, node in local.items()})
+    values = {name: node.meta["val"] for name, node in local.items()}
+    types = {name: ElementType.of(value.dtype) for name, value in values.items()}
+    plan.check_covers({name: value.numel() for name, value in values.items()}, types)
     order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     found = {name: _Gradient(gm.graph, name, node, plan.parts[name]) for name, node in local.items()}
     for number, bucket in enumerate(plan.buckets):

@@ -8,7 +8,8 @@
 Every payload decodes to something not finite where a rank's gradient was not, and sums on the wire keep what is not
 finite: all ranks find the same in what arrived, without a word to each other. A residual that a kernel has replaced is
 what it was, to rounding, once the rank's own payload is added and its bucket taken off; where something was not finite
-the kernel has left it alone. A payload that is summed in place is saved before it leaves; so are a compressor's state
+the kernel has left it alone. With a live scale of the loss, where such steps are routine, residuals are saved and put
+back to the bit. A payload that is summed in place is saved before it leaves; so are a compressor's state
 and a velocity.
 
 The emitted step does the roll back in the branch where it returns early. Updates are moved behind by order_for_overlap.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import call, gradients
+from fxcomp.graph.edit import call, gradients, has_scale
 from fxcomp.graph.info import NodeInfo, Role, info
 from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
 
@@ -30,10 +31,14 @@ from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
 def commit_if_finite(gm: GraphModule, skip_nonfinite: bool) -> GraphModule:
     if not skip_nonfinite:
         return gm
-    graph, arrived = gm.graph, _arrived(gm)
+    graph, arrived, saves_residuals = gm.graph, _arrived(gm), has_scale(gm)
     for compress in [n for n in graph.nodes if info(n).role is Role.COMPRESS and n.target is not operator.getitem]:
         if _result(compress, 1) is not None:
-            _roll_back(gm, compress)
+            residual: Any = compress.args[1]
+            if saves_residuals:
+                _restore(gm, compress, residual, "residual_")
+            else:
+                _roll_back(gm, compress)
         state = compress.kwargs.get("state")
         if isinstance(state, Node):
             _restore(gm, compress, state, "")

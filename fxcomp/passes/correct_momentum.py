@@ -16,8 +16,8 @@ in dense buckets too, the whole velocity is kept:
 
     + %next_velocity_0  velocity  f32[12]  keep(%velocity_0, %corrected_0)
 
-A velocity is in its bucket's unit, and lies where the bucket is compressed: on the host behind the copy to it, in this
-rank's shard behind the reduction inside the host. Emitted code replaces it in place, with the bucket.
+A velocity is fp32, in its bucket's unit, and lies where the bucket is compressed: on the host behind the copy to it, in
+this rank's shard behind the reduction inside the host. Emitted code replaces it in place, with the bucket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from fxcomp.graph.edit import buckets, call, collective_kind, is_collective, placeholder
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 from fxcomp.graph.lines import compressor_at
-from fxcomp.graph.ops import ACCUMULATE, KEEP, MASK_VELOCITY
+from fxcomp.graph.ops import ACCUMULATE, CAST, KEEP, MASK_VELOCITY, TURN
 
 
 def correct_momentum(gm: GraphModule, momentum: float) -> GraphModule:
@@ -52,11 +52,19 @@ def _correct(gm: GraphModule, number: int, momentum: float) -> Node:
     assert isinstance(value, Node), "what is sent is a node"
     label = NodeInfo(Role.VELOCITY, bucket=number, stage=info(first).stage)
     source = Source(InputKind.VELOCITY, index=number)
+    dtype = value.meta["val"].dtype
+    if dtype is not torch.float32:
+        with graph.inserting_before(first):
+            value = call(graph, CAST, (value, torch.float32), _copied(first), name=f"whole_{number}")
     velocity = placeholder(graph, f"velocity_{number}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
     with graph.inserting_before(first):
         corrected = call(graph, ACCUMULATE, (value, velocity, momentum), label, name=f"corrected_{number}")
+    sent = corrected
+    if dtype is not torch.float32:
+        with graph.inserting_before(first):
+            sent = call(graph, CAST, (corrected, dtype), _copied(first), name=f"rounded_{number}")
     for reader in readers:
-        reader.update_arg(0, corrected)
+        reader.update_arg(0, sent)
 
     left_out = _left_out_of_values(readers[-1])
     target, arguments = (KEEP, (velocity, corrected))
@@ -65,6 +73,10 @@ def _correct(gm: GraphModule, number: int, momentum: float) -> Node:
     label = NodeInfo(Role.VELOCITY, bucket=number, stage=info(readers[-1]).stage)
     with graph.inserting_after(_sender(readers[-1])):  # the payload does not wait for it
         return call(graph, target, arguments, label, name=f"next_velocity_{number}")
+
+
+def _copied(reader: Node) -> NodeInfo:
+    return NodeInfo(Role.COPY, bucket=info(reader).bucket, stage=info(reader).stage)
 
 
 def _readers(gm: GraphModule, number: int) -> list[Node]:
@@ -80,7 +92,11 @@ def _readers(gm: GraphModule, number: int) -> list[Node]:
 
 
 def _splits_dense(node: Node) -> bool:
-    return collective_kind(node).splits and node.meta["val"].dtype is torch.float32
+    """Tell a collective that splits what nobody has compressed yet: what it sends is no payload."""
+    source: Any = node.args[0]
+    while source.target is TURN or info(source).role is Role.COPY:
+        source = source.args[0]
+    return collective_kind(node).splits and info(source).role not in (Role.COMPRESS, Role.PROPOSE)
 
 
 def _left_out_of_values(reader: Node) -> Node | None:

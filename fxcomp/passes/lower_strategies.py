@@ -11,8 +11,10 @@
 
 A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
 Where ranks agree before they compress, the agreement is a stage of its own. What a compressor on the cpu reads is
-copied to the host before it, and copied back before what runs on the device. Each rank lowers its own part: shards may
-differ, and with a rooted collective all but the first rank have nothing; the collectives are the same on all of them.
+copied to the host before it, and copied back before what runs on the device. Compressors take and give fp32: gradients
+of another type are packed as fp32 or cast, and dense values are cast back before they travel. Each rank lowers its own
+part: shards may differ, and with a rooted collective all but the first rank have nothing; the collectives are the same
+on all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.graph.edit import buckets, call, collective_of, wait_of
+from fxcomp.graph.edit import buckets, call, collective_of, refresh_value, wait_of
 from fxcomp.graph.info import NodeInfo, Role, update_info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, OF_PARTS, TURN, WAIT
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, OF_PARTS, TURN, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import Decode, Encode, Leg, Send, route_of
@@ -48,6 +51,7 @@ class _Lowering:
 
     def __init__(self, gm: GraphModule, number: int, bucket: Bucket, pack: Node) -> None:
         self.graph, self.number, self.bucket, self.pack = gm.graph, number, bucket, pack
+        self.dtype = bucket.element_type.dtype
         flat = collective_of(pack)
         assert flat is not None, f"bucket {number} has no collective"
         self.flat, self.done = flat, wait_of(flat)
@@ -65,18 +69,23 @@ class _Lowering:
     def lower(self, cluster: Cluster, rank: int) -> None:
         gradients: Any = self.pack.args[0]
         shapes = [gradient.meta["val"].shape for gradient in gradients]
-        route = route_of(self.bucket.strategy, shapes, cluster, rank)
-        self.sizes = iter(sent_bytes(route_of(self.bucket.strategy, shapes, cluster)))
+        kind = self.bucket.element_type
+        route = route_of(self.bucket.strategy, shapes, cluster, rank, kind)
+        self.sizes = iter(sent_bytes(route_of(self.bucket.strategy, shapes, cluster, element_type=kind)))
         self.pack.args = (self.pack.args[0], float(route.scale))
         if self.bucket.strategy == DENSE:
             self.flat.args = (self.pack, "sum", Level.WORLD.value)
             return
+        if route.packs_fp32 and self.dtype is not torch.float32:
+            self.pack.update_kwarg("dtype", torch.float32)
+            refresh_value(self.pack)
         for stage, legs in enumerate(route.stages):
             with self.graph.inserting_before(self.done if stage else self.flat):
                 for leg in legs:
                     self._lower(leg)
         with self.graph.inserting_before(self.done):
             self._bring_to(Device.GPU)
+            self._cast(self.dtype)
         self.done.replace_all_uses_with(self.value)
         self.graph.erase_node(self.done)
         self.graph.erase_node(self.flat)
@@ -84,6 +93,7 @@ class _Lowering:
     def _lower(self, leg: Leg) -> None:
         match leg:
             case Encode():
+                self._cast(torch.float32)
                 self._bring_to(leg.device)
                 self._encode(leg)
             case Decode():
@@ -92,6 +102,8 @@ class _Lowering:
             case Send():
                 if leg.slot is None:
                     self._bring_to(Device.GPU)
+                if leg.slot is None and leg.ranks > 1:
+                    self._cast(self.dtype)
                 self._send(leg)
 
     def _bring_to(self, device: Device) -> None:
@@ -100,6 +112,10 @@ class _Lowering:
             target, name = (D2H, "d2h") if is_host else (H2D, "h2d")
             self.value = self._node(target, (self.value,), Role.COPY, name)
             self.on_host = is_host
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        if self.value.meta["val"].dtype is not dtype:
+            self.value = self._node(CAST, (self.value, dtype), Role.COPY, "cast")
 
     def _encode(self, leg: Encode) -> None:
         compressor = leg.compressor

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.info import Role, Sharing, info
-from fxcomp.graph.ops import H2D
+from fxcomp.graph.ops import CAST, H2D
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 
@@ -36,7 +36,7 @@ _SYNC = (
     *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
-_BODY = (Role.COMPUTE, Role.EXCHANGE, *_LOCAL)
+_BODY = (Role.COMPUTE, Role.COUNT, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE, *_LOCAL)
 
 
 def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -109,7 +109,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
 def _starts_early(node: Node, strategy: Strategy) -> bool:
     """Tell a line that starts during backward: not those after the last collective for which the main thread waits."""
     stage, is_final = info(node).stage, info(node).stage == len(strategy.collectives)
-    return stage < strategy.started_stages and not (is_final and node.target is H2D)
+    return stage < strategy.started_stages and not (is_final and node.target in (H2D, CAST))
 
 
 def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:

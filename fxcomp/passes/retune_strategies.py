@@ -32,15 +32,16 @@ from fxcomp.plan.sent_bytes import sent_bytes
 def retune_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) -> GraphModule:
     lines = _lines_by_bucket(gm)
     for number, pack in list(buckets(gm)):
-        strategy, gradients = plan.buckets[number].strategy, pack.args[0]
+        strategy, kind, gradients = plan.buckets[number].strategy, plan.buckets[number].element_type, pack.args[0]
         if strategy.is_dense:
             continue
         shapes = [gradient.meta["val"].shape for gradient in _nodes(gradients)]
-        route = route_of(strategy, shapes, cluster, rank)
+        route = route_of(strategy, shapes, cluster, rank, kind)
         _set_compressors(lines[number], route)
         _set_cuts(lines[number], route)
         _refresh(lines[number])
-        sizes = [size for send, size in sent_bytes(route_of(strategy, shapes, cluster)) if send.ranks > 1]
+        sent = sent_bytes(route_of(strategy, shapes, cluster, element_type=kind))
+        sizes = [size for send, size in sent if send.ranks > 1]
         for collective, size in zip(_collectives(lines[number]), sizes, strict=True):
             update_info(collective, sent_bytes=size)
     return gm

@@ -26,6 +26,17 @@ def check_is_feedback(options: object) -> None:
         )
 
 
+def check_needs_no_optimizer(options: object, why: str) -> None:
+    """Refuse what needs the optimizer, or a count of its steps, where it is the user's own; `why` says so."""
+    check_is_feedback(options)
+    for name in ("scale_with_lr", "dense_steps", "density_steps", "momentum"):
+        if getattr(options, name):
+            raise BadOption(
+                f"ErrorFeedback.{name} needs the optimizer, {why}.\n"
+                "  Use fxcomp.compile_step, which compiles the whole step."
+            )
+
+
 def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
     """Refuse options for experiments where fxcomp chooses the plan: it chooses none that they are for."""
     for name in ("off", "allow_diverging"):
@@ -58,14 +69,29 @@ def check_momentum(
             )
     if clips:
         raise BadOption(
-            f"max_grad_norm clips the mean of what the ranks send, which with {which} is momentum and no gradient.\n"
-            "  Leave max_grad_norm or momentum= of ErrorFeedback out."
+            f"max_grad_norm and max_grad_value clip the mean of what the ranks send, which with {which} is momentum"
+            " and no gradient.\n  Leave clipping or momentum= of ErrorFeedback out."
         )
     if alone:
         raise BadOption(
             f"{which} keeps the momentum of what ranks send each other, and there is one rank: nothing is sent.\n"
             f"  On one rank, give momentum={options.momentum:g} to {kind}."
         )
+
+
+def check_rates(options: ErrorFeedback, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to scale residuals by learning rates where a parameter group has none."""
+    if not options.scale_with_lr:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        if "lr" not in group:
+            kind = type(optimizer).__name__
+            raise BadOption(
+                "ErrorFeedback(scale_with_lr=True) scales residuals where a learning rate changes, but parameter group"
+                f" {number} of {kind} has no 'lr': its options are"
+                f" {', '.join(sorted(map(repr, group.keys() - {'params'}))) or 'none'}.\n"
+                f"  Let {kind} keep its rate in each group as 'lr', or leave scale_with_lr=True out."
+            )
 
 
 def check_plan(
@@ -99,7 +125,8 @@ def check_plan(
             f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. The optimizer's update is"
             f" {strictest(bent).value}: there delayed errors do not add up, and at most {burst_share(bent):.0%} are"
             " allowed.\n"
-            "  Use int8, int4 or sign, or torch.optim.SGD, or let fxcomp choose. To do it all the same, pass"
+            "  Use int8, int4 or sign, or torch.optim.SGD, or leave it to fxcomp: without plan=, or without a pattern"
+            " of per_parameter= that pins these. To do it all the same, pass"
             " error_feedback=ErrorFeedback(allow_diverging=True)."
         )
 

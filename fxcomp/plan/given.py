@@ -35,6 +35,11 @@ def strategy_named(plan: str) -> Strategy:
     return Strategy.parse(plan) if is_strategy(plan) else Strategy.flat(parse_compressor(plan))
 
 
+def is_named(plan: Plan, text: str) -> bool:
+    """Tell whether a text could have made a plan: what is not dense goes by the strategy that it names."""
+    return all(bucket.strategy in (DENSE, strategy_named(text)) for bucket in plan.buckets)
+
+
 def check_is_plan(plan: object) -> None:
     """Raise BadPlan for what names no plan. Files are not opened yet."""
     if isinstance(plan, str) and not is_path(plan):

@@ -9,8 +9,9 @@ from enum import Enum
 from functools import cache, lru_cache
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.compressors import CastCompressor, Compressor, parse_compressor
 from fxcomp.errors import BadOption
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, ByLevel, Device, Strategy
 
 
@@ -154,6 +155,19 @@ def _ways_of(entries: tuple[Entry, ...], cluster: Cluster, *, offload: bool) -> 
     devices = tuple(Device) if offload else (Device.GPU,)
     compressed = (each for entry in entries for device in devices for each in _compressed(entry, device, cluster))
     return tuple(dict.fromkeys((*one_shot_ways(None, cluster), *compressed)))
+
+
+@lru_cache(maxsize=1024)
+def worth_offering(offered: tuple[Strategy, ...], element_type: ElementType) -> tuple[Strategy, ...]:
+    """Put dense strategies in the place of those that send gradients of a type in one as long: bf16 as bf16."""
+    return tuple(dict.fromkeys(each.uncompressed if _is_no_shorter(each, element_type) else each for each in offered))
+
+
+def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
+    return any(
+        isinstance(each, CastCompressor) and each.payload_dtype.itemsize >= element_type.itemsize
+        for each in strategy.compressors
+    )
 
 
 def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:

@@ -18,7 +18,7 @@ from typing import cast
 from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.errors import BadOption, BadPlan, FxcompError
 from fxcomp.plan.given import is_path, is_strategy, strategy_named
 from fxcomp.plan.modes import one_shot_ways
@@ -26,7 +26,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""A search has 16 lanes, of which matrices and vectors take two; each pinned strategy takes one."""
+"""A search has 256 lanes: of each type of gradients, matrices and vectors take two, each pinned strategy one."""
 
 _SHOWN = 3  # names in an error
 
@@ -47,6 +47,21 @@ class Rule:
         if is_strategy(self.text):
             return (strategy_named(self.text),)
         return one_shot_ways(strategy_named(self.text).compressor, cluster, offload=offload)
+
+    def check_size(self, name: str, elements: int) -> None:
+        """Raise BadOption for a parameter of more values than the compressor can select from."""
+        compressor = strategy_named(self.text).compressor
+        is_cut = is_strategy(self.text) and not self.text.startswith("compress")  # each rank selects from a shard
+        if compressor is None or compressor.facts.needs_whole_parameters or is_cut:
+            return
+        try:
+            compressor.payload_elements((elements,))
+        except BadCompressor as error:
+            why = str(error).partition("\n")[0]
+            raise BadOption(
+                f"per_parameter[{self.pattern!r}]={self.text!r} cannot be for {name!r}: {why}\n"
+                "  Pin it to a compressor that sends every value, such as int8, or leave it out of the pattern."
+            ) from None
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.text}"
@@ -118,6 +133,10 @@ class Pins:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shared = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self.check_names(everything, shared)
+        for name, parameter in model.named_parameters():
+            rule = self.rule_for(name) if parameter.requires_grad else None
+            if rule is not None:
+                rule.check_size(name, parameter.numel())
 
     def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
         """Raise BadOption for a pattern that decides nothing, or not all that it names.

@@ -15,13 +15,14 @@ from typing import Any
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.strategy import Collective, Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that travel as one: parameter names, their sizes in elements, and their strategy.
+    """Gradients of one type that travel as one: parameter names, their sizes in elements, and their strategy.
 
     Scales and counts of a compressor never mix parameters: each is a segment of its own.
 
@@ -33,6 +34,7 @@ class Bucket:
     sizes: tuple[int, ...]
     strategy: Strategy
     starts: tuple[int, ...] = ()
+    element_type: ElementType = ElementType.F32
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.sizes) or min(self.sizes) < 0:
@@ -47,7 +49,7 @@ class Bucket:
 
     @property
     def dense_bytes(self) -> int:
-        return 4 * self.elements
+        return self.element_type.itemsize * self.elements
 
     @property
     def extents(self) -> tuple[range, ...]:
@@ -59,7 +61,8 @@ class Bucket:
         return [part_shape(whole[name], extent) for name, extent in zip(self.names, self.extents, strict=True)]
 
     def __str__(self) -> str:
-        return f"{len(self.names)} tensors, {self.elements:,} elements: {self.strategy}"
+        kind = "" if self.element_type is ElementType.F32 else f" of {self.element_type}"
+        return f"{len(self.names)} tensors, {self.elements:,} elements{kind}: {self.strategy}"
 
 
 def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
@@ -118,6 +121,11 @@ class Plan:
         return dict(found)
 
     @property
+    def types(self) -> dict[str, ElementType]:
+        """The type of each parameter's gradient."""
+        return {name: bucket.element_type for bucket in self.buckets for name in bucket.names}
+
+    @property
     def parts(self) -> dict[str, tuple[range, ...]]:
         """The parts of each parameter, in order; one for a gradient that is not cut."""
         found: dict[str, list[range]] = {}
@@ -157,8 +165,8 @@ class Plan:
         """
         return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
-    def check_covers(self, sizes: Mapping[str, int]) -> None:
-        """Raise BadPlan unless the plan names exactly these gradients, with their sizes."""
+    def check_covers(self, sizes: Mapping[str, int], types: Mapping[str, ElementType] | None = None) -> None:
+        """Raise BadPlan unless the plan names exactly these gradients, with their sizes; and types, if told."""
         planned = self.sizes
         unknown = [name for name in planned if name not in sizes]
         missing = [name for name in sizes if name not in planned]
@@ -175,6 +183,14 @@ class Plan:
                 "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"
                 "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
             )
+        for number, bucket in enumerate(self.buckets):
+            for name in bucket.names:
+                if types is not None and types[name] is not bucket.element_type:
+                    raise BadPlan(
+                        f"bucket {number} of the plan holds {bucket.element_type} gradients; that of {name!r} is"
+                        f" {types[name]} here.\n"
+                        "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
+                    )
 
     def check_fits(self, cluster: Cluster) -> None:
         """Raise BadPlan if a bucket's ranks share work by units that have unequal numbers of ranks."""
@@ -199,7 +215,8 @@ class Plan:
         if len(self.buckets) != len(other.buckets):
             return False
         return all(
-            (mine.names, mine.sizes, mine.starts) == (its.names, its.sizes, its.starts)
+            (mine.names, mine.sizes, mine.starts, mine.element_type)
+            == (its.names, its.sizes, its.starts, its.element_type)
             and mine.strategy.differs_in_parameters_only(its.strategy)
             for mine, its in zip(self.buckets, other.buckets, strict=True)
         )
@@ -210,6 +227,7 @@ class Plan:
             "buckets": [
                 {"names": list(b.names), "sizes": list(b.sizes), "strategy": str(b.strategy)}
                 | ({"starts": list(b.starts)} if any(b.starts) else {})
+                | ({"type": str(b.element_type)} if b.element_type is not ElementType.F32 else {})
                 for b in self.buckets
             ],
         }
@@ -227,6 +245,7 @@ class Plan:
                         tuple(map(int, b["sizes"])),
                         Strategy.parse(b["strategy"]),
                         tuple(map(int, b.get("starts", ()))),
+                        ElementType(b.get("type", "f32")),
                     )
                     for b in data["buckets"]
                 )

@@ -14,6 +14,9 @@ range of the bucket's values. Compressors never see a border between pieces: eac
 
 Packing divides once, by as much as makes the result the mean: decoding takes the mean of the payloads that lie on each
 other, the network only adds.
+
+Dense values travel in the gradients' type. Compressors take and give fp32, so values change their type where one
+follows the other: `Route.packs_fp32` says that packing does it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any, NamedTuple
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.shards import Piece, segments_of, shards
 from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose
@@ -150,10 +154,18 @@ class Route:
     """The piece that a rank holds behind the leading splits; its velocity lies there."""
     first_unit: Unit
     first_stage: int
+    element_type: ElementType = ElementType.F32
+    """Of dense values that travel."""
 
     @property
     def legs(self) -> tuple[Leg, ...]:
         return tuple(leg for stage in self.stages for leg in stage)
+
+    @property
+    def packs_fp32(self) -> bool:
+        """A compressor takes what is packed as it is, and not what a collective has made of it."""
+        first = next((leg for leg in self.legs if not isinstance(leg, Send) or leg.ranks > 1), None)
+        return isinstance(first, Encode)
 
     @property
     def slots(self) -> tuple[Encode, ...]:
@@ -161,9 +173,15 @@ class Route:
         return tuple(leg for leg in self.legs if isinstance(leg, Encode) and not leg.is_proposal)
 
 
-def route_of(strategy: Strategy, shapes: Sequence[Sequence[int]], cluster: Cluster, rank: int = 0) -> Route:
+def route_of(
+    strategy: Strategy,
+    shapes: Sequence[Sequence[int]],
+    cluster: Cluster,
+    rank: int = 0,
+    element_type: ElementType = ElementType.F32,
+) -> Route:
     """Walk a strategy with a bucket of parameters of these shapes, as one rank sees it."""
-    return _Walk(strategy, shapes, cluster, rank).route()
+    return _Walk(strategy, shapes, cluster, rank, element_type).route()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +195,16 @@ class _Row:
 class _Walk:
     """Walks from the gradients of one rank to their mean."""
 
-    def __init__(self, strategy: Strategy, shapes: Sequence[Sequence[int]], cluster: Cluster, rank: int) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        shapes: Sequence[Sequence[int]],
+        cluster: Cluster,
+        rank: int,
+        element_type: ElementType,
+    ) -> None:
         self.strategy, self.shapes, self.cluster, self.rank = strategy, shapes, cluster, rank
+        self.element_type = element_type
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
         self.extents = [range(self.edges[-1])]
@@ -210,7 +236,7 @@ class _Walk:
                 stages.append([])
         assert first is not None, "every strategy ends with a step that is no split"
         whole = range(self.edges[-1])
-        return Route(self.scale, whole, tuple(map(tuple, stages)), *first)
+        return Route(self.scale, whole, tuple(map(tuple, stages)), *first, self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
         """Count the ranks that this rank's values meet: where hosts differ, first ranks meet more than others."""
@@ -317,7 +343,7 @@ class _Walk:
             how = "max" if facts.agreement is not None and facts.agreement.value == "max" else "sum"
             self.encoder = None
             return Send(kind, level, 1, place, ranks, facts.proposal_dtype.itemsize, encoder.slot, how)
-        itemsize = 4 if encoder is None else encoder.compressor.payload_dtype.itemsize
+        itemsize = self.element_type.itemsize if encoder is None else encoder.compressor.payload_dtype.itemsize
         slot = None if encoder is None else encoder.slot
 
         def sent(cut: Cut, turned: Turn | None = None) -> Send:

@@ -7,7 +7,8 @@ from fxcomp.plan.route import Decode, Encode, Route, Send
 
 def sent_bytes(route: Route) -> list[tuple[Send, int]]:
     """List the collectives in order, with their sizes on the route's rank: shards may differ between ranks."""
-    held, proposal = 4 * len(route.whole), None
+    dense = route.element_type.itemsize
+    held, proposal = dense * len(route.whole), None
     found: list[tuple[Send, int]] = []
     for leg in route.legs:
         match leg:
@@ -16,7 +17,7 @@ def sent_bytes(route: Route) -> list[tuple[Send, int]]:
             case Encode():
                 held = leg.payload_elements * leg.compressor.payload_dtype.itemsize
             case Decode():
-                held = 4 * leg.elements
+                held = dense * leg.elements
             case Send() if proposal is not None:
                 found.append((leg, proposal))
                 proposal = None

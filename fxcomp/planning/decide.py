@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fxcomp.plan.budget import Budget
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path
 from fxcomp.plan.modes import LADDER_COMPRESSORS
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.earlier_jobs import EarlierJobs
 from fxcomp.planning.gather_costs import gathered_costs
 from fxcomp.planning.measure_job import measured_on_job
 from fxcomp.planning.measure_machine import hardware
@@ -41,6 +42,8 @@ class Planner:
     graph: GraphModule
     bursts: float = 1.0
     """The part of all elements that may come in bursts."""
+    earlier: EarlierJobs = field(default_factory=EarlierJobs)
+    """Remembers what this step costs, for the next job."""
 
     def first(self, costs: CostTable | None, example: Example | None = None) -> Decision:
         """Decide by given costs, or by what is measured now: with an example, on the job itself.
@@ -56,7 +59,7 @@ class Planner:
             offered = () if self.options.error_budget is None else LADDER_COMPRESSORS
             costs = gathered_costs(self.site, (*self.options.pins.compressors, *offered))
             if example is not None:
-                costs = measured_on_job(self.compiler, self.site, example, costs)
+                costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
         return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
@@ -65,6 +68,10 @@ class Planner:
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
         return self._best(workload, costs, topic, errors)
 
+    def measure_next_time(self) -> None:
+        """Keep the next job from taking over what this one has found to be wrong."""
+        self.earlier.forget()
+
     @property
     def terms(self) -> Terms:
         """What plans of this job may be, by errors of Gaussian values."""
@@ -72,14 +79,15 @@ class Planner:
         return Terms(self.options.mode, self.bursts, self.options.pins, budget and Budget(budget))
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Choose on rank 0 and follow on all."""
+        """Choose on rank 0 and follow on all; of several groups beside each other, the first one chooses for all."""
         cluster, terms = self.site.cluster, self.terms.by(errors)
 
         def decide() -> dict[str, Any]:
             chosen = choose(workload, costs, cluster, terms)
             return {"choice": chosen.to_json(), "costs": costs.to_json(), "workload": workload.to_json()}
 
-        data = self.site.ranks.from_rank_0(topic, decide)
+        beside = self.site.beside
+        data = self.site.ranks.from_rank_0(topic, lambda: beside.from_first(topic, decide))
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
         notes = (*terms.notes(work, cluster), *self._foreign(agreed))
@@ -101,7 +109,7 @@ class Planner:
             return Plan.load(plan) if is_path(plan) and Path(plan).exists() else followed
 
         ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: facts_of_plan(mine())))
-        followed.check_covers(workload.sizes)
+        followed.check_covers(workload.sizes, workload.types)
         followed.check_fits(cluster)
         notes = ("the plan was given, not chosen", *self._foreign(costs))
         return Decision(followed, costs, workload, notes=notes)

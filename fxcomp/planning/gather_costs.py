@@ -23,10 +23,11 @@ def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
 
 
 def with_ranks(costs: CostTable, site: Site) -> CostTable:
-    """Add to a machine's costs the processors that its ranks share, and the live links. Every rank takes part."""
+    """Add to a machine's costs the processors that its ranks share, and the live links. Every rank takes part, and
+    those of other groups that share them."""
     if site.device.type == "cpu":
-        costs = replace(costs, processors=site.ranks.processors())
+        costs = replace(costs, processors=site.processors())
     if not site.ranks.fits_links:
         return costs
     assert isinstance(site.transport, Groups), "several ranks have groups"
-    return with_live_links(costs, site.transport, site.cluster, site.device)
+    return with_live_links(costs, site.transport, site.cluster, site.device, site.beside)

@@ -6,12 +6,11 @@ import math
 import statistics
 from dataclasses import asdict, replace
 
-from fxcomp.cluster.cluster import Level
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_of
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.search.choose import uniform
@@ -20,8 +19,8 @@ from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Example
 
 MEASURED_STEPS = ((0.3e6, 8), (1e6, 5), (2e6, 3), (6e6, 2), (math.inf, 1))
-"""Numbers of dense steps that are timed with the network and without, in turns, by the longest time on the wire, in µs:
-the same number on every rank. One of each goes before them and does not count."""
+"""Numbers of dense steps that are timed with the network and without, in turns, by the longest that one is predicted to
+take, in µs: the same number on every rank. One of each goes before them and does not count."""
 
 SMALLEST_ERROR = 0.05
 """A prediction is never trusted further than this: the median error over models, links and plans (docs/costs.md)."""
@@ -29,17 +28,36 @@ SMALLEST_ERROR = 0.05
 LARGEST_ERROR = 0.5
 
 
-def measured_on_job(compiler: Compiler, site: Site, example: Example, costs: CostTable) -> CostTable:
-    """Add to a table what this job's regions cost and how far its prediction is off; every rank calls it."""
+def measured_on_job(
+    compiler: Compiler, site: Site, example: Example, costs: CostTable, earlier: EarlierJobs
+) -> CostTable:
+    """Add to a table what this job's regions cost and how far its prediction is off; every rank calls it.
+
+    What an earlier job measured of the same step is taken over.
+    """
     ranks, cluster = site.ranks, site.cluster
     workload = compiler.analyze(example.captured.graph, costs)
+    facts = facts_of_step(example.captured.graph, compiler, site, costs)
+    known = ranks.from_rank_0(
+        "what an earlier job measured", lambda: earlier.find(facts, costs, cluster, workload.dense_bytes)
+    )
+    if known is not None:
+        return with_step_of(costs, CostTable.from_json(known))
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
-    plan = Plan.from_json(data)
+    measured = _measured_now(compiler, site, example, costs, Plan.from_json(data))
+    if site.rank == 0:
+        earlier.keep(measured)
+    return measured
+
+
+def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostTable, plan: Plan) -> CostTable:
+    """Run the dense step over and without the network."""
+    ranks, cluster = site.ranks, site.cluster
     program = compiler.emit(example.captured, plan, costs)
     state = GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback)
     arguments = example.arguments(program, state)
-    wire_us = costs.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, cluster)
-    mine = next(repeats for limit_us, repeats in MEASURED_STEPS if wire_us < limit_us)
+    predicted_us = program.timeline.step_time_us
+    mine = next(repeats for limit_us, repeats in MEASURED_STEPS if predicted_us < limit_us)
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
     here = measure_step(program, arguments, networks(program.graph, site.transport, costs, cluster), repeats)
     around_us = ranks.gather("timing what feeds a step", feed_us(here[0], lambda: example.feed(program, state)))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
+from fxcomp.beside import NOBODY, Beside
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.contention import TransportCost
@@ -39,26 +40,28 @@ SLOWEST_OVERLAP = 0.05
 """A lower speed is noise: a fair scheduler gives more (assumed)."""
 
 
-def with_live_links(costs: CostTable, transport: Groups, cluster: Cluster, device: torch.device) -> CostTable:
+def with_live_links(
+    costs: CostTable, transport: Groups, cluster: Cluster, device: torch.device, beside: Beside = NOBODY
+) -> CostTable:
     """Add the times of collectives on the running process groups, in about 4 s at most. Every rank takes part.
 
     Where compute's own processors carry the network's software, also add their processor time while the main thread
     only waits, and how much longer collectives take while it computes.
     """
-    timed = TimedCollectives(transport, device)
+    timed = TimedCollectives(transport, device, beside)
     found = measure_collectives(timed, cluster, library=costs.library)
     costs = replace(costs, collectives=found, launch_us=timed.launch_us(costs.launch_us))
     if math.isinf(costs.processors.count):
         return costs
     taken = timed.processor_times()
     if not costs.processors.has_spare:
-        slowdown = _OverlapSlowdown(timed, transport, device)
+        slowdown = _OverlapSlowdown(timed, device)
         taken = {kind: replace(each, **slowdown.of(kind)) for kind, each in taken.items()}
     return replace(costs, transport=taken)
 
 
 def meet(transport: Transport, device: torch.device) -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks of a group."""
     transport.all_reduce(torch.zeros(1, device=device), "world", "main").wait()
     compat.synchronize(device)
 
@@ -68,10 +71,11 @@ class TimedCollectives:
 
     They are run as a step runs them; a message, which no step sends, goes straight over the process group. A broadcast,
     a reduce and a gather have the group's first rank as their root, and a message goes from the first to the second.
+    Groups `beside` this one run the same at the same time, so that each is timed with its share of their links.
     """
 
-    def __init__(self, transport: Groups, device: torch.device) -> None:
-        self._transport, self._device = transport, device
+    def __init__(self, transport: Groups, device: torch.device, beside: Beside = NOBODY) -> None:
+        self._transport, self._device, self._beside = transport, device, beside
         self._buffers: dict[int, Tensor] = {}
         self._launches_us: list[float] = []
         self._processor_us: dict[CollectiveKind, list[tuple[int, float]]] = {}
@@ -80,7 +84,7 @@ class TimedCollectives:
     def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
         """Time one collective over `size` bytes, in seconds: the same number on every rank."""
         launch = self.prepared(kind, level, size)
-        meet(self._transport, self._device)
+        self.meet()
         start, cpu = time.perf_counter(), time.process_time()
         work = launch()
         launched = time.perf_counter() - start
@@ -113,20 +117,28 @@ class TimedCollectives:
     def processor_times(self) -> dict[CollectiveKind, TransportCost]:
         """Return the smallest collectives' processor time for each, and the largest's for each MB beyond."""
         times: dict[CollectiveKind, TransportCost] = {}
+        ranks = len(self._transport.group("world", "main")[1])
         for kind, samples in self._processor_us.items():
             small = [us for size, us in samples if size <= SMALL_BYTES]
             largest = max(size for size, _ in samples)
             fixed = statistics.median(small) if small else 0.0
             most = statistics.median([us for size, us in samples if size == largest])
-            sent_mb = wire_bytes(kind, dist.get_world_size(), largest) / 1e6
+            sent_mb = wire_bytes(kind, ranks, largest) / 1e6
             times[kind] = TransportCost(fixed, max(0.0, most - fixed) / sent_mb)
         return times
 
     def slowest(self, seconds: float) -> float:
-        """Return the ranks' largest number, the same on every rank."""
+        """Return the largest number of all ranks, the same on every rank."""
         passed = torch.tensor([seconds], dtype=torch.float32, device=self._device)
         self._transport.all_reduce(passed, "world", "main", how="max").wait()
+        self._beside.largest(passed)
         return float(passed.item())
+
+    def meet(self) -> None:
+        """Wait for all ranks, those of groups beside this one last."""
+        meet(self._transport, self._device)
+        self._beside.largest(torch.zeros(1, device=self._device))
+        compat.synchronize(self._device)
 
     def prepared(self, kind: CollectiveKind, level: Level, size: int, slot: int = 0) -> Callable[[], Work]:
         """Make a collective's buffers, and return what launches it. Several under way need a `slot` each."""
@@ -182,8 +194,8 @@ def _started(work: Any) -> Work:
 class _OverlapSlowdown:
     """Measure how much longer collectives take while the main thread computes."""
 
-    def __init__(self, timed: TimedCollectives, transport: Groups, device: torch.device) -> None:
-        self._timed, self._transport, self._device = timed, transport, device
+    def __init__(self, timed: TimedCollectives, device: torch.device) -> None:
+        self._timed, self._device = timed, device
         self._square = torch.ones(192, 192, device=device)
         self._product = torch.zeros_like(self._square)
 
@@ -222,7 +234,7 @@ class _OverlapSlowdown:
     def _burst_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
         """Time a burst that is waited for after so much work, on the slowest rank."""
         launches = [self._timed.prepared(kind, Level.WORLD, size, slot) for slot in range(count)]
-        meet(self._transport, self._device)
+        self._timed.meet()
         start = time.perf_counter()
         works = [launch() for launch in launches]
         while time.perf_counter() - start < worked_s:

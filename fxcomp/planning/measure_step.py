@@ -19,7 +19,8 @@ from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.roofline import Measured
 from fxcomp.graph.regions import Region, regions
-from fxcomp.graph.work import is_free, work_key
+from fxcomp.graph.work import is_free
+from fxcomp.passes.annotate_costs import cost_key
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
@@ -233,9 +234,12 @@ class _LinesTimed(Runtime):
         gradients: Sequence[Tensor],
         scale: float,
         starts: Sequence[int] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        factor: Tensor | None = None,
     ) -> Tensor:
         start = self.clock.look()
-        bucket = super().pack(name, parameters, gradients, scale, starts)
+        bucket = super().pack(name, parameters, gradients, scale, starts, dtype=dtype, factor=factor)
         self._marks.append((name, start, self.clock.look()))
         self._sizes[name] = bucket.nbytes
         return bucket
@@ -254,6 +258,12 @@ class _LinesTimed(Runtime):
         if kind != CollectiveKind.BROADCAST.value:  # of buffers, whose start is in the region that made them
             self._launches.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
         return flight
+
+    def all_finite(self, values: Sequence[Tensor]) -> bool:
+        """Look, and let updates run on the copies whatever is found: a step that is left out has none to time."""
+        super().all_finite(values)
+        self.counters.skipped = False
+        return True
 
     @property
     def pack_us(self) -> float:
@@ -310,5 +320,5 @@ def apportion(program: Program, step: StepMeasurement, source: str) -> dict[str,
         alone = sum(step.node_us[node.name] for node in working)
         for node in working:
             share = step.node_us[node.name] / alone if alone else 1 / len(working)
-            found.setdefault(work_key(node), []).append(share * step.region_us[region.name])
+            found.setdefault(cost_key(node), []).append(share * step.region_us[region.name])
     return {key: Measured(statistics.fmean(us), step.spread, source) for key, us in found.items()}

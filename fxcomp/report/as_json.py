@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxcomp.cost.critical import critical_path
+from fxcomp.plan.element_type import ElementType
+from fxcomp.report.accumulation import accumulated
 from fxcomp.report.attribution import exposed_by_bucket
 from fxcomp.report.by_layer import Layer, Part, layers_of
 from fxcomp.report.explanation import Explanation, Variation, variation
@@ -34,6 +36,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "unpriced": _counted(explanation.unknowns.unpriced),
             "by_bytes": _counted(explanation.unknowns.by_bytes),
         },
+        "accumulation": [each.to_json() for each in accumulated(explanation)],
         "varied": _varied(variation(explanation)),
         "critical_path": [span.task.name for span in critical_path(explanation.timeline)],
         "exposed_ms": explanation.timeline.exposed_us / 1e3,
@@ -47,6 +50,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
                     "sizes": list(bucket.sizes),
                     "elements": bucket.elements,
                     "bytes": bucket.dense_bytes,
+                    **({"type": bucket.element_type} if bucket.element_type is not ElementType.F32 else {}),
                     "wire_bytes": round(explanation.sent_bytes(bucket)),
                     "strategy": str(bucket.strategy),
                     "exposed_ms": waits.get(k, 0.0) / 1e3,
@@ -84,13 +88,13 @@ def _runners(explanation: Explanation) -> list[dict[str, Any]]:
 
 def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
     """What was pinned by hand, by the pattern that decides."""
-    sizes = explanation.workload.sizes
+    sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     return [
         {
             "pattern": rule.pattern,
             "strategy": rule.text,
             "names": names,
-            "bytes": 4 * sum(sizes[name] for name in names),
+            "bytes": sum(sizes[name] for name in names),
         }
         for rule, names in explanation.pins.decided(sizes).items()
     ]
@@ -145,7 +149,7 @@ def _shares(parts: Sequence[Part]) -> dict[str, Any]:
     """What these elements weigh, spend and save."""
     squares, spent = sum(part.squares for part in parts), sum(part.spent for part in parts)
     return {
-        "bytes": 4 * sum(part.elements for part in parts),
+        "bytes": sum(part.dense_bytes for part in parts),
         "squares": squares,
         "error": spent / squares if squares > 0 else None,
         "spent": spent,

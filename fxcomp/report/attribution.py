@@ -10,7 +10,7 @@ from fxcomp.plan.streams import Stream
 
 _NAMES = {
     # The graph says corrected, proposal and mean for what the search calls accumulate, propose and decompress.
-    "compute": ("region", "backward", "update", "finish", "accumulate", "corrected"),
+    "compute": ("region", "arrive", "backward", "update", "finish", "accumulate", "corrected"),
     "compression": ("mask", "propose", "proposal", "compress", "next", "decompress", "mean"),
     "exchanges": ("exchange",),  # the loss function's own collectives
 }

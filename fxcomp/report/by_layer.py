@@ -39,6 +39,7 @@ class Part:
     """The share of the whole gradient's squares."""
     spent: float
     saved_us: float
+    dense_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ class Layer:
     @property
     def elements(self) -> int:
         return sum(part.elements for part in self.parts)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(part.dense_bytes for part in self.parts)
 
     @property
     def squares(self) -> float:
@@ -131,7 +136,7 @@ class _Account:
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
                 weight = float(self.losses.weights[self._places[name]]) * (size / sizes[name] if size else 0.0)
                 saved = saved_us * size / max(1, bucket.elements)
-                part = Part(name, k, size, weight / whole, 0.0, saved)
+                part = Part(name, k, size, weight / whole, 0.0, saved, bucket.element_type.itemsize * size)
                 self.parts.append(replace(part, spent=self.spent([part], bucket.strategy)))
 
     def spent(self, parts: Sequence[Part], strategy: Strategy) -> float:

@@ -81,7 +81,7 @@ def _by_layer(layers: Sequence[Layer], rest: Sequence[Layer], explanation: Expla
         (
             str(number),
             layer.name if len(layer.names) == 1 else f"{layer.name} ({len(layer.names)})",
-            mb(4 * layer.elements),
+            mb(layer.dense_bytes),
             f"{layer.squares:.1%}",
             short(layer.strategy),
             "" if layer.error is None else f"{layer.error:.3g}",
@@ -96,7 +96,7 @@ def _by_layer(layers: Sequence[Layer], rest: Sequence[Layer], explanation: Expla
             (
                 "",
                 f"{count(len(rest), 'other layer')}",
-                mb(4 * sum(each.elements for each in rest)),
+                mb(sum(each.dense_bytes for each in rest)),
                 f"{sum(each.squares for each in rest):.1%}",
                 "",
                 "",

@@ -60,6 +60,8 @@ class Explanation:
     """The plan in use is the one whose turn it is."""
     budget: Budget | None = None
     """What plans may lose in the place of the mode's limit, by the errors that are known now."""
+    micro_batches: int = 1
+    """The number of micro-batches whose gradients a step sums up."""
     moves: Sequence[Moved] = ()
     """How the plan has followed the gradients since."""
 

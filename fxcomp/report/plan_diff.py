@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from fxcomp.errors import BadPlan
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.report.document import Block, Column, Section, Table
@@ -71,7 +72,8 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
         part = re.fullmatch(r"(.+)\[(\d+):\d+\]", label)
         names.append(part[1] if part else label)
         starts.append(int(part[2]) if part else 0)
-    return Bucket(tuple(names), tuple(map(int, data["sizes"])), Strategy.parse(data["strategy"]), tuple(starts))
+    sizes, kind = tuple(map(int, data["sizes"])), ElementType(data.get("type", "f32"))
+    return Bucket(tuple(names), sizes, Strategy.parse(data["strategy"]), tuple(starts), kind)
 
 
 _Part = tuple[range, int]
@@ -84,6 +86,7 @@ class Piece:
 
     name: str
     elements: int
+    dense_bytes: int
     before: int
     after: int
 
@@ -95,6 +98,7 @@ class Change:
     what: str
     names: tuple[str, ...]
     elements: int
+    dense_bytes: int
     kinds: tuple[str, ...] = ()
     """Of a change of strategy: compressors, levels, device."""
 
@@ -104,7 +108,7 @@ class Change:
             "kinds": list(self.kinds),
             "names": list(self.names),
             "elements": self.elements,
-            "bytes": 4 * self.elements,
+            "bytes": self.dense_bytes,
         }
 
 
@@ -150,12 +154,13 @@ def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
     sizes, others = old.sizes, new.sizes
     names = [name for name in sizes if others.get(name) == sizes[name]]
     parts, other_parts = _parts(old), _parts(new)
-    pieces = [piece for name in names for piece in _pieces(parts[name], other_parts[name], name)]
+    types = old.types
+    pieces = [piece for name in names for piece in _pieces(parts[name], other_parts[name], name, types[name])]
     partner = _partners(pieces)
     moved = [piece for piece in pieces if partner.get(piece.before) != piece.after]
     followed = [partner[k] for k in range(len(old.buckets)) if k in partner]
     shared = [name for name in _NUMBERS if name in before.numbers and name in after.numbers]
-    strategies, missing = _strategies(pieces, old, new), _missing(sizes, others)
+    strategies, missing = _strategies(pieces, old, new), _missing(old, new)
     is_same_but_for_order = not (strategies or moved or missing)
     return PlanDiff(
         strategies=strategies,
@@ -174,13 +179,13 @@ def _spent_otherwise(before: Mapping[str, float], after: Mapping[str, float]) ->
     return tuple(sorted(found, key=lambda each: -abs(each[2] - each[1])))
 
 
-def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str) -> list[Piece]:
+def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str, kind: ElementType) -> list[Piece]:
     """Cut a gradient where either plan cuts it."""
     borders = sorted({0, *(extent.stop for extent, _ in (*old, *new))})
     found: list[Piece] = []
     for start, stop in pairwise(borders):
         before, after = (next(k for extent, k in each if start in extent) for each in (old, new))
-        found.append(Piece(name, stop - start, before, after))
+        found.append(Piece(name, stop - start, kind.itemsize * (stop - start), before, after))
     return found
 
 
@@ -231,23 +236,31 @@ def _kinds(old: Strategy, new: Strategy) -> tuple[str, ...]:
     return tuple(name for name, is_other in differ.items() if is_other) or ("steps",)
 
 
-def _missing(old: Mapping[str, int], new: Mapping[str, int]) -> tuple[Change, ...]:
-    gone = [name for name in old if name not in new]
-    added = [name for name in new if name not in old]
-    resized = [name for name in old if name in new and new[name] != old[name]]
+def _missing(old: Plan, new: Plan) -> tuple[Change, ...]:
+    before, after = old.sizes, new.sizes
+    gone = [name for name in before if name not in after]
+    added = [name for name in after if name not in before]
+    resized = [name for name in before if name in after and after[name] != before[name]]
+    retyped = [name for name, kind in old.types.items() if before[name] == after.get(name) and new.types[name] != kind]
     found = [
         ("only in the first plan", gone, old),
         ("only in the second plan", added, new),
         ("another size", resized, new),
+        ("another type", retyped, new),
     ]
-    return tuple(
-        Change(what, tuple(names), sum(sizes[name] for name in names)) for what, names, sizes in found if names
-    )
+    return tuple(_whole(what, names, plan) for what, names, plan in found if names)
+
+
+def _whole(what: str, names: Sequence[str], plan: Plan) -> Change:
+    sizes, types = plan.sizes, plan.types
+    dense_bytes = sum(types[name].itemsize * sizes[name] for name in names)
+    return Change(what, tuple(names), sum(sizes[name] for name in names), dense_bytes)
 
 
 def _change(what: str, pieces: Sequence[Piece], kinds: tuple[str, ...] = ()) -> Change:
     names = dict.fromkeys(piece.name for piece in pieces)
-    return Change(what, tuple(names), sum(piece.elements for piece in pieces), kinds)
+    elements, dense_bytes = sum(piece.elements for piece in pieces), sum(piece.dense_bytes for piece in pieces)
+    return Change(what, tuple(names), elements, dense_bytes, kinds)
 
 
 # In words
@@ -259,6 +272,20 @@ def headline(diff: PlanDiff) -> str:
     if diff.is_empty:
         return f"The plans are the same: {count(diff.gradients, 'gradient')} in {count(old, 'bucket')}."
     return f"The plans differ: {count(old, 'bucket')} before, {count(new, 'bucket')} after."
+
+
+def note_on_another_plan(before: Plan | None, after: Plan) -> str:
+    """Say that a loaded state is of another plan, and what differs; empty if it is of the same one, or says of none."""
+    if before is None or before == after:
+        return ""
+    diff = diff_plans(PlanFile(before), PlanFile(after))
+    changes = (*diff.strategies, *((diff.moved,) if diff.moved else ()), *diff.missing)
+    parts = [f"{count(len(each.names), 'gradient')} {each.what}" for each in changes[:_MOST_ROWS]]
+    parts += ["others in another order"] if diff.is_reordered else []
+    return (
+        f"the loaded state was saved under another plan: {', '.join(parts)}. All that is owed is kept, but training"
+        " does not go on bit for bit; compile with plan=fxcomp.saved_plan(state) for that."
+    )
 
 
 def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
@@ -284,11 +311,11 @@ def _blocks(changes: Sequence[Change], *, all_names: bool) -> list[Block]:
     shown = changes if all_names else changes[:_MOST_ROWS]
     columns = (Column("gradients"), Column("MB"), Column("", is_text=True), Column("which", is_text=True))
     rows = [
-        (str(len(each.names)), mb(4 * each.elements), each.what, _names(each.names, all_names=all_names))
+        (str(len(each.names)), mb(each.dense_bytes), each.what, _names(each.names, all_names=all_names))
         for each in shown
     ]
     rest = changes[len(shown) :]
-    more = f"... and {count(len(rest), 'other change')} of {mb(4 * sum(each.elements for each in rest))} MB (--all)"
+    more = f"... and {count(len(rest), 'other change')} of {mb(sum(each.dense_bytes for each in rest))} MB (--all)"
     return [Table(columns, rows), *([more] if rest else [])]
 
 

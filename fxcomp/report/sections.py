@@ -11,13 +11,14 @@ from enum import Enum
 from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import kernels
 from fxcomp.plan.strategy import Compress
+from fxcomp.report.accumulation import accumulated, accumulation_blocks
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
 from fxcomp.report.document import Block, Column, Pairs, Section, Table
 from fxcomp.report.error_section import error_sections
 from fxcomp.report.explanation import Explanation, variation
 from fxcomp.report.moves import moves_section
 from fxcomp.report.quantities import count, decimals, mb, ms
-from fxcomp.report.short_names import members, short
+from fxcomp.report.short_names import in_types, members, short
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.raced import JUDGED_STEPS, Raced
@@ -64,6 +65,8 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
         sections.append(Section("Not taken", [_not_taken(explanation, choice, digits)]))
+    if rows := accumulated(explanation):
+        sections.append(Section("Accumulation", accumulation_blocks(rows, explanation.micro_batches, digits)))
     if plan.buckets:
         sections.append(Section("Collectives", _collectives(explanation)))
     sections.append(Section("Timeline", [explanation.timeline]))
@@ -91,7 +94,11 @@ def _headline(explanation: Explanation) -> str:
     if explanation.costs.collectives:
         links = ["links as measured"]
     parts = [", ".join([where, *links])]
-    parts.append(f"{count(len(workload.gradients), 'gradient')}, {mb(workload.dense_bytes)} MB")
+    parts.append(
+        f"{count(len(workload.gradients), 'gradient')}{in_types(workload.types)}, {mb(workload.dense_bytes)} MB"
+    )
+    if explanation.micro_batches > 1:
+        parts.append(f"{explanation.micro_batches} micro-batches a step")
     if explanation.budget is not None:
         parts.append(f"error budget {explanation.budget.asked}")
     elif explanation.mode:
@@ -116,7 +123,7 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
         return Tone.DENSE, "Do not compress"
     if explanation.pins.leaves_dense(explanation.plan):
         return Tone.DENSE, "Compress nothing but what is pinned"
-    of_bytes = sum(bucket.elements for bucket in compressed) / sum(bucket.elements for bucket in buckets)
+    of_bytes = sum(bucket.dense_bytes for bucket in compressed) / sum(bucket.dense_bytes for bucket in buckets)
     return Tone.COMPRESS, f"Compress {share} ({of_bytes:.1%} of the bytes)"
 
 
@@ -274,7 +281,7 @@ def _strategies(explanation: Explanation) -> Pairs:
 
 def _pinned(explanation: Explanation) -> Table:
     """The patterns that decide something, and what they decide."""
-    sizes = explanation.workload.sizes
+    sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     columns = (
         Column("pattern", is_text=True),
         Column("strategy", is_text=True),
@@ -282,7 +289,7 @@ def _pinned(explanation: Explanation) -> Table:
         Column("parameters", is_text=True, is_optional=True),
     )
     rows = [
-        (rule.pattern, rule.text, mb(4 * sum(sizes[name] for name in names)), members(names))
+        (rule.pattern, rule.text, mb(sum(sizes[name] for name in names)), members(names))
         for rule, names in explanation.pins.decided(sizes).items()
     ]
     return Table(columns, rows)

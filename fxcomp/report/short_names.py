@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.strategy import Device, Strategy
 
 
@@ -20,3 +22,11 @@ def members(names: Sequence[str]) -> str:
     """Name the first and count the others: `fc.weight and 3 more`."""
     first, number = names[0], len(names)
     return first if number == 1 else f"{first} and {number - 1} more"
+
+
+def in_types(types: Mapping[str, ElementType]) -> str:
+    """Name gradients' types, those of most gradients first; empty if all are fp32."""
+    counts = Counter(types.values())
+    if counts.keys() <= {ElementType.F32}:
+        return ""
+    return f" in {' and '.join(str(each) for each, _ in counts.most_common())}"

@@ -32,7 +32,7 @@ class Sent:
 
 def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> list[Sent]:
     """List the collectives of a bucket on one rank, in order."""
-    route = route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank)
+    route = route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank, bucket.element_type)
     return [Sent(Collective(leg.kind, leg.level), size) for leg, size in sent_bytes(route)]
 
 
@@ -113,15 +113,16 @@ def compression_of(
     bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes
 ) -> Compression:
     """Express in the break-even formula's terms what a strategy does to a bucket, or to a rank's shard of it."""
-    legs = route_of(strategy, bucket.shapes(shapes), cluster).legs
+    legs = route_of(strategy, bucket.shapes(shapes), cluster, element_type=bucket.element_type).legs
     encode = next(leg for leg in legs if isinstance(leg, Encode))
     decode = next(leg for leg in legs if isinstance(leg, Decode))
     compressor, elements = encode.compressor, encode.elements
+    dense_bytes = bucket.element_type.itemsize * elements
     us = costs.encode_us(compressor, elements, encode.device)
     us += costs.decode_us(compressor, elements, decode.payloads, decode.device)
     return Compression(
-        rate=4 * elements / (encode.payload_elements * compressor.payload_dtype.itemsize),
-        us_per_byte=us / (4 * elements),
+        rate=dense_bytes / (encode.payload_elements * compressor.payload_dtype.itemsize),
+        us_per_byte=us / dense_bytes,
         kind=CollectiveKind.ALL_REDUCE if compressor.is_linear else CollectiveKind.ALL_GATHER,
     )
 

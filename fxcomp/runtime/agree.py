@@ -9,7 +9,7 @@ whatever comes next with its error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,8 +24,18 @@ Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, b
 class Agreement:
     """One conversation of all ranks; `name` must be the same on all of them and new."""
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        numbers: Sequence[int] | None = None,
+    ):
         self.name = name
+        self._numbers = numbers or range(world_size)
+        """What errors call the ranks."""
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.store = store
         self._answered = 0
@@ -36,7 +46,7 @@ class Agreement:
 
     def named(self, name: str) -> Agreement:
         """Start another conversation of the same ranks."""
-        return Agreement(self.store, name, self.rank, self.world_size, self.timeout)
+        return Agreement(self.store, name, self.rank, self.world_size, self.timeout, self._numbers)
 
     # Topics
 
@@ -82,8 +92,9 @@ class Agreement:
             for key in sorted({*everyone[0], *theirs}):
                 if everyone[0].get(key) != theirs.get(key):
                     error = ModelsDiffer(
-                        f"rank {rank} and rank 0 bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank"
-                        f" {rank} and {everyone[0].get(key, 'missing')!r} on rank 0.\n"
+                        f"rank {self._numbers[rank]} and rank {self._numbers[0]} bring different steps: {key} is"
+                        f" {theirs.get(key, 'missing')!r} on rank {self._numbers[rank]} and"
+                        f" {everyone[0].get(key, 'missing')!r} on rank {self._numbers[0]}.\n"
                         "  Build the same model and optimizer on every rank, and pass the same arguments."
                     )
                     self._known_to_all(error)
@@ -99,7 +110,7 @@ class Agreement:
         """Describe an error for the other ranks; one heard from another rank keeps that rank's words."""
         if isinstance(error, PeerFailed):
             return str(error)
-        return f"rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
+        return f"rank {self._numbers[self.rank]} failed in {what}: {type(error).__name__}: {error}"
 
     def give_up(self, what: str, error: BaseException) -> None:
         """Answer whatever the others wait for next with an error; this rank says nothing more here."""
@@ -139,7 +150,7 @@ class Agreement:
         for rank, answer in enumerate(answers):
             if answer["topic"] != topic:
                 raise PeerFailed(
-                    f"rank {rank} is at {answer['topic']}, rank {self.rank} at {topic}.\n"
+                    f"rank {self._numbers[rank]} is at {answer['topic']}, rank {self._numbers[self.rank]} at {topic}.\n"
                     "  Make the same calls on every rank, in the same order."
                 )
 
@@ -170,7 +181,7 @@ class Agreement:
             with suppress(Exception):
                 self.store.set(f"{self.name}/missed/{rank}", topic)
             raise PeerFailed(
-                f"rank {rank} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
+                f"rank {self._numbers[rank]} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
                 "  It may have died, or never made this call: every rank must. The timeout is init_process_group's."
             ) from error
         return json.loads(self.store.get(f"{self.name}/{key}"))

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from fxcomp import compat
 from fxcomp.runtime.agree import Agreement
+from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.transport import Groups
-
-Members = Mapping[str, Sequence[Sequence[int]]]
-"""The groups of ranks at each level."""
 
 SPARE = 1
 """The number of idle sets of a kind that are kept beside the one that is lent: two steps in turns need no more."""
@@ -62,9 +60,15 @@ class Lender:
         """The numbers of all sets that live, idle or lent."""
         self._next = 0
 
-    def borrow(self, agreement: Agreement, lane: str, members: Members, direct: Collection[str]) -> Lease:
-        """Lend a set of groups for a lane; every rank calls this with the same arguments."""
-        kind = f"{lane} {sorted(members.items())} {sorted(direct)}"
+    def borrow(
+        self, agreement: Agreement, lane: str, members: Members, levels: Levels, direct: Collection[str]
+    ) -> Lease:
+        """Lend a set of groups for a lane; every member calls this with the same arguments.
+
+        `levels` has the groups of ranks at each level, as the members count them.
+        """
+        levels = members.levels(levels)
+        kind = f"{members.key}{lane} {sorted(levels.items())} {sorted(direct)}"
         if not self.idle.get(kind) and self.known:
             gc.collect()  # a step that nobody has may still have its groups, if it is part of a cycle
         mine: dict[str, Any] = {
@@ -81,10 +85,15 @@ class Lender:
         self._clear(kind, spare=set(sorted(on_all)[1 : 1 + SPARE]), taken=number, on_all=on_all, living=living)
         if number is not None:
             return Lease(self.idle[kind].pop(number), number, kind, self)
-        compat.count_groups_from(max(theirs["made"] for theirs in everyone))
-        made: list[Groups] = []
-        agreement.attempt(f"making process groups, {lane}", lambda: made.append(Groups.create(members, [lane], direct)))
-        number = self._next - 1
+        number, made = self._next - 1, list[Groups]()
+        if members.is_whole_job:
+            compat.count_groups_from(max(theirs["made"] for theirs in everyone))
+        name = members.first_name(number)
+
+        def create() -> None:
+            made.append(Groups.create(levels, [lane], direct, members, name))
+
+        agreement.attempt(f"making process groups, {lane}", create)
         self.known.add(number)
         return Lease(made[0], number, kind, self)
 
@@ -119,5 +128,7 @@ def lender() -> Lender:
         if _current is not None:
             _current[1].close()
         fresh = Lender()
-        _current = weakref.ref(world, lambda _: fresh.close()), fresh
+        _current = weakref.ref(world), fresh
+        # Not at the end of a job: its connections end with it, and what would close them may be gone before them.
+        weakref.finalize(world, fresh.close).atexit = False
     return _current[1]

@@ -27,6 +27,7 @@ from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
 from fxcomp.runtime.packing import copy_scaled, packed_dtype, packed_sizes, slots
+from fxcomp.runtime.random_state import rng_state, set_rng_state
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
 
@@ -78,14 +79,21 @@ class Buffers:
             buffer = self._known[key] = torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned)
         return buffer
 
-    def take_packed(self, name: str, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The buffer that gradients are packed into, and the slot of each in it."""
-        flat = self.take(name, sum(packed_sizes(gradients)), packed_dtype(gradients), gradients[0].device)
-        types = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
+    def take_packed(
+        self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The buffer that gradients are packed into, of a type if one is wanted, and the slot of each in it."""
+        dtype = packed_dtype(gradients, wanted)
+        flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
+        types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)
         parts = self._slots.get((name, types))
         if parts is None:
-            parts = self._slots[name, types] = slots(flat, gradients)
+            parts = self._slots[name, types] = slots(flat, gradients, wanted)
         return flat, parts
+
+    def lend(self, name: str, memory: Tensor) -> None:
+        """Let a line write into somebody else's memory, which lasts until the end of the step."""
+        self._known[name, memory.numel(), memory.dtype] = memory
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -104,6 +112,8 @@ class Runtime:
         self.counters = Counters()
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
+        self.before_packing: list[Callable[[], None]] = []
+        """Each is called once, in order, before the first bucket of gradients is filled."""
         self.undelivered: dict[str, Tensor] = {}
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.numbers: Numbers = AS_WRITTEN
@@ -120,16 +130,34 @@ class Runtime:
         gradients: Sequence[Tensor],
         scale: float,
         starts: Sequence[int] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        factor: Tensor | None = None,
     ) -> Tensor:
-        """Copy gradients into one flat bucket, scaled; `starts` says where parts of gradients begin, all 0 if empty."""
-        self.see(parameters, gradients, starts)
-        flat, parts = self._buffers.take_packed(name, gradients)
-        copy_scaled(gradients, scale, parts)
+        """Copy gradients into one flat bucket, scaled, of a type if one is given.
+
+        `starts` says where parts of gradients begin, all 0 if empty. A live `factor` brings gradients into the unit of
+        what is undelivered, which it leaves alone.
+        """
+        while parameters and self.before_packing:
+            self.before_packing.pop(0)()
+        self.see(parameters, gradients, starts, factor)
+        flat, parts = self._buffers.take_packed(name, gradients, dtype)
+        copy_scaled(gradients, scale, parts, factor)
         for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
             late = self.undelivered.get(parameter)
             if late is not None:
                 slot.add_(late[start : start + slot.numel()].view(slot.shape), alpha=scale)
         return flat
+
+    def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Give a bucket's values another type: compressors take fp32, and dense values travel as gradients are."""
+        return self._buffers.take(name, value.numel(), dtype, value.device).copy_(value)
+
+    def in_place(self, flat: Tensor, start: int, stop: int, scale: float) -> Tensor:
+        """Take a bucket where it lies, and scale it there."""
+        value = flat[start:stop]
+        return value if scale == 1.0 else value.mul_(scale)
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
         """Put rows of parts of these sizes in the parts' order."""
@@ -284,11 +312,25 @@ class Runtime:
         """Run a collective of the loss function's own; time spent here is exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
-    def see(self, parameters: Sequence[str], gradients: Sequence[Tensor], starts: Sequence[int] = ()) -> None:
-        """Show local gradients to whoever checks them."""
+    def rng_state(self, device: str) -> Tensor:
+        """Copy the state of a device's random generator, to draw the same numbers again."""
+        return rng_state(torch.device(device))
+
+    def set_rng_state(self, state: Tensor, device: str) -> None:
+        """Let a device's random generator go on from a state."""
+        set_rng_state(state, torch.device(device))
+
+    def see(
+        self,
+        parameters: Sequence[str],
+        gradients: Sequence[Tensor],
+        starts: Sequence[int] = (),
+        factor: Tensor | None = None,
+    ) -> None:
+        """Show local gradients, times the live factor, to whoever checks them."""
         if self.on_gradient is not None and parameters:
             for parameter, gradient, start in zip(parameters, gradients, starts or [0] * len(gradients), strict=True):
-                self.on_gradient(parameter, gradient, start)
+                self.on_gradient(parameter, gradient if factor is None else gradient * factor, start)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Show gradients that no bucket carries, and add what is undelivered: one rank alone has no buckets."""
@@ -296,7 +338,9 @@ class Runtime:
         if not self.undelivered:
             return list(gradients)
         return [
-            gradient + self.undelivered[name].view(gradient.shape) if name in self.undelivered else gradient
+            gradient.add(self.undelivered[name].view(gradient.shape)).to(gradient.dtype)
+            if name in self.undelivered
+            else gradient
             for name, gradient in zip(parameters, gradients, strict=True)
         ]
 
@@ -328,6 +372,10 @@ class Runtime:
         self.pool.drop()
         self.forget_buffers()
         self.take_counters()
+
+    def lend(self, name: str, memory: Tensor) -> None:
+        """Let a line of this step write its result there."""
+        self._buffers.lend(name, memory)
 
     def forget_buffers(self) -> None:
         """Give back the memory of lines that will not run again. No line may be running."""

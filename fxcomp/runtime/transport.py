@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.runtime.group import Group, Translated, Work
+from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.moves import Move, Pattern
 
 _dist = cast("Any", dist)  # partly untyped
@@ -54,30 +55,40 @@ class Groups:
     A lane has a group of its own because another thread issues its collectives: order holds only within a group.
     """
 
-    def __init__(self, groups: Mapping[tuple[str, str], Group]):
+    def __init__(self, groups: Mapping[tuple[str, str], Group], numbers: Sequence[int] = ()):
         self._groups = dict(groups)
+        self._numbers = numbers
+        """The job's, of all ranks."""
 
     @classmethod
     def create(
-        cls, members: Mapping[str, Sequence[Sequence[int]]], lanes: Sequence[str], direct: Collection[str]
+        cls,
+        levels: Levels,
+        lanes: Sequence[str],
+        direct: Collection[str],
+        members: Members | None = None,
+        name: int | None = None,
     ) -> Groups:
-        """Make the groups; every rank calls this with the same arguments.
+        """Make the groups; every member calls this with the same arguments.
 
-        `members` lists a level's groups of ranks. At the levels in `direct`, an all_gather may send every payload
-        straight to each rank: right where no two ranks share a link, for there a ring would send fewer bytes over it.
+        `levels` lists a level's groups of ranks, by the job's numbers; the first one is named by `name`. At the levels
+        in `direct`, an all_gather may send every payload straight to each rank: right where no two ranks share a link,
+        for there a ring would send fewer bytes over it.
         """
         mine: dict[tuple[str, str], Group] = {}
-        me, timeout = dist.get_rank(), compat.group_timeout()
+        members = members or Members.of()
+        me, timeout = members.numbers[members.place], compat.group_timeout()
         for lane in lanes:
-            for level, lists in members.items():
+            for level, lists in levels.items():
                 for ranks in lists:
                     backend = "gloo" if lane == "pool" else None
                     with Translated("another rank"):
-                        handle: Any = _dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                        handle = compat.new_group(list(ranks), backend, timeout, name)
+                    name = None if name is None else name + 1
                     if me in ranks:
                         is_direct = level in direct and dist.get_backend(handle) == "gloo"
                         mine[level, lane] = Group(handle, tuple(ranks), ranks.index(me), is_direct)
-        return cls(mine)
+        return cls(mine, members.numbers)
 
     def place(self, level: str) -> int:
         return self._groups[level, self.lanes[0]].place
@@ -91,7 +102,7 @@ class Groups:
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         group = self._groups[level, lane]
         with group.translated:
-            return group.started(dist.broadcast(value, source, group=group.live, async_op=True))
+            return group.started(dist.broadcast(value, self._numbers[source], group=group.live, async_op=True))
 
     def all_gather(self, move: Move) -> Work:
         group = self._groups[move.level, move.lane]
@@ -150,6 +161,7 @@ class Groups:
     def add(self, other: Groups) -> None:
         """Take in other groups, in the place of those of the same level and lane."""
         self._groups.update(other._groups)
+        self._numbers = other._numbers
 
     @property
     def is_idle(self) -> bool:

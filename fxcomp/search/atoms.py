@@ -67,7 +67,7 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
     return [
         Atom(number, extent, gradient)
         for number, gradient in enumerate(workload.gradients)
-        for extent in (_rows(gradient) if 4 * gradient.elements > limit else [range(gradient.elements)])
+        for extent in (_rows(gradient) if gradient.dense_bytes > limit else [range(gradient.elements)])
     ]
 
 
@@ -92,7 +92,7 @@ def _rows(gradient: Gradient) -> list[range]:
     if gradient.is_vector:
         return [range(gradient.elements)]
     rows, row = gradient.shape[0], math.prod(gradient.shape[1:])
-    chunks = min(MOST, 4 * gradient.elements // CHUNK, rows)
+    chunks = min(MOST, gradient.dense_bytes // CHUNK, rows)
     grain = GRAIN // math.gcd(GRAIN, row)
     grain = grain if rows >= 2 * chunks * grain else 1
     places = [*(number * rows // (chunks * grain) * grain for number in range(chunks)), rows]

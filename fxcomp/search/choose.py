@@ -268,7 +268,7 @@ def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster, pins
     asked = [Question(workload, choices, pinned=pinned) for choices in groupings[: 1 + has_both]]
     searches = [PlanSearch(question, traced) for question in asked]
     search, start = min(
-        ((each, each.starts(range(len(bf16)), 1)[0]) for each in searches), key=lambda one: one[1].value
+        ((each, each.starts(range(len(each.options[0])), 1)[0]) for each in searches), key=lambda one: one[1].value
     )
     return search.plan(start)
 

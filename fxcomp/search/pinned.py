@@ -76,4 +76,4 @@ NOTHING_PINNED = Pinned()
 
 
 def elements_of(workload: Workload) -> int:
-    return workload.dense_bytes // 4
+    return workload.elements

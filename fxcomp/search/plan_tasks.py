@@ -18,6 +18,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
 from fxcomp.plan.strategy import Device, Strategy
@@ -29,6 +30,8 @@ END_OF_BACKWARD = "backward"
 BROADCAST = "broadcast buffers"
 AGREE = "agree"
 ROUNDING_US = 1e-6
+FP32 = 4
+"""Bytes of an element as compressors take and give it, and as velocities are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ def members_of(plan: Plan, workload: Workload, costs: CostTable) -> list[list[Gr
 
 def joined_us(gradient: Gradient, costs: CostTable) -> float:
     """Price the update of a gradient that arrives in parts: they are copied into one tensor before it."""
-    return gradient.update_us + costs.pack_us(4 * gradient.elements)
+    return gradient.update_us + costs.pack_us(gradient.dense_bytes)
 
 
 def price_bucket(
@@ -169,11 +172,12 @@ def price_bucket(
     costs: Prices,
     cluster: Cluster,
 ) -> BucketTasks:
-    """Make the tasks of a bucket of these gradients, numbered k."""
+    """Make the tasks of a bucket of these gradients, which have one type, numbered k."""
     update_us = sum(gradient.update_us for gradient in gradients)
     if cluster.world_size == 1:
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    route = route_of(strategy, [gradient.shape for gradient in gradients], cluster)
+    element_type = gradients[0].element_type if gradients else ElementType.F32
+    route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
     writer = _Writer(k, route, strategy.leading_splits, workload, costs, cluster)
     stages = [writer.stage(number) for number in range(strategy.started_stages)]
     final = writer.final(is_started=strategy.pool_takes_arrivals)
@@ -185,10 +189,13 @@ class _Writer:
 
     def __init__(self, k: int, route: Route, leading: int, workload: Workload, costs: Prices, cluster: Cluster):
         self.commits, self.velocity = workload.commits, workload.keeps_velocity
+        self.saves_residuals = workload.saves_residuals
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
         self.first = route.legs[leading]
         """Before it, a velocity is accumulated."""
-        self.held = Size(4 * len(route.whole))
+        self.itemsize = FP32 if route.packs_fp32 else route.element_type.itemsize
+        """Bytes of an element, while the tensor is not compressed."""
+        self.held = Size(self.itemsize * len(route.whole))
         """Bytes of the tensor as it is now."""
         self.encoder: Encode | None = None
         self.encoded_by = ""
@@ -201,7 +208,8 @@ class _Writer:
     def stage(self, number: int) -> tuple[Task, ...]:
         """Write the legs down to a collective, after the main thread's packing or waiting."""
         if number == 0:
-            first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(self.held))]
+            read = self.route.element_type.itemsize * len(self.route.whole)
+            first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(Size((read + self.held) // 2)))]
         elif self.on_pool:  # the pool waits
             first = []
         else:  # the main thread blocks until the previous wire is done
@@ -214,7 +222,8 @@ class _Writer:
         The main thread asks for them when it has nothing left to launch.
         """
         legs = () if is_started else self.route.stages[-1]
-        tasks = [*(task for leg in legs for task in self._leg(leg)), *self._bring_to(Device.GPU)]
+        legs_tasks = [task for leg in legs for task in self._leg(leg)]
+        tasks = [*legs_tasks, *self._bring_to(Device.GPU), *self._cast(self.route.element_type.itemsize)]
         return tuple(
             replace(task, after=(*task.after, END_OF_BACKWARD)) if task.stream in (*POOL, Stream.H2D) else task
             for task in tasks
@@ -228,12 +237,15 @@ class _Writer:
     def _leg(self, leg: Leg) -> list[Task]:
         match leg:
             case Encode():
-                return [*self._bring_to(leg.device), *self._accumulate(leg, leg.device), *self._encode(leg)]
+                brought = [*self._cast(FP32), *self._bring_to(leg.device)]
+                return [*brought, *self._accumulate(leg, leg.device), *self._encode(leg)]
             case Decode():
                 return [*self._bring_to(leg.device), *self._decode(leg)]
             case Send():
                 moved = self._bring_to(Device.GPU) if leg.slot is None else []
-                return [*moved, *self._accumulate(leg, Device.GPU), *self._send(leg)]
+                accumulated = self._accumulate(leg, Device.GPU)
+                cast = self._cast(self.route.element_type.itemsize) if leg.slot is None and leg.ranks > 1 else []
+                return [*moved, *accumulated, *cast, *self._send(leg)]
 
     def _bring_to(self, device: Device) -> list[Task]:
         """Copy the tensor if what comes next runs where it is not yet."""
@@ -243,17 +255,30 @@ class _Writer:
         name, stream = ("d2h", Stream.D2H) if device is Device.CPU else ("h2d", Stream.H2D)
         return [self._task(name, stream, copy_us)] if copy_us else []
 
+    def _cast(self, itemsize: int) -> list[Task]:
+        """Give the tensor elements of so many bytes: compressors take fp32, and dense values travel as gradients."""
+        before, self.itemsize = self.itemsize, itemsize
+        if before == itemsize:
+            return []
+        read, self.held = self.held, Size(self.held // before * itemsize)
+        return [self._task("cast", Stream.COMPUTE, self.costs.pack_us(Size((read + self.held) // 2)))]
+
     def _encode(self, leg: Encode) -> list[Task]:
         compressor, stream = leg.compressor, _device_stream(leg.device)
         if leg.is_proposal:
             self.proposal = leg
             return [self._task("propose", stream, self.costs.propose_us(compressor, leg.elements, leg.device))]
         us = self.costs.encode_us(compressor, leg.elements, leg.device)
-        saved = self._saved_state(leg)
+        saved = [*self._saved_residual(leg), *self._saved_state(leg)]
         compress = self._task("compress", stream, us, *[task.name for task in saved])
         self.encoder, self.encoded_by = leg, compress.name
         self.held = self._size(leg, Measure.PAYLOAD, leg.payload_elements * compressor.payload_dtype.itemsize)
         return [*saved, compress, *self._saved_payload(leg)]
+
+    def _saved_residual(self, leg: Encode) -> list[Task]:
+        if not self.saves_residuals or not leg.compressor.needs_error_feedback:
+            return []
+        return [Task(self._named("save residual"), Stream.COMPUTE, self.costs.pack_us(self.held))]
 
     def _saved_state(self, leg: Encode) -> list[Task]:
         if not self.commits or not leg.compressor.has_state:
@@ -264,7 +289,7 @@ class _Writer:
     def _saved_payload(self, leg: Encode) -> list[Task]:
         """Save a payload that is summed in place: rolling a residual back needs it."""
         follows = next(each for each in self.route.legs if isinstance(each, Send) and each.slot == leg.slot)
-        if not self.commits or not leg.compressor.needs_error_feedback:
+        if not self.commits or self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
         if follows.kind is not CollectiveKind.ALL_REDUCE:
             return []
@@ -274,15 +299,16 @@ class _Writer:
         """Accumulate the velocity, once, where the leading splits end."""
         if leg is not self.first or not self.velocity:
             return []
+        cast = self._cast(FP32)
         saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.held))] if self.commits else []
-        return [*saved, self._task("accumulate", _device_stream(device), self.costs.accumulate_us(self.held))]
+        return [*cast, *saved, self._task("accumulate", _device_stream(device), self.costs.accumulate_us(self.held))]
 
     def _mask(self, leg: Encode) -> list[Task]:
         """Mask the velocity, while the payload travels on without waiting."""
         is_first = leg is self.first or (self.first is not leg and getattr(self.first, "is_proposal", False))
         if not self.velocity or not is_first or not leg.compressor.sends_values:
             return []
-        us, stream = self.costs.mask_us(4 * leg.elements), _device_stream(leg.device)
+        us, stream = self.costs.mask_us(FP32 * leg.elements), _device_stream(leg.device)
         load = self.costs.pool_load if stream is Stream.CPU else 0.0
         return [Task(f"mask {self.k}", stream, us, (self.encoded_by,), load)]
 
@@ -291,7 +317,7 @@ class _Writer:
         us = self.costs.decode_us(compressor, leg.elements, leg.payloads, leg.device)
         if encoder is not None and compressor.has_state and compressor.facts.state_from_payload:
             us += self.costs.keep_us(self._state_size(encoder))
-        self.held, self.encoder = Size(4 * leg.elements), None
+        self.held, self.itemsize, self.encoder = Size(FP32 * leg.elements), FP32, None
         stream = Stream.COMPUTE if leg.device is Device.GPU else Stream.CPU_ARRIVING
         return [self._task("decompress", stream, us)]
 

@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 from fxcomp.graph.edit import gradients, is_collective
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import BROADCAST
+from fxcomp.plan.element_type import ElementType
 from fxcomp.search.workload import Gradient, Workload
 
 
@@ -18,7 +19,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
     ready: dict[Node, float] = {}
     clock = feed_us
     for node in gm.graph.nodes:
-        if info(node).role in (Role.COMPUTE, Role.EXCHANGE, Role.GRADIENT):  # compute stands still for an exchange
+        if info(node).role in _BODY:
             clock += info(node).cost_us or 0.0
         ready[node] = clock
     broadcasts = [node for node in gm.graph.nodes if node.target is BROADCAST and is_collective(node)]
@@ -34,6 +35,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
                 shape=tuple(node.meta["val"].shape),
                 ready_us=ready[node],
                 update_us=updates.get(name, 0.0),
+                element_type=ElementType.of(node.meta["val"].dtype),
             )
             for name, node in gradients(gm).items()
         ),
@@ -44,6 +46,10 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
         broadcast_ready_us=max((ready[node] for node in broadcasts), default=0.0),
         buffers_us=_total(gm, Role.UNPACK),
     )
+
+
+_BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
+"""Compute; it stands still for an exchange."""
 
 
 def _total(gm: GraphModule, role: Role) -> float:

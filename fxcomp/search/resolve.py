@@ -16,7 +16,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxcomp.plan.modes import Content
+from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom
@@ -142,6 +143,7 @@ class _Kind(NamedTuple):
 
     strategies: tuple[Strategy, ...]
     is_pinned: bool
+    element_type: ElementType
 
 
 class _Buckets:
@@ -151,12 +153,11 @@ class _Buckets:
         self._plan, self._traced, cluster = plan, traced, traced.cluster
         limit = terms.limit(workload, cluster)
         lossable = limit * elements_of(workload)
-        pinned = Pinned.of(terms.pins, workload, cluster, losses, offload=traced.costs.offloads)
+        offload = traced.costs.offloads
+        pinned = Pinned.of(terms.pins, workload, cluster, losses, offload=offload)
         self.bounds: Bounds = pinned.bounds(workload, lossable, terms.bursts)
-        offered = {
-            each: terms.strategies(0.0 if pinned.exceeds(lossable) else limit, losses, cluster, each)
-            for each in Content
-        }
+        left = 0.0 if pinned.exceeds(lossable) else limit
+        offered = {each: terms.strategies(left, losses, cluster, each, offload=offload) for each in Content}
         numbers = {gradient.name: number for number, gradient in enumerate(workload.gradients)}
         members = [
             sorted(
@@ -169,8 +170,9 @@ class _Buckets:
         by_kind: dict[_Kind, list[int]] = {}
         for number, bucket in enumerate(plan.buckets):
             lane = pinned.lane_of.get(bucket.names[0])
-            found = lane.strategies if lane is not None else offered[_content_of(members[number])]
-            by_kind.setdefault(_Kind(found, lane is not None), []).append(number)
+            kind = bucket.element_type
+            found = lane.strategies if lane else worth_offering(offered[_content_of(members[number])], kind)
+            by_kind.setdefault(_Kind(found, lane is not None, kind), []).append(number)
         self._numbers = [sorted(each, key=lambda k: order[_place_of(members[k][-1])]) for each in by_kind.values()]
         self._strategies = [
             list(dict.fromkeys((*kind.strategies, *(plan.buckets[k].strategy for k in each))))

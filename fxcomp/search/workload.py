@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fxcomp.errors import BadOption
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import part_shape
 
 MOST_US = 1e18
@@ -24,6 +25,7 @@ class Gradient:
     """The time that compute has worked, from the start of the step, when backward has made it."""
     update_us: float
     """The optimizer's time for this parameter."""
+    element_type: ElementType = ElementType.F32
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -35,6 +37,10 @@ class Gradient:
         return math.prod(self.shape)
 
     @property
+    def dense_bytes(self) -> int:
+        return self.element_type.itemsize * self.elements
+
+    @property
     def is_vector(self) -> bool:
         """The parameter has at most one dimension: a bias or a norm's weight."""
         return len(self.shape) <= 1
@@ -42,6 +48,12 @@ class Gradient:
     def part(self, extent: range, update_us: float) -> Gradient:
         """Describe a part of the gradient that travels in another bucket than the rest."""
         return replace(self, shape=part_shape(self.shape, extent), update_us=update_us)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Gradient:
+        kind = ElementType(data.get("element_type", ElementType.F32))
+        values: dict[str, Any] = {**data, "shape": tuple(data["shape"]), "element_type": kind}
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,8 @@ class Workload:
     clips: bool = False
     commits: bool = False
     """Updates wait until it is known that every gradient is finite; what must be taken back where not is saved."""
+    saves_residuals: bool = False
+    """Residuals are saved too, to be put back to the bit."""
     broadcast_bytes: int = 0
     """Buffers that rank 0 shares with all, such as batch-norm statistics."""
     broadcast_ready_us: float = 0.0
@@ -75,6 +89,22 @@ class Workload:
         ready = [gradient.ready_us for gradient in self.gradients]
         assert ready == sorted(ready), "a workload's gradients are in ready order"
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
+
+    def behind(self, ahead_us: float) -> Workload:
+        """The same step behind so much more compute: that of other micro-batches of its group; less, if negative."""
+        if not ahead_us:
+            return self
+        last_us = max(0.0, self.backward_us + ahead_us)
+
+        def later(us: float) -> float:
+            return min(max(0.0, us + ahead_us), last_us)  # roundings may not change the order
+
+        return replace(
+            self,
+            gradients=tuple(replace(each, ready_us=later(each.ready_us)) for each in self.gradients),
+            backward_us=last_us,
+            broadcast_ready_us=later(self.broadcast_ready_us),
+        )
 
     @property
     def updates_wait(self) -> bool:
@@ -97,8 +127,17 @@ class Workload:
         return {gradient.name: gradient.elements for gradient in self.gradients}
 
     @property
+    def types(self) -> dict[str, ElementType]:
+        """By parameter."""
+        return {gradient.name: gradient.element_type for gradient in self.gradients}
+
+    @property
+    def elements(self) -> int:
+        return sum(gradient.elements for gradient in self.gradients)
+
+    @property
     def dense_bytes(self) -> int:
-        return sum(4 * gradient.elements for gradient in self.gradients)
+        return sum(gradient.dense_bytes for gradient in self.gradients)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,14 +145,12 @@ class Workload:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Workload:
         fields = dict(data)
-        gradients = [Gradient(**gradient) for gradient in fields.pop("gradients")]
-        return cls(gradients=tuple(replace(each, shape=tuple(each.shape)) for each in gradients), **fields)
+        gradients = tuple(map(Gradient.from_json, fields.pop("gradients")))
+        return cls(gradients=gradients, **fields)
 
     def __str__(self) -> str:
-        elements = sum(gradient.elements for gradient in self.gradients)
-        return (
-            f"{len(self.gradients)} gradients, {elements:,} elements, {self.free_us / 1e3:.4g} ms without communication"
-        )
+        what = f"{len(self.gradients)} gradients, {self.elements:,} elements"
+        return f"{what}, {self.free_us / 1e3:.4g} ms without communication"
 
 
 def _bad_time(what: str, us: float) -> BadOption:

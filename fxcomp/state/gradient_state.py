@@ -43,6 +43,11 @@ class GradientState:
         )
         return replace(state, velocities=_velocities(plan, site)) if feedback.momentum else state
 
+    @property
+    def keeps_something(self) -> bool:
+        """Steps leave something behind here: a residual, a velocity, what a compressor remembers."""
+        return bool(self.residuals.layout) or self.velocities is not None or not self.compressor_states.is_empty
+
     def enter_stage(self, plan: Plan, site: Site) -> None:
         """Follow a plan of the same buckets, in whose units velocities go on."""
         if self.velocities is not None:
@@ -101,6 +106,14 @@ class GradientState:
             for name, value in self.undelivered.items():
                 self.velocities.forget(name, value)
         self.undelivered.clear()
+
+    def multiply(self, factor: float) -> None:
+        """Follow gradients whose unit has changed: what is kept of them is so many times as large as before."""
+        for pieces in self.residuals.slices.values():
+            for piece in pieces:
+                piece.values.mul_(factor)
+        for value in self.undelivered.values():
+            value.mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
         """Multiply what was left out by the learning rate then over the one now, so that it weighs what it weighed.

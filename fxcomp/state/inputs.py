@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxcomp.capture.batch_type import batch_type
-from fxcomp.capture.optimizer import has_tensors, live_numbers, materialize_state
+from fxcomp.capture.optimizer import is_kept, live_numbers
+from fxcomp.capture.optimizer_state import materialize_state, may_change, renew_state
+from fxcomp.capture.probe import check_habits
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Owned, Training
 from fxcomp.codegen.program import Program
@@ -19,17 +20,24 @@ from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import InputKind, Source
 from fxcomp.graph.names import ARGUMENTS
 from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.sums import Sums
 
 
 class Inputs:
     """The inputs of one training's programs, and the optimizer state that they need."""
 
-    def __init__(self, training: Training):
+    def __init__(self, training: Training, micro_batches: int = 1):
         self.training = training
         self.parameters = dict(training.model.named_parameters())
+        self.sums = Sums(training, micro_batches)
+        """The sums over micro-batches, and what gradients are multiplied by."""
         self._fresh_state = dict(training.fresh_state)
-        self._has_state = True
-        """True if the optimizer keeps state at all, as far as is known."""
+        habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
+        self._owners = training.owners
+        self._counters = habits if any(habits.values()) else {}
+        """The Python numbers that optimizers count in, by parameter."""
+        self._stateless = set[str]()
+        """Parameters for which the optimizer keeps nothing, as far as is known."""
         self._kept_by_optimizer: Mapping[str, Mapping[str, Any]] = {}
         """The state of each parameter, as it was looked up for this step."""
 
@@ -52,6 +60,14 @@ class Inputs:
                     value = numbers[source.index][source.key]
                 case InputKind.BUFFER:
                     value = buffers[source.name]
+                case InputKind.SUM:
+                    value = self.sums.of(source.name)
+                case InputKind.COUNT:
+                    value = self.sums.count
+                case InputKind.SCALE:
+                    value = self.sums.seed(is_weighted=program.captured.is_weighted)
+                case InputKind.FACTOR:
+                    value = self.sums.factor
                 case _:
                     value = _kept(source, state)
             lists[source.kind].append(value)
@@ -60,21 +76,30 @@ class Inputs:
     # The optimizer
 
     def expect_other_state(self) -> None:
-        """Make what is missing of the optimizer's state: an option that changed may ask for more than before."""
-        self._has_state = True
+        """Make what is missing of the optimizer's state: an option that changed may ask for more than before.
+
+        Raises StepChanged where what a class keeps is not what it was.
+        """
+        for optimizer in self.training.optimizers:
+            owned = [owner for owner in self.training.owned if owner.optimizer is optimizer]
+            check_habits(optimizer, owned, self.training.habits)
+        self._stateless.clear()
         self._make_missing_state()
 
-    def has_stepped(self) -> None:
-        """Note that the optimizer's first step is over."""
-        self._fresh_state.clear()
+    def has_stepped(self, program: Program, unmoved: Collection[str] = ()) -> None:
+        """Count a step in the state where the optimizers do; the first one is over but for parameters left unmoved."""
+        self._fresh_state = {name: state for name, state in self._fresh_state.items() if name in unmoved}
+        for source in program.inputs if self._counters else ():
+            if source.kind is InputKind.STATE and (growth := self._counters[source.name].get(source.key)) is not None:
+                self._owners[source.name].state[source.key] += growth
 
     def is_fresh(self, owner: Owned) -> bool:
         """Tell a parameter whose first step is still to come: nobody has loaded another state since."""
-        return self._fresh_state.get(owner.name) is self.training.optimizer.state[owner.parameter]
+        return self._fresh_state.get(owner.name) is owner.state
 
     def live_numbers(self) -> list[dict[str, float]]:
         """The numbers of each parameter group that a step reads anew, such as `lr`. Raises StepChanged."""
-        numbers = [live_numbers(group) for group in self.training.optimizer.param_groups]
+        numbers = [live_numbers(group) for group in self.training.groups]
         for index, group in enumerate(numbers):
             if "dampening" not in group or not self._fresh_state:
                 continue
@@ -90,18 +115,17 @@ class Inputs:
 
     def _make_missing_state(self) -> None:
         """Make the optimizer's state if it is not there, as its own first step would."""
-        optimizer, owned = self.training.optimizer, self.training.owned
-        kept = self._look_up(optimizer, owned)
-        if self._has_state and not all(map(has_tensors, kept.values())):
-            self._fresh_state |= materialize_state(optimizer, owned)
-            kept = self._look_up(optimizer, owned)
-            self._has_state = any(map(has_tensors, kept.values()))
+        owned, habits = self.training.owned, self.training.habits
+        kept = {owner.name: owner.state for owner in owned}  # each is looked up once: hashing a tensor runs in Python
+        missing = [owner for owner in owned if owner.name not in self._stateless and not is_kept(kept[owner.name])]
+        if missing:
+            self._fresh_state |= materialize_state(missing, habits)
+            kept = {owner.name: owner.state for owner in owned}
+            self._stateless |= {owner.name for owner in missing if not is_kept(kept[owner.name])}
+        if self._fresh_state:
+            fresh = [owner for owner in owned if self.is_fresh(owner) and may_change(owner.state)]
+            renew_state(fresh, habits)
         self._kept_by_optimizer = kept
-
-    @staticmethod
-    def _look_up(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[str, Mapping[str, Any]]:
-        """Look each parameter up once: hashing a tensor runs in Python."""
-        return {owner.name: optimizer.state.get(owner.parameter, {}) for owner in owned}
 
     def rates(self) -> dict[int, float]:
         """The learning rate of each parameter group."""

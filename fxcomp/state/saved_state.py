@@ -23,6 +23,7 @@ from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
+from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.memories import share_memories
@@ -118,9 +119,11 @@ def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
         if version <= 2:
             given = _of_version_2(given)
         saved = _Saved(
-            int(given["rank"]), int(given["ranks"]), int(given["steps"]), dict(given["learning_rates"]),
+            int(given["rank"]), int(given["ranks"]), int(given["steps"]), _rates(given),
             _slices_of(given["residuals"]), _slices_of(given.get("velocities", {})), dict(given["owed"]), given,
         )  # fmt: skip
+        for name, size in Plan.from_json(given[PLAN]).sizes.items() if PLAN in given else ():
+            _check("buckets", name, Slice(torch.empty(0), 0, size), here)
         for what, slices in (("residuals", saved.residuals), ("velocities", saved.velocities)):
             for name, pieces in slices.items():
                 for kept in pieces:
@@ -134,6 +137,11 @@ def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
     if not 0 <= saved.rank < saved.ranks:
         raise BadState(f"the state says that it is of rank {saved.rank} of {saved.ranks}: there is no such rank")
     return saved
+
+
+def _rates(given: Mapping[str, Any]) -> dict[int, float]:
+    """Return the learning rates by the number of the parameter group, which JSON has made a text."""
+    return {int(group): rate for group, rate in given["learning_rates"].items()}
 
 
 def _is_state(given: Any) -> bool:

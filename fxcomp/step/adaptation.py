@@ -244,7 +244,7 @@ _SAID = 4  # changes that a note tells
 def changes_of(before: Plan, after: Plan) -> list[str]:
     """Say what travels by other strategies, the most elements first; empty for equal plans."""
     diff = diff_plans(PlanFile(before), PlanFile(after))
-    found = [f"{each.what} for {mb(4 * each.elements)} MB" for each in diff.strategies]
+    found = [f"{each.what} for {mb(each.dense_bytes)} MB" for each in diff.strategies]
     more = [f"{len(found) - _SAID} more such changes"] if len(found) > _SAID else []
-    moved = [f"{mb(4 * diff.moved.elements)} MB in other buckets"] if diff.moved else []
+    moved = [f"{mb(diff.moved.dense_bytes)} MB in other buckets"] if diff.moved else []
     return [*found[:_SAID], *more, *moved]

@@ -7,12 +7,16 @@ No rank has these sums. Each takes a sketch of its own part, which adds up as th
 same on all ranks, and every 256th one is added into the same place. The sketch's square is |x|² on average, and within
 9 % (standard deviation), so one all_reduce of 2 * 256 numbers a gradient is enough. What has no error feedback owes
 nothing, and looks as if it lost nothing.
+
+If a rank has no room for what is owed, or runs out of memory here, it says so in that all_reduce, and no rank counts
+the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +33,9 @@ from fxcomp.runtime.runtime import Runtime
 
 _PLACES = 256
 _ROUNDING = 1e-3
+
+MARGIN = 1.1
+"""Allocators round up (assumed)."""
 
 
 class Applied(NamedTuple):
@@ -63,11 +70,12 @@ class AppliedError:
         self._device, self._clock = device, clock_of(device)
         self._spans: list[tuple[Any, Any]] = []
         self.is_void = False
-        """The step was left out: nothing was applied."""
-        draw = torch.Generator().manual_seed(seed)
-        largest = max(sizes.values(), default=0)
-        bits = torch.randint(2, (largest,), generator=draw, dtype=torch.int8)
-        self._signs = bits.to(device).float().mul_(2).sub_(1)
+        """Nothing was applied, because the step was left out; or not all ranks had room."""
+        spare = compat.spare_bytes(device)
+        self.lacks_room = spare is not None and spare < needed_bytes(sizes)
+        self._signs = torch.empty(0, device=device)
+        with self._timed():
+            self._signs = _signs(0 if self.lacks_room else max(sizes.values(), default=0), device, seed)
         self._given = torch.zeros(len(sizes), _PLACES, device=device)
         self._squares = torch.zeros(len(sizes), 1, device=device)
         """|gradient|² of this rank."""
@@ -75,17 +83,17 @@ class AppliedError:
 
     def owes(self, owed: Mapping[str, Tensor]) -> None:
         """Take in what this rank owes before the step, flat, by parameter."""
-        begin = self._clock.look()
-        self._given += self._sketch(owed)
-        self._spans.append((begin, self._clock.look()))
+        with self._timed():
+            self._given += self._sketch(owed)
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
         """Take in a gradient, or the part of one from element `start` on."""
-        begin = self._clock.look()
-        flat = gradient.detach().flatten().float()
-        self._add(self._given[self._number[name]], flat, start)
-        self._squares[self._number[name]] += flat.dot(flat)
-        self._spans.append((begin, self._clock.look()))
+        if self.lacks_room:
+            return
+        with self._timed():
+            flat = gradient.detach().flatten().float()
+            self._add(self._given[self._number[name]], flat, start)
+            self._squares[self._number[name]] += flat.dot(flat)
 
     def run(self, _: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:
         """Run the emitted step, and see its gradients."""
@@ -104,19 +112,32 @@ class AppliedError:
 
     def applied(self, owed: Mapping[str, Tensor], all_reduce: Callable[[Tensor], object]) -> dict[str, Applied]:
         """Tell of each gradient what was lost, from what this rank owes now; every rank calls it."""
-        begin = self._clock.look()
-        sums = torch.cat([self._sketch(owed), self._given, self._squares], dim=1)
-        self._spans.append((begin, self._clock.look()))
+        left = torch.zeros_like(self._given)
+        with self._timed():
+            left = self._sketch(owed)
+        lacking = torch.full_like(self._squares, float(self.lacks_room))
+        sums = torch.cat([left, self._given, self._squares, lacking], dim=1)
         all_reduce(sums)
         whole_sums: Any = sums.double()
-        behind, given, squares = whole_sums.split([_PLACES, _PLACES, 1], dim=1)
+        behind, given, squares, lacking = whole_sums.split([_PLACES, _PLACES, 1, 1], dim=1)
+        self.is_void = self.is_void or bool((lacking > 0).any())
         lost, whole, own = (each.tolist() for each in (behind.square().sum(1), given.square().sum(1), squares[:, 0]))
         return {name: Applied(lost[k] / whole[k] if whole[k] > 0 else 0.0, own[k]) for name, k in self._number.items()}
+
+    @contextmanager
+    def _timed(self) -> Generator[None]:
+        """Count the time of this, and go on where memory runs out."""
+        begin = self._clock.look()
+        try:
+            yield
+        except compat.OUT_OF_MEMORY:
+            self.lacks_room = True
+        self._spans.append((begin, self._clock.look()))
 
     def _sketch(self, values: Mapping[str, Tensor]) -> Tensor:
         found = torch.zeros_like(self._given)
         for name, number in self._number.items():
-            if name in values:
+            if name in values and not self.lacks_room:
                 self._add(found[number], values[name], 0)
         return found
 
@@ -125,3 +146,13 @@ class AppliedError:
         first = start % _PLACES
         padded = torch.nn.functional.pad(signed, (first, -(first + len(flat)) % _PLACES))
         sketch += padded.view(-1, _PLACES).sum(0)
+
+
+def needed_bytes(sizes: Mapping[str, int]) -> int:
+    """Count what a check holds beside the step: what is owed, the signs, and copies of the largest gradient."""
+    return int(MARGIN * 4 * (sum(sizes.values()) + 4 * max(sizes.values(), default=0)))
+
+
+def _signs(count: int, device: torch.device, seed: int) -> Tensor:
+    bits = torch.randint(2, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return bits.to(device).float().mul_(2).sub_(1)

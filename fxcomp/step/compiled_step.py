@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
@@ -18,21 +20,25 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import FxcompError
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
+from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.terminal import to_text
 from fxcomp.search.raced import Raced
 from fxcomp.site import Site
+from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given, state_dict
 from fxcomp.step.adaptation import Move
 from fxcomp.step.applied_error import AppliedError
 from fxcomp.step.drift.watch import Watch
 from fxcomp.step.error_watch import ErrorWatch
 from fxcomp.step.explain import Explainer
+from fxcomp.step.group import Group
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.steering import Replanner, Steering
 from fxcomp.step.step_look import StepLook
 from fxcomp.step.step_times import Looks
+from fxcomp.step.unused import FindsUnused, UnusedHere, note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verification, Verifier
 
 Observer = Watch | StepLook | AppliedError
@@ -43,6 +49,8 @@ class CompiledStep:
     """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
 
     Returns the loss, detached, or `(loss, aux)` if the loss function does. `.grad` of parameters is not set.
+    With `accumulate` a step is a group of so many micro-batches, one a call. `step(batch, last=True)` ends a shorter
+    group, as at the end of an epoch, on every rank at the same call; the mean is over those that there were.
     """
 
     def __init__(self, force: PlanInForce, planner: Replanner, site: Site, options: StepOptions):
@@ -50,6 +58,8 @@ class CompiledStep:
         """The plan with its gradient state, runtime and programs."""
         self._options, self._site = options, site
         self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
+        self._loss_scale = force.inputs.training.loss_scale
+        self._group = Group(force.inputs.sums, options.accumulate, site, self._loss_scale)
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
         self._explainer = Explainer(site, options, planner.terms)
@@ -57,11 +67,18 @@ class CompiledStep:
         self.steps = 0
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
-        self.notes: list[str] = []
+        self.notes: list[str] = list(site.ranks.notes)
         self._steering = Steering(force, self.monitor, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
-        self._verifier = Verifier(self.training, options.verified, force.inputs.is_fresh, self.notes.append)
+        inputs = force.inputs
+        self._verifier = Verifier(
+            self.training, site.ranks, options.verified, inputs.is_fresh, self.notes.append, inputs.sums
+        )
+        self._finds_unused = FindsUnused(self.training, site) if options.find_unused_parameters else None
+        if site.ranks.world_size > 1:
+            self.notes += note_on_unused(force.program.captured)
+        self.notes += note_on_densified(force.program.captured, inputs.sizes)
         self.errors: ErrorWatch | None = None
         """Measures what compressors lose of gradients; None without an error budget, or with one rank."""
         if options.error_budget is not None and site.ranks.world_size > 1:
@@ -69,18 +86,40 @@ class CompiledStep:
 
     # Running
 
-    def __call__(self, batch: Any) -> Any:
-        self._lockstep.enter(self.steps)
+    def __call__(self, batch: Any, *, last: bool = False) -> Any:
+        self._lockstep.enter(self.steps, goes_on=self._group.has_begun)
         try:
-            return self._step(batch)
+            if self._loss_scale is not None:
+                self._loss_scale.check_updated()
+                self._group.check_scale()
+            return self._step(batch) if self._group.ends(last=last) else self._sum_up(batch)
         except BaseException as error:
+            if self._lockstep.has_begun:
+                self._group.clear()
             self._lockstep.leave(error, self.in_force.runtime)
             raise
+
+    def _sum_up(self, batch: Any) -> Any:
+        """Run a micro-batch that ends no group: nothing is sent and no parameter changes."""
+        self._enter_stage()
+        kind, leaves = batch_type(batch)
+        program = self.in_force.find_micro(batch, kind, leaves)
+        inputs, runtime = self.in_force.inputs, self.in_force.runtime
+        begin = self.monitor.times.look()
+        with torch.inference_mode(False), torch.no_grad(), compat.without_autocast():
+            arguments = inputs.of(program, leaves, self.in_force.state)
+            self._lockstep.has_begun = True
+            loss, aux = program.run(runtime, arguments)
+            runtime.finish()
+        looks = begin, self.monitor.times.look()
+        self._group.add(looks, program.captured.unused, is_like_first=self.in_force.serves_first(kind))
+        return _as_returned(program, loss, aux)
 
     def _step(self, batch: Any) -> Any:
         self._enter_stage()
         kind, leaves = batch_type(batch)
         program = self.in_force.find(batch, kind, leaves)
+        self._group.complete(is_weighted=program.captured.is_weighted)
         verifies = self._verifier.wants(self.steps)
         look = self.errors.look_at(self.steps, kind, verifies=verifies) if self.errors is not None else None
         begin = self.monitor.times.look()
@@ -90,8 +129,10 @@ class CompiledStep:
             with torch.no_grad(), compat.without_autocast():
                 observer = verification if verifies else look or self._watch_of(kind)
                 result = self._run(program, leaves, observer)
-        is_timed = not verifies and look is None and self.in_force.serves_first(kind)
-        self._count((begin, self.monitor.times.look()), timed=is_timed)
+        is_like_first = self._group.is_like_first and self.in_force.serves_first(kind)
+        took = self._group.took((begin, self.monitor.times.look()))
+        self._group.clear()
+        self._count(took, timed=not verifies and look is None and is_like_first)
         if self.errors is not None:
             self.errors.act(self.steps)
         self._steering.act(self.steps)
@@ -105,21 +146,26 @@ class CompiledStep:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())
         arguments = inputs.of(program, leaves, state)
         self._lockstep.has_begun = True
-        if observer is None:
-            loss, aux = program.run(runtime, arguments)
-        elif isinstance(observer, Verification):
-            loss, aux = observer.run(arguments)
-        else:
-            loss, aux = observer.run(self.steps, program, runtime, arguments)
-        runtime.finish()
-        if not runtime.counters.skipped:
-            inputs.has_stepped()
-            state.settle()
-        captured = program.captured
-        if captured.has_aux:
-            assert captured.aux_spec is not None, "a step with aux knows its structure"
-            return loss, pytree.tree_unflatten(captured.aux_leaves(aux), captured.aux_spec)
-        return loss
+        agreement = self._group.agree()
+        runtime.before_packing = [] if agreement is None else [agreement.check]
+        with self._holding_unused(program) as unused:
+            if observer is None:
+                loss, aux = program.run(runtime, arguments)
+            elif isinstance(observer, Verification):
+                loss, aux = observer.run(arguments)
+            else:
+                loss, aux = observer.run(self.steps, program, runtime, arguments)
+            runtime.finish()
+            if not runtime.counters.skipped:
+                inputs.has_stepped(program, unused.held if unused else ())
+                state.settle()
+        return _as_returned(program, loss, aux)
+
+    def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
+        if self._finds_unused is None:
+            return nullcontext()
+        unused = self._group.unused(program.captured.unused)
+        return self._finds_unused.begin(unused, self.in_force.state, self.in_force.runtime)
 
     def _enter_stage(self) -> None:
         if self.in_force.enter_stage_of(self.steps):
@@ -136,9 +182,12 @@ class CompiledStep:
         is_timed = self.in_force.serves_first(kind) and self.in_force.is_warm and not self._steering.is_racing
         return watch if watch is not None and is_timed and watch.wants(self.steps) else None
 
-    def _count(self, looks: Looks, *, timed: bool) -> None:
+    def _count(self, looks: Sequence[Looks], *, timed: bool) -> None:
         counters = self.in_force.runtime.take_counters()
-        compat.count_as_stepped(self.training.optimizer)
+        for optimizer in self.training.optimizers:
+            compat.count_as_stepped(optimizer)
+        if self._loss_scale is not None:
+            self._loss_scale.tell(skipped=counters.skipped)
         self.steps += 1
         self.skipped_steps += counters.skipped
         self.payload_bytes = counters.payload_bytes
@@ -272,12 +321,22 @@ class CompiledStep:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
+        self._group.check_is_over()
         place = self._ranks.rank, self._ranks.world_size
         saved = state_dict(self.in_force.whole_state, self.plan, self.steps, *place)
         return saved if self.errors is None else {**saved, "errors": self.errors.state()}
 
+    def checkpoint(self) -> dict[str, Tensor]:
+        """This rank's state as plain tensors, for libraries that write such: no other rank uses these names.
+
+        The plan and the states of the default random generators are there, too. `load_state_dict` takes it back: the
+        rank of this number, of as many, goes on with the same random numbers.
+        """
+        about = {PLAN: self.plan.to_json(), GENERATORS: generators(self._site.device)}
+        return to_tensors({**self.state_dict(), **about})
+
     def load_state_dict(self, state: Given) -> None:
-        """Take back a saved state. Every rank calls this, each with what it saved, or with None where there is nothing.
+        """Take back what `state_dict` or `checkpoint` returned; every rank calls it, with None where there is nothing.
 
         The states may be of another plan or of another number of ranks. Each is loaded by one rank, whichever it is;
         those of ranks that have gone by any, in a list with its own: `load_state_dict([state, another])`. What all
@@ -289,12 +348,26 @@ class CompiledStep:
         """
         self._lockstep.check_open()
         with self._ranks.together("load_state_dict", after_a_stop=True):
-            steps = self.in_force.load(state)
+            self._group.clear()
+            states = self._ranks.attempt("reading a checkpoint", lambda: states_of(state))
+            steps = self.in_force.load(states)
             if steps is not None:
                 self.steps = steps
                 self.monitor.resume(steps)
                 self._steering.resume(steps)
+                note = note_on_another_plan(saved_plan(states), self.plan)
+                self.notes += [note] if note else []
             if self.errors is not None:
-                self.errors.resume(self.steps, state)
+                self.errors.resume(self.steps, states)
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
             self._ranks.check_same("going on from the states", here)
+        restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)
+
+
+def _as_returned(program: Program, loss: Any, aux: Sequence[Any]) -> Any:
+    """The loss, or the loss and the auxiliary result, as the loss function returns them."""
+    captured = program.captured
+    if not captured.has_aux:
+        return loss
+    assert captured.aux_spec is not None, "a step with aux knows its structure"
+    return loss, pytree.tree_unflatten(captured.aux_leaves(aux), captured.aux_spec)

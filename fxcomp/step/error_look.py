@@ -56,7 +56,8 @@ class ErrorLook:
         flat = gradient.detach().flatten()
         self._elements[name] += len(flat)
         if len(self._kept) < len(self._shapes):
-            self._norms.append(_linalg.vector_norm(flat, dtype=torch.float32))
+            norm = _linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+            self._norms.append(norm.float())
         if name not in self._kept:
             return
         self._seen[name][start] = flat

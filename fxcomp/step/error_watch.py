@@ -146,7 +146,8 @@ class ErrorWatch:
     def _begun(self) -> AppliedError:
         """Begin to measure what the plan loses of a step: with what is owed before it."""
         applied = AppliedError(self._force.trained_sizes, self._site.device, self._step)
-        applied.owes(self._owed)
+        if not applied.lacks_room:
+            applied.owes(self._owed)
         return applied
 
     @property
@@ -162,7 +163,7 @@ class ErrorWatch:
         elif look is not None and look.was_taken:
             self._take_in(look, steps)
         elif look is not None:
-            self.schedule.postpone(steps)
+            self.schedule.was_refused(steps)
             if look.some_lack_room and not self._has_noted:
                 self._has_noted = True
                 self._note(
@@ -189,7 +190,7 @@ class ErrorWatch:
 
     def _take_check(self, check: AppliedError, steps: int) -> None:
         """Take in what the plan lost of a step: powersgd's lag, and what the whole plan loses beyond the table."""
-        applied = check.applied(self._owed, self._site.sum_over_ranks)
+        applied = check.applied({} if check.lacks_room else self._owed, self._site.sum_over_ranks)
         check_us, step_us = self._slowest(check.took_us())
         wait = ceil(check_us / (CHECKS_SHARE * step_us)) if step_us > 0 else 0
         self._checked_at = steps + max(CHECKS, wait)

@@ -66,6 +66,7 @@ class Explainer:
             raced=raced,
             is_racing=is_racing,
             budget=self._budget(errors),
+            micro_batches=self._options.accumulate,
             moves=tuple(moves),
         )
 

@@ -14,7 +14,7 @@ A step in which nothing is raised pays one look at an attribute.
 from __future__ import annotations
 
 from fxcomp import compat
-from fxcomp.errors import PeerFailed, RanksApart, StepClosed, VerificationFailed
+from fxcomp.errors import GroupsDiffer, PeerFailed, RanksApart, StepClosed, VerificationFailed
 from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
 from fxcomp.runtime.runtime import Runtime
 
@@ -24,25 +24,26 @@ class Lockstep:
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._step = 0
+        self._step, self._goes_on = 0, False
         self._is_closed = False
         self.has_begun = False
         """True if emitted code has run in the step under way, so that something may have changed."""
 
-    def enter(self, step: int) -> None:
-        """Begin a step. Raises RanksApart if ranks have stopped at different places, and StepClosed."""
+    def enter(self, step: int, *, goes_on: bool = False) -> None:
+        """Begin a step, or go on with it. Raises RanksApart if ranks stopped at different places, and StepClosed."""
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)
-        self._step, self.has_begun = step, False
+        self._step, self._goes_on, self.has_begun = step, goes_on, False
 
     def leave(self, error: BaseException, runtime: Runtime) -> None:
         """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
-        if isinstance(error, VerificationFailed) or self._ranks.knows(error):
+        if isinstance(error, VerificationFailed | GroupsDiffer) or self._ranks.knows(error):
             runtime.settle()  # all ranks raise it, so what they have launched comes to its end
             return
         had_stopped = self._ranks.stopped is not None
-        self._ranks.stop(f"step {self._step}", error, step=self._step, has_begun=self.has_begun)
+        has_begun = self._goes_on or self.has_begun
+        self._ranks.stop(f"step {self._step}", error, step=self._step, has_begun=has_begun)
         runtime.drop()
         stop = self._ranks.stopped
         was_left = isinstance(error, PeerFailed) or (

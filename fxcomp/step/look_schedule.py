@@ -38,11 +38,12 @@ class LookSchedule:
         self._costs_us = [list(estimates_us)]
         """By group of gradients and family; one group at first."""
         self._is_measured = [[False] * len(estimates_us)]
-        self.group = 0
+        self.group: int = 0
         """The group whose turn it is, and the family."""
         self._next = 0
         self._earliest = LEAST
         """Up to this step there is nothing to agree on."""
+        self._refusals: int = 0
         self._due: int | None = None
         """The step of the next look; None before ranks have told what a step takes."""
         self._step_us = 0.0
@@ -56,6 +57,11 @@ class LookSchedule:
     def postpone(self, step: int) -> None:
         """Let quiet steps pass first: now they are others' or another plan's."""
         self._earliest = step + LEAST
+
+    def was_refused(self, step: int) -> None:
+        """Try again later, after one step more each time: where every 21st batch is another, not always at that one."""
+        self._refusals += 1
+        self.postpone(step + self._refusals % LEAST)
 
     def asks_at(self, step: int) -> bool:
         """Tell that ranks should say now what a step takes, once."""

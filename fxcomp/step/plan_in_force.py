@@ -14,7 +14,7 @@ from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.pipeline import Compiler, Turns
-from fxcomp.plan.check_feedback import check_momentum
+from fxcomp.plan.check_feedback import check_momentum, check_rates
 from fxcomp.plan.error_feedback import Stage
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.runtime import Runtime
@@ -24,6 +24,7 @@ from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given, Here, read_together, restore
+from fxcomp.step.micro_programs import MicroPrograms
 from fxcomp.step.programs import Programs
 
 
@@ -62,6 +63,11 @@ class PlanInForce:
         self.state.enter_stage(self.plan, site)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
+        self._micro_programs = MicroPrograms(
+            lambda captured: self._compiler.emit_micro_batch(captured, self.decision.costs)
+        )
+        if compiler.micro_batches > 1:  # now, and not in the first step
+            self._micro_programs.of(capture.first)
         self._key = capture.guard.key()
         for number, stage in enumerate(self.stages):
             self._adopt(self._made_of_first(stage.plan, decision), number)
@@ -103,6 +109,10 @@ class PlanInForce:
         self.program = self.programs.find(batch, kind, leaves, self._followed)
         self.runtime.numbers = self.program.numbers
         return self.program
+
+    def find_micro(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
+        """Find the program for a batch that ends no group of micro-batches."""
+        return self._micro_programs.of(self.find(batch, kind, leaves).captured)
 
     # Changing
 
@@ -289,7 +299,9 @@ class PlanInForce:
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
         """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
-        check_momentum(self._compiler.feedback, self.inputs.training.optimizer)  # its options may have changed
+        for optimizer in self.inputs.training.optimizers:
+            check_momentum(self._compiler.feedback, optimizer)  # its options may have changed
+            check_rates(self._compiler.feedback, optimizer)
         self.inputs.expect_other_state()
         with torch.inference_mode(False):
             captured = self._capture.again(batch, varying)

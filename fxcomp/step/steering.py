@@ -38,6 +38,8 @@ class Replanner(Protocol):
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision: ...
 
+    def measure_next_time(self) -> None: ...
+
 
 class Steering:
     """Switches the plan in force where a race or the monitor's verdicts call for it, and notes why."""
@@ -188,6 +190,7 @@ class Steering:
         drift = self._monitor.against_prediction(step)
         if drift.note:
             self._note(drift.note)
+            self._planner.measure_next_time()
         if drift.calls_for_another_plan:
             self._plan_anew(drift.findings, step)
         elif drift.note:

@@ -27,14 +27,14 @@ class StepTimes:
         self._step_ms: deque[float] = deque(maxlen=KEPT)
         self._waited_ms: deque[float] = deque(maxlen=KEPT)
         self._numbers: deque[int] = deque(maxlen=KEPT)
-        self._pending: deque[tuple[int, Looks, Sequence[Looks]]] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[int, Sequence[Looks], Sequence[Looks]]] = deque(maxlen=KEPT)
 
     def look(self) -> Any:
         """The beginning or the end of a step."""
         return self._clock.look()
 
-    def add(self, number: int, step: Looks, waits: Sequence[Looks]) -> None:
-        """Count a step of the job, and what it stood still for."""
+    def add(self, number: int, step: Sequence[Looks], waits: Sequence[Looks]) -> None:
+        """Count a step of the job, which ran in these parts, and what it stood still for."""
         self._pending.append((number, step, waits))
         self._collect()
 
@@ -74,10 +74,11 @@ class StepTimes:
 
     def _collect(self) -> None:
         while self._pending:
-            number, (begin, end), waits = self._pending[0]
-            took = self._clock.us(begin, end)
-            if took is None:
+            number, parts, waits = self._pending[0]
+            known = [us for begin, end in parts if (us := self._clock.us(begin, end)) is not None]
+            if len(known) < len(parts):
                 return
+            took = sum(known)
             self._pending.popleft()
             waited = sum(self._clock.us(start, stop) or 0.0 for start, stop in waits)
             self._numbers.append(number)

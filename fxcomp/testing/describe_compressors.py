@@ -43,6 +43,11 @@ block's size, ⌈ ⌉ rounds up. Bits count all that a rank hands to the network
 step, besides the residual. *Case* says why fxcomp has it: a mode offers it, a published system that we build on needs
 it, or it is the best choice for the job that its paragraph names ([decision 12](decisions/0012-fewer-compressors.md)).
 
+Compressors take fp32 and give fp32. Gradients of another type become fp32 while they are packed, or after a sum inside
+their host; their residuals are fp32. The mean is rounded to the gradients' type once, alike on all ranks. Dense
+gradients travel in their own type. So bf16 gains nothing for gradients in 16 bits, and no mode offers it for them; int8
+halves their bytes, where it leaves a quarter of fp32's.
+
 ω = |v − decoded|² / |v|² is measured on one compression of {SAMPLE:,} values, on one rank, without error feedback. What
 error feedback carries to the next step is delayed, not lost. An unbiased compressor's errors differ between ranks and
 average out: the mean over N ranks has ω/N.

@@ -64,6 +64,8 @@ LEVELS = """
 processor, which works beside it. Values are copied there and back. Without a GPU, `gpu` is the main thread and `cpu`
 the pool. After the name of a collective stands its level: the ranks that meet in it.
 
+A bucket holds gradients of one type, in which its dense values travel, before compressors and behind them.
+
 | level | ranks that meet | on 2 racks of 2 hosts of 2 ranks |
 |---|---|---|
 """

@@ -107,3 +107,38 @@ def test_a_step_may_be_compiled_in_inference_mode():
         step = fxcomp.compile_step(model, squares, sgd(model), batch)
         step(batch)
     assert not torch.equal(model.weight, before)
+
+
+class Sparse(nn.Module):
+    """Two tables whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = nn.Embedding(9, 4, sparse=True), nn.EmbeddingBag(9, 4, sparse=True)
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.words(places).sum(1) * self.bags(places)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adagrad"])
+def test_sparse_gradients_become_dense_and_update_as_in_eager(kind: str):
+    torch.manual_seed(0)
+    model = Sparse()
+    reference = copy.deepcopy(model)
+    make: Any = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    }[kind]
+    mine, theirs = make(model.parameters()), make(reference.parameters())
+    batches = [torch.randint(0, 9, (3, 2)) for _ in range(3)]
+    step = fxcomp.compile_step(model, squares, mine, batches[0], verify_every=1)
+    assert "'words.weight' is sparse in eager PyTorch (sparse=True) and dense here: 36 elements" in step.notes[0]
+    for batch in batches:
+        step(batch)
+        theirs.zero_grad()
+        squares(reference, batch).backward()
+        theirs.step()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxcomp
-from fxcomp.errors import UnsupportedOptimizer
+from fxcomp.errors import StepChanged, UnsupportedOptimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -105,11 +105,82 @@ class BakesItsRate(torch.optim.SGD):
             parameter.add_(parameter.grad, alpha=-rate)
 
 
-def test_an_update_that_takes_a_live_number_as_a_constant_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxcomp.capture.optimizer.OPTIMIZERS", (BakesItsRate,))
+def test_an_update_that_takes_a_live_number_as_a_constant_is_refused():
     model = nn.Linear(8, 4)
     with pytest.raises(UnsupportedOptimizer, match=r"'weight' was traced with lr of parameter group 0 as a constant"):
         fxcomp.compile_step(model, square, BakesItsRate(model.parameters(), lr=0.1), batches(1)[0])
+
+
+class Scales(torch.optim.Optimizer):
+    """Reads what it is scaled by from an attribute, a list, a dictionary and a tensor."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"lr": 0.1, "many": [1.0, 2.0], "named": {"x": 1.0}, "value": torch.tensor(1.0)})
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            scale = group["many"][0] * group["named"]["x"] * group["value"]
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * group["lr"] * scale * self.factor)
+
+
+def test_what_a_users_class_reads_beside_numbers_is_captured_again_when_it_changes():
+    def change(optimizer: Scales, step: int) -> None:
+        group = optimizer.param_groups[0]
+        changes: list[Callable[[], Any]] = [
+            lambda: setattr(optimizer, "factor", 0.5),
+            lambda: group["many"].__setitem__(0, 0.5),
+            lambda: (group["named"].update(x=0.5), group.update(value=torch.tensor(0.5))),
+        ]
+        changes[step]()
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    eager = copy.deepcopy(model)
+    ours, theirs = Scales(model.parameters()), Scales(eager.parameters())
+    data = batches(3)
+    step = fxcomp.compile_step(model, square, ours, data[0], verify_every="never")
+    for number, batch in enumerate(data):
+        change(ours, number)
+        change(theirs, number)
+        step(batch)
+        theirs.zero_grad()
+        square(eager, batch).backward()
+        theirs.step()
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+class TwoKinds(torch.optim.Optimizer):
+    """Counts steps in one kind of group alone, as joined Muon and Adam do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + group["counts"]
+                parameter.sub_(parameter.grad * group["lr"] / (1 + state["step"]))
+
+
+def test_groups_that_differ_in_a_flag_alone_have_counters_of_their_own():
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        weight, bias = parameters
+        flags = [{"params": [weight], "counts": False}, {"params": [bias], "counts": True}]
+        return TwoKinds(flags, {"lr": 0.1, "counts": False})
+
+    assert_trains_as_eager(make)
+
+
+def test_a_flag_with_which_a_class_begins_to_count_needs_another_step():
+    model = nn.Linear(8, 4)
+    optimizer = TwoKinds(model.parameters(), {"lr": 0.1, "counts": False})
+    step = fxcomp.compile_step(model, square, optimizer, batches(1)[0])
+    optimizer.param_groups[0]["counts"] = True
+    with pytest.raises(StepChanged, match=r"the class keeps other state.\n  Call compile_step again"):
+        step(batches(1)[0])
 
 
 def test_an_option_that_is_refused_is_refused_when_it_is_set_later():
@@ -117,7 +188,7 @@ def test_an_option_that_is_refused_is_refused_when_it_is_set_later():
     optimizer = torch.optim.AdamW(model.parameters())
     step = fxcomp.compile_step(model, square, optimizer, batches(1)[0])
     optimizer.param_groups[0]["capturable"] = True
-    with pytest.raises(UnsupportedOptimizer, match="capturable=True is not captured"):
+    with pytest.raises(UnsupportedOptimizer, match="capturable=True is for parameters on an accelerator"):
         step(batches(1)[0])
 
 

@@ -239,7 +239,7 @@ def test_a_learning_rate_of_numpys_is_live():
     step = compiled(model)
     moved: list[float] = []
     for rate in (0.1, 0.2, 0.0):
-        step.training.optimizer.param_groups[0]["lr"] = np.float32(rate)
+        step.training.optimizers[0].param_groups[0]["lr"] = np.float32(rate)
         before = model.bias.detach().clone()
         step(BATCH)
         moved.append((model.bias - before).abs().sum().item())

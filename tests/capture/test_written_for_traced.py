@@ -72,7 +72,7 @@ def test_an_update_is_traced_once_for_all_shapes_as_for_each(optimizer: str, mon
     model, batch = JOBS["conv"].build(), JOBS["conv"].batch(0)
     traced: list[str] = []
     trace = updates.trace_update
-    monkeypatch.setattr(updates, "trace_update", lambda o, owner, *a: traced.append(owner.name) or trace(o, owner, *a))
+    monkeypatch.setattr(updates, "trace_update", lambda owner, *a: traced.append(owner.name) or trace(owner, *a))
     quick = text(captured(model, batch, optimizer))
     assert len(traced) == 1
     monkeypatch.setattr(updates, "resized_update", lambda *_: None)  # trace each

@@ -44,7 +44,7 @@ class Mixed(Dropping):
 
 
 def trained(
-    make: Callable[[], nn.Module], backend: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], backend: str, monkeypatch: pytest.MonkeyPatch, accumulate: int = 1
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and parameters after a few steps with regions run by `backend`."""
     monkeypatch.setattr(program, "INDUCTOR_DEVICES", ("cpu",) if backend == "inductor" else ())
@@ -55,15 +55,24 @@ def trained(
     batches = [(each, each) for each in tokens]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Inductor's own
-        step = fxcomp.compile_step(model, cross_entropy, optimizer, batches[0], verify_every=1)
+        step = fxcomp.compile_step(model, cross_entropy, optimizer, batches[0], verify_every=1, accumulate=accumulate)
         torch.manual_seed(1)
-        return [step(batch).item() for batch in batches], list(model.parameters())
+        return [step(batch, last=batch is batches[-1]).item() for batch in batches], list(model.parameters())
 
 
-@pytest.mark.parametrize("make", [Attending, Dropping, Mixed])
+@pytest.mark.parametrize("make", [pytest.param(Attending, marks=pytest.mark.slow), Dropping, Mixed])
 def test_regions_compiled_by_inductor_train_the_same(make: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
     losses, parameters = trained(make, "eager", monkeypatch)
     compiled_losses, compiled_parameters = trained(make, "inductor", monkeypatch)
+    assert compiled_losses == pytest.approx(losses, rel=1e-5)
+    for parameter, other in zip(compiled_parameters, parameters, strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_sums_are_written_by_inductor_too(monkeypatch: pytest.MonkeyPatch):
+    losses, parameters = trained(Dropping, "eager", monkeypatch, accumulate=2)
+    compiled_losses, compiled_parameters = trained(Dropping, "inductor", monkeypatch, accumulate=2)
     assert compiled_losses == pytest.approx(losses, rel=1e-5)
     for parameter, other in zip(compiled_parameters, parameters, strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-6)

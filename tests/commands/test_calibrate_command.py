@@ -177,6 +177,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks_before_anything_is_measured(w
     assert others == [(2, "", "")] * 2
 
 
+@pytest.mark.slow
 def test_files_are_rank_0s_alone(tmp_path: Path):
     """Another rank's answer about files that are not on its machine does not matter."""
     machine = replace(CostTable(), hardware="unknown", compressors=TABLE.compressors, source="measured")
@@ -256,6 +257,7 @@ def test_ranks_that_do_not_meet_are_told_where(monkeypatch: pytest.MonkeyPatch, 
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_launcher_left_behind_is_of_no_matter_to_explain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

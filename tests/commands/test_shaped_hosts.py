@@ -100,6 +100,7 @@ def test_a_rank_runs_on_its_hosts_processors(script):
         assert outputs == [f"{hosts.processors(host)}\n" for host in range(2)]
 
 
+@pytest.mark.slow
 def test_ranks_without_hosts_meet_on_loopback(script):
     assert run_ranks([script(MEET)], ranks_per_host=2, timeout_s=300) == ["0 3\n", "1 3\n"]
 

@@ -56,6 +56,7 @@ def test_about_k_values_are_sent_from_the_first_call_on(distribution: str, ratio
         assert 0.8 < cell.settled_mean < 1.2, f"{name}: settled at {cell.settled_mean:.2f} of the target"
 
 
+@pytest.mark.slow
 def test_in_training_about_k_values_are_sent_and_without_a_check_few() -> None:
     text = benchmark.read_text()
     checked = benchmark.train("sidco", "each parameter", 0.01, 110, text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from jobs import JOBS, Job, cross_entropy
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch_compiled import compiled, own_options
 
 from fxcomp.cost.table import CostTable
@@ -74,19 +76,53 @@ def train(
     return Trained([p.detach().clone() for p in model.parameters()], first, losses)
 
 
+class Checkpointed(nn.Module):
+    """Two blocks that are computed again, each with two dropouts, and one dropout outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 10)
+
+    def block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return dropout(torch.tanh(layer(dropout(x, 0.2))), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.block, self.first, x, use_reentrant=False)
+        x = checkpoint(self.block, self.second, x, use_reentrant=False)
+        return self.head(dropout(x, 0.3))
+
+
+CHECKPOINTED = replace(JOBS["mlp"], model=Checkpointed)
+
+
 def rank_by_rank(step: int) -> int:
     """Other lengths on every rank, in another order."""
     return (step + dist.get_rank()) % 4
 
 
-def in_bfloat16(call: Callable[..., Any]) -> Callable[..., Any]:
+def under_autocast(call: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Autocast around each forward pass."""
 
     def run(inputs: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             return call(inputs)
 
     return run
+
+
+class Narrow(nn.Module):
+    """Matrices in bf16, and a norm in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(20, 96, dtype=torch.bfloat16), nn.LayerNorm(96)
+        self.last = nn.Linear(96, 10, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x.bfloat16()).float()).bfloat16()).float()
+
+
+NARROW = replace(JOBS["mlp"], model=Narrow)
 
 
 def parities() -> dict[str, float]:
@@ -103,8 +139,13 @@ def parities() -> dict[str, float]:
     found["chosen"] = train(JOBS["mlp"], lambda model: compiled(model, model=model, **chosen)).distance(ddp)
     ddp = train(JOBS["mlp"], DistributedDataParallel, stretch=rank_by_rank)
     found["lengths"] = train(JOBS["mlp"], own_options, stretch=rank_by_rank).distance(ddp)
-    ddp = train(JOBS["mlp"], lambda model: in_bfloat16(DistributedDataParallel(model)))
-    found["autocast"] = train(JOBS["mlp"], lambda model: in_bfloat16(own_options(model))).distance(ddp)
+    for dtype in (torch.bfloat16, torch.float16):
+        ddp = train(JOBS["mlp"], lambda model, dtype=dtype: under_autocast(DistributedDataParallel(model), dtype))
+        ours = train(JOBS["mlp"], lambda model, dtype=dtype: under_autocast(own_options(model), dtype))
+        found[f"autocast to {dtype}"] = ours.distance(ddp)
+    found["bf16 parameters"] = train(NARROW, own_options).distance(train(NARROW, DistributedDataParallel))
+    ddp = train(CHECKPOINTED, DistributedDataParallel)
+    found["checkpointed"] = train(CHECKPOINTED, own_options).distance(ddp)
     ddp = train(JOBS["mlp"], DistributedDataParallel, micro=2)
     found["accumulated"] = train(JOBS["mlp"], own_options, micro=2).distance(ddp)
     return found

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from fxcomp.frontends.backend_options import KNOWN, OF_WHOLE_STEPS
 from fxcomp.frontends.compile_step import compile_step
-from fxcomp.frontends.torch_compile import KNOWN, OF_WHOLE_STEPS
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

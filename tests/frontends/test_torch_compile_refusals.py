@@ -136,10 +136,6 @@ def other_model() -> None:
     step(compiled(seeded(lambda: nn.Linear(4, 4 + dist.get_rank()))))
 
 
-def half() -> None:
-    step(compiled(seeded(lambda: nn.Linear(4, 4, dtype=torch.float64)).requires_grad_(True)))
-
-
 def drift() -> None:
     model = seeded(lambda: nn.Linear(4, 4))
     call = compiled(model)
@@ -249,7 +245,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "other_start": other_start,
     "other_start_shared": other_start_shared,
     "other_model": other_model,
-    "float64": half,
     "drift": drift,
     "eager": eager_behind_its_back,
     "two_models": two_models,
@@ -303,7 +298,6 @@ def texts() -> list[dict[str, str]]:
             ["ModelsDiffer: the parameter 'bias' starts with other values on rank 1", "Seed all ranks alike"],
         ),
         ("other_model", ["ModelsDiffer: rank 1 and rank 0", "the shape of 'bias' is [5] on rank 1 and [4] on rank 0"]),
-        ("float64", ["UnsupportedParameter: the parameter 'weight' is torch.float64", "torch.autocast"]),
         ("drift", ["UnsynchronizedGradient: the parameter 'bias' differs between ranks"]),
         ("eager", ["a backward pass gave gradients without the compiled graph", "fullgraph=True"]),
         ("two_models_without_options", ["CaptureFailed", 'options={"model": model}']),

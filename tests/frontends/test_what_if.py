@@ -161,7 +161,7 @@ def test_the_graph_for_a_cluster_needs_no_clock():
 def test_a_pass_that_does_not_exist_is_answered_with_those_that_do(job: Job):
     program = rewritten(job, cluster("2x1", "1gbit"))
     assert "pack_0" in {node.name for node in graph_after(program, "bucket_gradients").graph.nodes}
-    with pytest.raises(BadOption, match=r"no pass 'bucket'; the passes are canonicalize_sync, .*order_for_overlap"):
+    with pytest.raises(BadOption, match=r"no pass 'bucket'; the passes are sum_gradients, .*order_for_overlap"):
         graph_after(program, "bucket")
 
 
@@ -224,3 +224,31 @@ def test_every_mode_is_answered(job: Job):
         answer = what_if(job, cluster("2x1", "10mbit"), Question(mode=mode))
         assert isinstance(answer.plan, Plan)
         assert answer.plan.is_dense or mode is not Mode.LOSSLESS
+
+
+def test_a_model_in_bf16_sends_half_the_bytes():
+    shown: list[str] = []
+    sent: list[int] = []
+    where = cluster("2x1", "1gbit")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Linear(512, 256, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = Job(
+            model, lambda model, batch: model(batch).float().square().mean(), optimizer, torch.ones(4, 512, dtype=dtype)
+        )
+        explained = what_if(job, where, Question(device="h100", plan=plan_named("dense", where))).explanation()
+        shown.append(to_text(explained))
+        sent.append(sum(bucket["bytes"] for bucket in to_json(explained)["plan"]["buckets"]))
+    elements = 512 * 256 + 256
+    assert sent == [4 * elements, 2 * elements]
+    assert "2 gradients, 0.525 MB" in shown[0]
+    assert "2 gradients in bf16, 0.263 MB" in shown[1]
+
+
+def test_a_step_may_sum_up_micro_batches(job: Job):
+    once, four = (what_if(job, cluster("2x1", "100mbit"), Question(device="a100", accumulate=n)) for n in (1, 4))
+    passes = once.workload.backward_us
+    assert four.workload.backward_us == pytest.approx(4 * passes, rel=0.4), "and the sums"
+    assert four.explanation().micro_batches == 4
+    with pytest.raises(BadOption, match="number of micro-batches"):
+        what_if(job, cluster("2x1", "1mbit"), Question(accumulate=0))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import Owned, state_keys
+from fxcomp.capture.optimizer import state_tensors
 from fxcomp.capture.step_inputs import FIXED_SIZES, StepInputs
 from fxcomp.capture.training import Training
 from fxcomp.capture.updates import trace_update
@@ -51,10 +51,10 @@ def kind_of_torchs(make: Any, **options: Any) -> UpdateKind:
     model.weight.grad = torch.rand(4, 3)
     optimizer = make(model.parameters(), lr=0.1, **options)
     optimizer.step()
-    keys = state_keys(optimizer, model.weight)
-    owner = Owned("weight", model.weight, group=0)
-    inputs = StepInputs(Training(model, loss, optimizer, (owner,), None), BATCH, FIXED_SIZES)
-    return kind_in(trace_update(optimizer, owner, keys, inputs), len(keys))
+    training = Training.of(model, loss, optimizer)
+    (owner,) = training.owned
+    traced = trace_update(owner, training.habits[0], StepInputs(training, BATCH, FIXED_SIZES))
+    return kind_in(traced, len(state_tensors(owner.state)))
 
 
 @pytest.mark.parametrize(

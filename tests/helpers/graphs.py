@@ -28,14 +28,14 @@ COSTS = CostTable(roofline=Roofline(gflops=10.0, gb_per_s=10.0, launch_us=2.0), 
 class Step:
     """Builds a labelled graph line by line."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.mode, _ = compat.fake_mode()
-        self.graph = Graph()
+        self.graph, self.dtype = Graph(), dtype
 
     def input(self, name: str, shape: tuple[int, ...], source: Source) -> Node:
         node = self.graph.placeholder(name.replace(".", "_"))
         with self.mode:
-            node.meta["val"] = torch.empty(shape)
+            node.meta["val"] = torch.empty(shape, dtype=self.dtype)
         return set_info(node, NodeInfo(Role.INPUT, parameter=source.name or None, source=source))
 
     def parameter(self, name: str, *shape: int) -> Node:
@@ -69,9 +69,9 @@ def _short(target: Any) -> str:
     return target._schema.name.partition("::")[2]
 
 
-def linear_step(*, buffer: bool = False, clip: bool = False) -> GraphModule:
+def linear_step(*, buffer: bool = False, clip: bool = False, dtype: torch.dtype = torch.float32) -> GraphModule:
     """out = x Wᵀ + b, loss = mean(out²); plain SGD. The bias's gradient is ready first."""
-    step = Step()
+    step = Step(dtype)
     weight, bias = step.parameter("fc.weight", 4, 2), step.parameter("fc.bias", 4)
     mean = step.buffer("running_mean", 4) if buffer else None
     x = step.batch(3, 2)

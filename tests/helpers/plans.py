@@ -6,6 +6,7 @@ from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
@@ -18,7 +19,12 @@ def plan_in_turns(model: nn.Module, strategies: list[Strategy], per_bucket: int 
     groups = [named[k : k + per_bucket] for k in range(0, len(named), per_bucket)]
     return Plan(
         tuple(
-            Bucket(tuple(n for n, _ in group), tuple(p.numel() for _, p in group), strategies[k % len(strategies)])
+            Bucket(
+                tuple(n for n, _ in group),
+                tuple(p.numel() for _, p in group),
+                strategies[k % len(strategies)],
+                element_type=ElementType.of(group[0][1].dtype),
+            )
             for k, group in enumerate(groups)
         )
     )

@@ -7,6 +7,7 @@ import json
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,7 +17,8 @@ from fxcomp import compat
 def replica_fingerprint(model: nn.Module) -> str:
     """Digest the bits of all parameters and floating-point buffers."""
     tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    flat = (t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors)  # NumPy knows no bf16
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in flat)).hexdigest()
 
 
 def flat_parameters(model: nn.Module) -> Tensor:

@@ -1,8 +1,11 @@
 """A strategy's steps become nodes: shards and payloads travel, from the device that the strategy names."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from before_after import before_after
-from graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets
+from graphs import TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 from stages import bucketed
 from torch.fx import GraphModule
 
@@ -10,11 +13,16 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadPlan
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role, info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, D2H, H2D, PACK, REDUCE_SCATTER_PARTS, TURN
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, PACK, REDUCE_SCATTER_PARTS, TURN
+from fxcomp.passes.bucket_gradients import bucket_gradients
+from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies
+from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.plan import Plan
 
 DENSE = "all_reduce@world"
 BY_LEVEL = "reduce_scatter@intra > all_reduce@inter > all_gather@intra"
+AROUND_INT8 = "reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra"
 TWO_SHOTS = (
     "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world > decompress@gpu"
 )
@@ -52,6 +60,33 @@ def test_a_dense_bucket_is_scaled_while_packed(golden):
     text, after = lowered(DENSE)
     golden("lower_strategies/dense.txt", text)
     assert [n.args[1] for n in after.graph.nodes if n.target is PACK] == [0.5]
+
+
+def lowered_bf16(strategy: str, cluster: Cluster) -> tuple[str, GraphModule]:
+    (bucket,) = one_bucket(strategy).buckets
+    plan = Plan((replace(bucket, element_type=ElementType.BF16),))
+    step = canonicalize_sync(linear_step(dtype=torch.bfloat16), cluster.world_size)
+    return before_after(lower_strategies, bucket_gradients(step, plan), plan, cluster, 0)
+
+
+def test_gradients_in_bf16_are_packed_as_fp32_for_a_compressor(golden):
+    text, after = lowered_bf16(flat("int8"), TWO)
+    golden("lower_strategies/bf16.txt", text)
+    assert count(after, CAST) == 1
+
+
+def test_dense_hops_of_bf16_gradients_are_in_bf16(golden):
+    text, after = lowered_bf16(AROUND_INT8, TWO_BY_TWO)
+    golden("lower_strategies/bf16_by_level.txt", text)
+    types = [n.meta["val"].dtype for n in after.graph.nodes if is_collective(n)]
+    assert types == [torch.bfloat16, torch.uint8, torch.bfloat16]
+
+
+def test_dense_gradients_in_bf16_are_not_cast():
+    for strategy, cluster in ((DENSE, TWO), (BY_LEVEL, TWO_BY_TWO)):
+        _, after = lowered_bf16(strategy, cluster)
+        assert count(after, CAST) == 0
+        assert {n.meta["val"].dtype for n in after.graph.nodes if is_collective(n)} == {torch.bfloat16}
 
 
 def test_a_bucket_by_level_is_scattered_reduced_and_gathered(golden):

@@ -241,7 +241,39 @@ def compiled_with_adam() -> str:
 def test_a_refused_plan_fails_on_every_rank_and_nobody_hangs():
     for outcome in try_ranks(2, compiled_with_adam):
         assert outcome.error == "DivergingCombination"
-        assert "let fxcomp choose" in outcome.text
+        assert "leave it to fxcomp: without plan=, or without a pattern of per_parameter=" in outcome.text
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """Steps by a rate of its own, which no parameter group has."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"speed": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-group["speed"])
+
+
+def compiled_without_rate() -> None:
+    job = JOBS["mlp"]
+    model = job.build()
+    options = ErrorFeedback(scale_with_lr=True)
+    fxcomp.compile_step(
+        model, cross_entropy, WithoutRate(model.parameters()), job.batch(0), plan="int8", error_feedback=options
+    )
+
+
+def test_residuals_are_not_scaled_by_a_rate_that_no_group_has():
+    what = (
+        r"scale_with_lr=True\) .* parameter group 0 of WithoutRate has no 'lr': its options are 'speed'"
+        r"\.\n.*as 'lr', or leave scale_with_lr=True out"
+    )
+    with pytest.raises(BadOption, match=what):
+        compiled_without_rate()
 
 
 def backend_with(**options: Any) -> None:

@@ -181,3 +181,16 @@ def test_pins_are_compared_between_ranks_and_may_be_experiments():
     assert options.facts()["per_parameter"] == ["*=topk(0.01)"]
     with pytest.raises(BadOption, match="for experiments with a given plan"):
         StepOptions.checked(error_feedback=feedback)
+
+
+def test_what_selects_from_more_values_than_it_can_number_is_refused_where_it_is_pinned():
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(2**15, 2**16, device="meta"))
+
+    for text in ("topk(0.01)", "compress(topk(0.01))@gpu > all_gather@world > decompress@gpu"):
+        with pytest.raises(BadOption, match=r"per_parameter\['\*'\]=.*cannot be for 'table': nothing can be selected"):
+            Pins.read({"*": text}).check_model(Large())
+    Pins.read({"*": "int8"}).check_model(Large())
+    Pins.read({"*": "powersgd(4)"}).check_model(Large())

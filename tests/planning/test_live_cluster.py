@@ -1,12 +1,15 @@
 """The cluster of live process groups: told by host names, uneven hosts too, and what a group in it reaches."""
 
 import math
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from drifting import table
 from jobs import JOBS, OPTIMIZERS, cross_entropy
@@ -23,7 +26,9 @@ from fxcomp.errors import NoProcessGroup
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Strategy
 from fxcomp.planning import measure_job
-from fxcomp.ranks import Ranks, cluster_of_group
+from fxcomp.ranks import LOCAL_LINK, Ranks, cluster_of_group
+from fxcomp.runtime.transport import NullTransport
+from fxcomp.site import Site
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
 
@@ -75,6 +80,7 @@ def test_four_live_ranks_on_four_hosts_and_four_in_a_host_get_prices_of_their_ow
 
 
 ON_REAL_HOSTS = """
+import torch
 import torch.distributed as dist
 from fxcomp.commands.demo.launch_ranks import join
 from fxcomp.ranks import cluster_of_group
@@ -147,8 +153,14 @@ def test_a_plan_by_level_is_refused_where_hosts_are_uneven():
     )
 
 
+def forget_earlier_jobs() -> None:
+    """Begin with an empty cache: this job measures its own step."""
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+
+
 def fitted_contention(_: object = None) -> tuple[int, float, float]:
     """Count this rank's fits of contention, with another answer on each rank; return what its step was planned with."""
+    forget_earlier_jobs()
     asked: list[int] = []
 
     def fitted(*_: object) -> FittedContention:
@@ -169,6 +181,7 @@ def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
 
 def priced_starts(_: object = None) -> float:
     """Return a start's cost in the plan's table where one on this rank took 700 us, or 900."""
+    forget_earlier_jobs()
     measure = measure_job.measure_step
 
     def measured(*arguments: Any) -> list[Any]:
@@ -187,6 +200,7 @@ def test_a_start_costs_what_it_took_in_the_step():
 
 def priced_feeding(_: object = None) -> float:
     """Return a step's cost around its nodes where it took 600 us on this rank, or 900."""
+    forget_earlier_jobs()
     measure_job.feed_us = lambda *_: 600.0 + 300 * dist.get_rank()
     job = JOBS["mlp"]
     model = job.build()
@@ -202,7 +216,9 @@ def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str], 
     rank = dist.get_rank()
     compat.usable_processors, compat.machine_name = lambda: list(usable[rank]), lambda: machines[rank]
     compat.processor_quota = lambda: quota
-    return Ranks.join(None, "the test").processors().count
+    ranks = Ranks.join(None, "the test")
+    cluster = Cluster(2, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
+    return Site(ranks, cluster, NullTransport(), torch.device("cpu")).processors().count
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Measuring a step: what it takes around its nodes and between them counts too."""
 
 import pytest
+import torch
 from jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
 
 import fxcomp
@@ -57,9 +58,23 @@ def test_a_question_about_a_job_includes_what_feeds_it():
     model = job.build()
     asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
     training, captured = capture_job(asked)
-    costs, workload = measured_here(training, captured, asked.batch, CostTable(), PAIR)
+    costs, workload = measured_here(training, captured, asked.batch, CostTable(), Compiler(PAIR))
     assert costs.feed_us > 0.0
     without = Compiler(PAIR).analyze(
         captured.graph, CostTable(compute=costs.compute, pack_gb_per_s=costs.pack_gb_per_s)
     )
     assert workload.free_us == pytest.approx(without.free_us + costs.feed_us)
+
+
+def test_updates_are_timed_where_gradients_are_not_finite_and_the_step_would_be_left_out():
+    job = JOBS["mlp"]
+    model = job.build()
+    before = [p.detach().clone() for p in model.parameters()]
+    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
+    training, captured = capture_job(asked)
+    timed: list[set[str]] = []
+    for batch in (asked.batch, (torch.full_like(asked.batch[0], torch.inf), asked.batch[1])):
+        costs, _ = measured_here(training, captured, batch, CostTable(), Compiler(PAIR, skip_nonfinite=True))
+        timed.append(set(costs.compute))
+    assert timed[0] == timed[1]
+    assert all(map(torch.equal, before, model.parameters()))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fxcomp.__main__ import main
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.given import strategy_named
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Device, Strategy
@@ -104,6 +105,14 @@ def test_gradients_of_one_plan_alone_are_named():
         ("only in the second plan", ("c",)),
         ("another size", ("b",)),
     ]
+
+
+def test_gradients_of_another_type_are_named():
+    wide, narrow = (
+        Plan((Bucket(("b",), (1000,), INT8, element_type=each),)) for each in (ElementType.F32, ElementType.BF16)
+    )
+    found = diff(wide, narrow)
+    assert [(change.what, change.dense_bytes) for change in found.missing] == [("another type", 2000)]
 
 
 def test_few_lines_tell_many_changes_unless_all_are_asked_for():

@@ -19,6 +19,7 @@ from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.plan.streams import Stream
+from fxcomp.report.accumulation import accumulated
 from fxcomp.report.as_json import to_json
 from fxcomp.report.attribution import exposed_by_bucket, parts_us
 from fxcomp.report.explanation import Explanation
@@ -338,3 +339,32 @@ def test_the_report_goes_to_json():
     assert data["measured_ms"] is None
     assert data["cluster"]["hosts"] == 2
     assert not any(isinstance(ms, float) and math.isnan(ms) for ms in data["step_ms"].values())
+
+
+def test_a_slow_link_is_compared_with_accumulating_more():
+    asked = explanation(cluster("300mbit"))
+    rows = accumulated(asked)
+    assert [row.micro_batches for row in rows] == [1, 2, 4, 8, 16]
+    assert rows[0].dense_us == pytest.approx(asked.choice.dense_us if asked.choice else 0.0)
+    assert rows[0].plan_us == pytest.approx(asked.step_us)
+    times = [row.dense_us for row in rows]
+    assert times == sorted(times, reverse=True), "what is sent once counts less and less"
+    assert "Accumulation" in to_text(asked)
+    assert to_json(asked)["accumulation"][0]["micro_batches"] == 1
+
+
+def test_a_fast_link_is_not():
+    asked = explanation(cluster("400gbit"))
+    assert not accumulated(asked)
+    assert "Accumulation" not in to_text(asked)
+
+
+def test_a_step_of_many_micro_batches_says_so():
+    where, many = cluster("300mbit"), workload().behind(3 * workload().backward_us)
+    choice = choose(many, COSTS, where, Mode.BALANCED)
+    timeline = simulate(plan_tasks(many, choice.plan, COSTS, where))
+    asked = explanation(where, workload=many, choice=choice, plan=choice.plan, timeline=timeline, micro_batches=4)
+    assert "4 micro-batches a step" in to_text(asked)
+    by_number = {row.micro_batches: row for row in accumulated(asked)}
+    assert by_number[4].plan_us == pytest.approx(asked.step_us / 4)
+    assert by_number[1].dense_us == pytest.approx(accumulated(explanation(where))[0].dense_us, rel=0.05)

@@ -6,10 +6,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from graphs import COSTS
-from jobs import JOBS, captured_step
+from jobs import JOBS, captured_step, cross_entropy
 from plans import plan_in_turns
+from torch import Tensor, nn
 
+from fxcomp.capture.training import Training
+from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cluster.processors import Processors
@@ -17,8 +21,10 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.dump import dump
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import HOSTS, RACKS, Device, Strategy
@@ -140,6 +146,64 @@ def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured]
     searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
     emitted = Compiler(cluster, 0, skip_nonfinite=skip).emit(captured, plan, COSTS).timeline.step_time_us
     assert emitted == pytest.approx(searched, rel=0.01)
+
+
+class InBf16(nn.Module):
+    """Its gradients are cast before compressors, behind them, and around velocities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = JOBS["mlp"].build().bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.bfloat16()).float()
+
+
+@pytest.fixture(scope="module")
+def in_bf16() -> tuple[nn.Module, Captured]:
+    model = InBf16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, capture(Training.of(model, cross_entropy, optimizer), JOBS["mlp"].batch(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum"), [*((name, 0.0) for name in PLANS), ("mixed", 0.9), ("hierarchical", 0.9)]
+)
+def test_search_and_graph_agree_on_casts(in_bf16: tuple[nn.Module, Captured], name: str, momentum: float):
+    model, captured = in_bf16
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(model, strategies, per_bucket), captured)
+    compiler = Compiler(cluster, 0, ErrorFeedback(momentum=momentum))
+    workload = compiler.analyze(captured.graph, COSTS)
+    assert {gradient.element_type for gradient in workload.gradients} == {ElementType.BF16}
+    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
+    program = compiler.emit(captured, plan, COSTS)
+    assert program.timeline.step_time_us == pytest.approx(searched, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_search_and_graph_agree_on_what_a_live_scale_saves(name: str):
+    model = JOBS["mlp"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training.of(model, cross_entropy, optimizer, scaler=torch.amp.GradScaler("cpu"))
+    captured = capture(training, JOBS["mlp"].batch(0))
+    cluster, strategies, per_bucket = PLANS[name]
+    plan = in_ready_order(plan_in_turns(model, strategies, per_bucket), captured)
+    compiler = Compiler(cluster, skip_nonfinite=True)
+    workload = compiler.analyze(captured.graph, COSTS)
+    assert workload.saves_residuals
+    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
+    emitted = compiler.emit(captured, plan, COSTS).timeline.step_time_us
+    assert emitted == pytest.approx(searched, rel=0.01)
+
+
+def test_a_program_of_bf16_gradients_follows_other_parameters(in_bf16: tuple[nn.Module, Captured]):
+    model, captured = in_bf16
+    text = "reduce_scatter@intra > compress(topk({})) > all_gather@inter > decompress > all_gather@intra"
+    before, after = (plan_in_turns(model, [Strategy.parse(text.format(k))], 2) for k in (0.3, 0.1))
+    compiler = Compiler(SHARED)
+    retuned = compiler.retune(compiler.emit(captured, before, COSTS), after, COSTS)
+    assert dump(retuned.graph) == dump(compiler.emit(captured, after, COSTS).graph)
 
 
 @pytest.mark.parametrize("name", ["mixed", "hierarchical", "agreements and states"])

@@ -1,9 +1,13 @@
 """Solving again for a plan in force."""
 
+from dataclasses import replace
+
 import pytest
 from helpers.workloads import COSTS, cluster, layers, matrices
 
+from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
+from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.error_tables import ASSUMED, ErrorTable, Row, legal
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_budget import plan_error
@@ -94,3 +98,17 @@ def test_error_that_buys_no_time_is_given_back():
     while (found := solving.turn()) is None:
         pass
     assert plan_error(found, fast, terms.table) < 1e-3
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_pool_is_offered_only_where_a_processor_is_spare(moves: bool):
+    """Its compressors are a hundred times as fast here, and would be taken."""
+    slow = CompressorCost.of(*(CompressorPoint(n, 0.5 * n, 0.3 * n) for n in (4096, 1 << 20)))
+    near = dict.fromkeys(COSTS.compressors, slow)
+    far = {key.replace("@gpu", "@cpu"): curve for key, curve in COSTS.compressors.items()}
+    costs = replace(COSTS, compressors={**near, **far}, processors=Processors(1, 1))
+    terms = terms_of("topk(0.01)")
+    solving = Resolve(WORKLOAD, TracedPrices(costs, SLOW), uniform("dense", WORKLOAD, COSTS, SLOW), terms, moves=moves)
+    while (found := solving.turn()) is None:
+        pass
+    assert not any("@cpu" in str(bucket.strategy) for bucket in found.buckets)

@@ -103,7 +103,7 @@ def trained(budget: str | float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("budget", [0.2, "powersgd(2)"])
+@pytest.mark.parametrize("budget", [pytest.param(0.2, marks=pytest.mark.slow), "powersgd(2)"])
 def test_the_plan_follows_the_gradients_and_ranks_stay_the_same(budget: str | float):
     one, other = run_ranks(2, trained, budget)
     assert one == other

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxcomp.step.applied_error import AppliedError
+from fxcomp import compat
+from fxcomp.step.applied_error import AppliedError, needed_bytes
 
 SIZES = {"large": 40_000, "small": 700, "one": 1, "none": 0}
 
@@ -66,3 +67,27 @@ def test_ranks_that_cancel_each_other_lose_nothing():
     opposite = {name: -each for name, each in value.items()}
     found, _ = errors_of([{}, {}], [drawn(5), drawn(6)], [value, opposite], 1)
     assert max(found.values()) < 1e-9
+
+
+def test_a_rank_without_room_tells_the_others_and_no_rank_counts_the_step(monkeypatch: pytest.MonkeyPatch):
+    def spare(_: torch.device) -> int:
+        return needed_bytes(SIZES) - 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compat, "spare_bytes", spare)
+        short = AppliedError(SIZES, torch.device("cpu"), 0)
+    ample = AppliedError(SIZES, torch.device("cpu"), 0)
+    assert (short.lacks_room, ample.lacks_room) == (True, False)
+    sums: list[Tensor] = []
+
+    def all_reduce(total: Tensor) -> None:
+        total.copy_(sums[0] + sums[1])
+
+    for rank in (short, ample):
+        for name, value in drawn(1).items():
+            rank.see(name, value)
+        rank.applied(drawn(2), sums.append)
+        assert rank.is_void == rank.lacks_room
+    for rank in (short, ample):
+        rank.applied(drawn(2), all_reduce)
+        assert rank.is_void

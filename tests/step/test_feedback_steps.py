@@ -195,11 +195,11 @@ def test_without_scaling_a_residual_weighs_what_the_present_rate_says():
 def untouched() -> bool:
     """A rate that stays, and one of zero, scale nothing."""
     step = compiled(["topk(0.05)"], "plain", ErrorFeedback(scale_with_lr=True))
-    group = step.training.optimizer.param_groups[0]
+    group = step.training.optimizers[0].param_groups[0]
     rank, same = dist.get_rank(), True
     plain = compiled(["topk(0.05)"], "plain", ErrorFeedback())
     for i, rate in enumerate((0.1, 0.1, 0.0, 0.1)):
-        group["lr"] = plain.training.optimizer.param_groups[0]["lr"] = rate
+        group["lr"] = plain.training.optimizers[0].param_groups[0]["lr"] = rate
         step(JOB.batch(i, rank))
         plain(JOB.batch(i, rank))
         same = same and torch.equal(step.in_force.state.residuals.arena, plain.in_force.state.residuals.arena)

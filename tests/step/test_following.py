@@ -272,7 +272,11 @@ def test_dropout_behind_the_loss_is_no_checkpointing():
 
 
 def test_sparse_gradients_are_refused_by_name():
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    class LooksUp(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.embedding(self.weight, input, -1, False, True)
+
+    model = nn.Sequential(LooksUp(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedParameter, match=r"'0.weight' is sparse.*\n.*sparse=False"):
         fxcomp.compile_step(model, square, optimizer, (torch.tensor([1, 2]),))

@@ -112,3 +112,13 @@ def test_a_group_that_is_split_before_its_turn_leaves_the_turn_where_it_is():
     assert schedule.group == 1
     schedule.split(0, 0.5)
     assert schedule.group == 2
+
+
+@pytest.mark.parametrize("epoch", [3, 7, 21])
+def test_an_epoch_whose_last_batch_is_shorter_does_not_refuse_every_look(epoch: int):
+    schedule = LookSchedule([1.0])
+    schedule.begin(LEAST, 1e6)
+    tried = [step for step in range(1000) if schedule.is_due(step) and not schedule.was_refused(step + 1)]
+    assert len(tried) > 10
+    refused = [step for step in tried if step % epoch == tried[0] % epoch]
+    assert len(refused) <= len(tried) / 2 + 1

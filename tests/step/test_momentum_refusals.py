@@ -30,7 +30,11 @@ def test_without_feedback_there_is_nothing_to_correct():
     [
         ("sgd", {}, r"parameter group 0 of SGD has momentum=0.9: it would be applied twice.*\n.*Give SGD momentum=0"),
         ("adamw", {}, r"AdamW has one of its own.*\n.*Use torch.optim.SGD without momentum"),
-        ("plain", {"clips": True}, r"max_grad_norm clips .* ErrorFeedback\(momentum=0.9\) is momentum.*\n.*Leave"),
+        (
+            "plain",
+            {"clips": True},
+            r"max_grad_norm and max_grad_value clip .* ErrorFeedback\(momentum=0.9\) is momentum.*\n.*Leave",
+        ),
         ("plain", {"alone": True}, r"there is one rank: nothing is sent.*\n.*On one rank, give momentum=0.9 to SGD"),
     ],
 )
@@ -61,7 +65,7 @@ def test_two_momenta_are_refused_on_every_rank_and_nobody_hangs():
 def changed_later() -> None:
     step = compiled("plain")
     step(JOB.batch(0))
-    step.training.optimizer.param_groups[0]["momentum"] = 0.5
+    step.training.optimizers[0].param_groups[0]["momentum"] = 0.5
     step(JOB.batch(1))
 
 

@@ -13,6 +13,7 @@ from drifting import JOB, JUDGED, compiled, same, table
 from judged import plans_made
 from ranks import run_ranks
 from replicas import flat_parameters
+from scaled import owed
 from torch import Tensor, nn
 from virtual_time import VirtualTime, slower, virtual_time
 
@@ -288,21 +289,6 @@ def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dens
 # The books: what was applied and what is owed are the gradients, after every step of a race
 
 
-def owed(step: fxcomp.CompiledStep) -> dict[str, Tensor]:
-    """Return this rank's saved residual of each parameter, as its part of the next update."""
-    saved, sizes = step.state_dict(), step.in_force.inputs.sizes
-    found = {name: torch.zeros(size) for name, size in sizes.items()}
-    for name, pieces in saved["residuals"].items():
-        for piece in pieces:
-            above, below = piece["weight"]
-            part = found[name][piece["start"] : piece["start"] + piece["values"].numel()]
-            part.add_(piece["values"], alpha=above / below)
-    for name, value in saved["owed"].items():
-        found[name] += value / dist.get_world_size()
-    rate = saved["learning_rates"].get(0, 1.0)
-    return {name: rate * value for name, value in found.items()}
-
-
 def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict[str, Any]:
     """How far Σ updates + owed is from Σ gradients after each step of a race, in today's learning rates if they count.
 
@@ -362,7 +348,7 @@ def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict
             optimizer.param_groups[0]["lr"] = rate(step.steps)
             plans.append(step.plan.digest)
             kept = owed(step)
-            left = torch.cat([kept[name] for name, _ in model.named_parameters()]).double()
+            left = torch.cat([kept[name] for name, _ in model.named_parameters()])
             both = torch.stack([due, left])
             dist.all_reduce(both)
             applied = start - flat_parameters(model).double()

@@ -148,7 +148,7 @@ def test_an_update_that_is_not_the_optimizers_is_named_and_undone(case: str):
     step = compiled(model, optimizer=optimizer, **options)
     step(BATCH)
     rerun_with(step, edit)
-    step.training.optimizer.param_groups[0]["lr"] *= 10
+    step.training.optimizers[0].param_groups[0]["lr"] *= 10
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(VerificationFailed, match=text) as failure:
         step(BATCH)
@@ -225,7 +225,7 @@ def test_a_verified_step_leaves_everything_as_any_other_step_does():
         x, target = (value.clone() for value in BATCH)
         losses = [step((x, target)).item() for _ in range(3)]
         drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
-        state = step.training.optimizer.state_dict()["state"]
+        state = step.training.optimizers[0].state_dict()["state"]
         return [losses, drawn, x, model.state_dict(), state]
 
     verified, plain = state_after(1), state_after(0)
@@ -353,7 +353,7 @@ def on_two_ranks() -> list[str]:
     step = made("dense")  # one rank alone has baked its rate
     if rank == 1:
         rerun_with(step, bake("lr"))
-    step.training.optimizer.param_groups[0]["lr"] = 0.1
+    step.training.optimizers[0].param_groups[0]["lr"] = 0.1
     attempt(step)
     step = made("dense")  # one rank alone has no room
     with pytest.MonkeyPatch.context() as patch:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.commands.demo.gpt import GPTConfig, gpt_job, training_text, validation_loss
 from fxcomp.commands.demo.hooks import with_bf16, with_powersgd
 from fxcomp.commands.demo.launch_ranks import join
@@ -138,17 +139,24 @@ def _arguments(job: Job) -> dict[str, Any]:
         "optimizer": job.optimizer,
         "example_batch": job.batch,
         "max_grad_norm": job.max_grad_norm,
+        "max_grad_value": job.max_grad_value,
     }
 
 
 def _eager_step(job: Job, model: nn.Module) -> Step:
+    optimizers = all_optimizers(job.optimizer)
+
     def step(batch: Any) -> torch.Tensor:
-        job.optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss = job.loss_fn(model, batch)
         loss.backward()
         if job.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
-        job.optimizer.step()
+        if job.max_grad_value is not None:
+            nn.utils.clip_grad_value_(job.model.parameters(), job.max_grad_value)
+        for optimizer in optimizers:
+            optimizer.step()
         return loss
 
     return step

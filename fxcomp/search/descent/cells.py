@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fxcomp.cost.table import CostTable
+from fxcomp.plan.element_type import ElementType
 from fxcomp.search.atoms import Atom
 from fxcomp.search.descent.templates import Feature, feature_sizes
 
@@ -17,7 +18,7 @@ MOST_CELLS = 64
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The atoms that may share buckets, in ready order, cut into cells."""
+    """The atoms that may share buckets, of one type, in ready order, cut into cells."""
 
     atoms: tuple[Atom, ...]
     places: tuple[int, ...]
@@ -29,9 +30,15 @@ class Lane:
     def cells(self) -> int:
         return len(self.borders) - 1
 
+    @property
+    def element_type(self) -> ElementType:
+        """The atoms' type: all have the same."""
+        return self.atoms[0].gradient.element_type if self.atoms else ElementType.F32
+
     def sizes(self) -> list[int]:
         """Bytes of each cell."""
-        return [4 * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
+        size = self.element_type.itemsize
+        return [size * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
 
     def last(self, cell: int) -> int:
         """The place of a cell's last atom among all."""
@@ -72,7 +79,7 @@ class Lane:
             atom = self.atoms[self.borders[cell]]
             if atom.extent.start > 0:
                 ends[cell] = last_of[atom.number]
-                times[cell] = costs.pack_us(4 * atom.gradient.elements)
+                times[cell] = costs.pack_us(atom.gradient.dense_bytes)
         return ends, times
 
 

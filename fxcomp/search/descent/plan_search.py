@@ -15,8 +15,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_budget import is_bursty
-from fxcomp.plan.modes import Content
+from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
@@ -114,12 +115,20 @@ class PlanSearch:
         workload, cluster = question.workload, traced.cluster
         atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
         pinned = question.pinned
-        self.options = [[option_of(each, cluster) for each in offered] for offered in question.choices.values()]
-        self.options += [[pinned_option(each, cluster) for each in lane.strategies] for lane in pinned.lanes]
         pinned_to = [pinned.lane_of.get(atom.gradient.name) for atom in atoms]
         free = [k for k, lane in enumerate(pinned_to) if lane is None]
-        places = [[k for k in free if _may_hold(content, atoms[k])] for content in question.choices]
-        places += [[k for k, lane in enumerate(pinned_to) if lane is each] for each in pinned.lanes]
+        self.options: list[list[Option]] = []
+        places: list[list[int]] = []
+        for content, offered in question.choices.items():
+            for each, found in _by_type([k for k in free if _may_hold(content, atoms[k])], atoms):
+                places.append(found)
+                self.options.append([option_of(strategy, cluster) for strategy in worth_offering(offered, each)])
+        self._free = len(places)
+        """The lanes of what is not pinned come first."""
+        for lane in pinned.lanes:
+            for _, found in _by_type([k for k, each in enumerate(pinned_to) if each is lane], atoms):
+                places.append(found)
+                self.options.append([pinned_option(strategy, cluster) for strategy in lane.strategies])
         self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
         self._losses = question.losses or Losses(workload.gradients, cluster)
@@ -243,7 +252,8 @@ class PlanSearch:
             members = joined(found.lanes[part.lane].within(part.start, part.stop), self.traced.costs)
             names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
             starts = tuple(extent.start for _, extent in members)
-            buckets.append(Bucket(names, sizes, self._strategy(part), starts))
+            kind = found.lanes[part.lane].element_type
+            buckets.append(Bucket(names, sizes, self._strategy(part), starts, kind))
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
@@ -304,8 +314,7 @@ class PlanSearch:
 
     def _first_option(self, found: Found) -> int | None:
         """The option of the first bucket that is not pinned; None if all are."""
-        free = len(self.question.choices)
-        return next((part.option for part in found.parts if part.lane < free), None)
+        return next((part.option for part in found.parts if part.lane < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
         """Take the best starts, and the best ones with other strategies."""
@@ -373,6 +382,18 @@ def _value_of(found: Found) -> Value:
 
 def _may_hold(content: Content, atom: Atom) -> bool:
     return content is Content.MIXED or atom.gradient.is_vector == (content is Content.VECTORS)
+
+
+def _by_type(places: Sequence[int], atoms: Sequence[Atom]) -> list[tuple[ElementType, list[int]]]:
+    """Deal atoms by their type, the one with the most bytes first; one empty share if there are none."""
+    found: dict[ElementType, list[int]] = {}
+    for k in places:
+        found.setdefault(atoms[k].gradient.element_type, []).append(k)
+
+    def size(share: tuple[ElementType, list[int]]) -> int:
+        return share[0].itemsize * sum(atoms[k].elements for k in share[1])
+
+    return sorted(found.items(), key=size, reverse=True) or [(ElementType.F32, [])]
 
 
 def _borders(sizes: Sequence[int], cap: float) -> tuple[tuple[int, int], ...]:

@@ -190,7 +190,11 @@ class Problems:
             losses.sums(lane.atoms, lane.borders, [option.strategy for option in offered])
             for lane, offered in zip(lanes, options, strict=True)
         ]
-        found = [[template_of(option.strategy, setting) for option in each] for each in options]
+        settings = [replace(setting, element_type=lane.element_type) for lane in lanes]
+        found = [
+            [template_of(option.strategy, each) for option in offered]
+            for offered, each in zip(options, settings, strict=True)
+        ]
         numbers: dict[Template, int] = {}
         for template in (template for each in found for template in each):
             numbers.setdefault(template, len(numbers))

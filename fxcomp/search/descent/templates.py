@@ -27,6 +27,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
@@ -147,13 +148,17 @@ class Setting:
 
     cluster: Cluster
     commits: bool
+    saves_residuals: bool
     keeps_velocity: bool
     copies: bool
     """Between host and device."""
+    element_type: ElementType = ElementType.F32
+    """Of the gradients."""
 
     @classmethod
     def of(cls, workload: Workload, copy_gb_per_s: float | None, cluster: Cluster) -> Self:
-        return cls(cluster, workload.commits, workload.keeps_velocity, copy_gb_per_s is not None)
+        saved = workload.commits, workload.saves_residuals
+        return cls(cluster, *saved, workload.keeps_velocity, copy_gb_per_s is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -169,8 +174,14 @@ def template_of(strategy: Strategy, setting: Setting) -> Template:
 
 def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, ...]]) -> BucketTasks:
     """Write the tasks of a bucket of these shapes."""
-    probe = [Gradient(f"probe {k}", shape, 0.0, 0.0) for k, shape in enumerate(shapes)]
-    step = Workload(tuple(probe), 0.0, commits=setting.commits, keeps_velocity=setting.keeps_velocity)
+    probe = [Gradient(f"probe {k}", shape, 0.0, 0.0, setting.element_type) for k, shape in enumerate(shapes)]
+    step = Workload(
+        tuple(probe),
+        0.0,
+        commits=setting.commits,
+        saves_residuals=setting.saves_residuals,
+        keeps_velocity=setting.keeps_velocity,
+    )
     return price_bucket(0, probe, strategy, step, _Recorder(copies=setting.copies), setting.cluster)
 
 

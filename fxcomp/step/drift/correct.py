@@ -17,7 +17,8 @@ from fxcomp.cost.table import CostTable
 from fxcomp.graph.info import info
 from fxcomp.graph.lines import CostKind
 from fxcomp.graph.regions import regions
-from fxcomp.graph.work import is_free, work_key
+from fxcomp.graph.work import is_free
+from fxcomp.passes.annotate_costs import cost_key
 from fxcomp.plan.strategy import Device
 from fxcomp.step.drift.correct_links import SOURCE, collective_of, link_factors, price_shares, scaled_fit, with_links
 from fxcomp.step.drift.judge import NOISE, Finding
@@ -75,7 +76,7 @@ def _scaled_compute(predicted: PredictedCosts, finding: Finding) -> dict[str, Me
     ):
         if not is_free(node):
             us = (info(node).cost_us or 0.0) * finding.ratio
-            found[work_key(node)] = Measured(us, NOISE[finding.cost.kind], SOURCE)
+            found[cost_key(node)] = Measured(us, NOISE[finding.cost.kind], SOURCE)
     return found
 
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.capture.training import Training
+from fxcomp.capture.weighted_loss import WeightedLoss
 from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.captured import Captured
 
@@ -25,6 +26,8 @@ class EagerResult:
     """The results of eager PyTorch for one batch on this rank."""
 
     loss: Tensor
+    count: Tensor | None
+    """The number of elements that the loss is a sum over; None if it has no weight."""
     aux: list[Any]
     aux_spec: pytree.TreeSpec
     gradients: dict[str, Tensor]
@@ -35,10 +38,13 @@ class EagerResult:
     """As the forward pass left them."""
 
 
-def run_eagerly(training: Training, captured: Captured, batch: Any) -> EagerResult:
-    """Run the loss function and its backward pass; buffers, random numbers and the batch stay as they were."""
+def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
+    """Run the loss function and its backward pass; buffers, random numbers and the batch stay as they were.
+
+    The backward pass begins with `seed`, with 1 if there is none.
+    """
     parameters = dict(training.model.named_parameters())
-    names = [owner.name for owner in training.owned]
+    names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
     buffers: dict[str, Tensor] = {}
     with (
         torch.inference_mode(False),
@@ -48,23 +54,34 @@ def run_eagerly(training: Training, captured: Captured, batch: Any) -> EagerResu
         _same_constants(captured.graph),
     ):
         result = training.loss_fn(training.model, _copied(batch))
-        loss, aux = result if captured.has_aux else (result, ())
+        returned, aux = result if captured.has_aux else (result, ())
+        weighted = returned if isinstance(returned, WeightedLoss) else None
+        loss: Any = weighted.sum if weighted else returned
         with compat.without_autocast():
-            found: Any = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
+            seeds = None if seed is None else [seed.to(loss.dtype)]
+            wanted = [parameters[name] for name in names]
+            found: Any = torch.autograd.grad([loss], wanted, seeds, allow_unused=True)
     leaves, aux_spec = pytree.tree_flatten(aux)
-    # A gradient may be one number, spread: it is written into later, as `.grad` may be.
-    own = [g.contiguous() if isinstance(g, Tensor) and 0 in compat.strides(g) else g for g in found]
+    own = [_written_into(g) if isinstance(g, Tensor) else g for g in found]
     gradients: dict[str, Tensor | None] = dict(zip(names, own, strict=True))
-    expected = {name: gradients.pop(name) for name in captured.gradient_names}
+    expected = {name: gradients.pop(name, None) for name in captured.gradient_names}
     others = [*parameters.values(), *training.model.buffers()]
     return EagerResult(
-        loss.detach(),
+        weighted.mean if weighted else loss.detach(),
+        weighted.counted if weighted else None,
         [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         aux_spec,
         _apart({name: torch.zeros_like(parameters[name]) if g is None else g for name, g in expected.items()}, others),
         tuple(name for name, gradient in gradients.items() if gradient is not None),
         buffers,
     )
+
+
+def _written_into(gradient: Tensor) -> Tensor:
+    """Make a gradient dense that is sparse, or one number, spread: it is written into later, as `.grad` may be."""
+    if gradient.layout is not torch.strided:
+        return gradient.to_dense()
+    return gradient.contiguous() if 0 in compat.strides(gradient) else gradient
 
 
 def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.step.verify.compare import HALF
 
 COLUMNS = 128
 
 ROUNDING = 1e-5
-"""The error that a weighted sum may have, relative to the norm: roundings of float32 are independent."""
+"""The error that a weighted sum may have, relative to the norm: roundings of float32 are independent.
+
+Of gradients in 16 bits it is what all their noise may be (`HALF`): they are rounded where they are packed and summed.
+"""
 
 
 class Means:
@@ -45,10 +49,17 @@ class Means:
     def contradict(self, name: str, gradient: Tensor, factor: float) -> bool:
         """Ask if a gradient is not the mean times a factor."""
         expected, squares = self._sums[name]
-        found, allowed = weighted_sum(gradient), ROUNDING * math.sqrt(squares) * factor
+        rounding = HALF.get(gradient.dtype, ROUNDING)
+        found, allowed = weighted_sum(gradient), rounding * math.sqrt(squares) * factor + _least(gradient)
         if not math.isfinite(expected) or not math.isfinite(allowed):
             return math.isfinite(found)
         return not abs(found - factor * expected) <= allowed + 1e-30
+
+
+def _least(gradient: Tensor) -> float:
+    """Bound the weighted sum of values that are too small for the type: fp16 has none below 6e-8."""
+    known = torch.finfo(gradient.dtype)
+    return known.smallest_normal * known.eps * math.sqrt(gradient.numel())
 
 
 def weighted_sum(value: Tensor, start: int = 0) -> float:

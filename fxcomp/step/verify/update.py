@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import Owned, fresh_optimizer, step_alone
+from fxcomp.capture.optimizer import Owned, class_name, state_tensors
+from fxcomp.capture.shadow import plain_options, shadow_of, step_alone
 from fxcomp.capture.training import Training
-from fxcomp.step.verify.compare import FLOOR, difference, largest, moved_otherwise
+from fxcomp.graph.work import is_sequence
+from fxcomp.step.verify.compare import FLOOR, HALF, difference, largest, moved_otherwise
 from fxcomp.step.verify.means import Means, square_sum
 
 Rule = Callable[..., None]
 
+CLIPPED = 1e-3
+"""Relative: how far the norm of clipped gradients may be off in fp32."""
 
-class OwnOptimizer:
-    """The user's optimizer over one copy at a time, with the present options of its groups."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = optimizer
+class OwnOptimizers:
+    """The user's optimizers over one copy at a time, with the present options of their groups."""
+
+    def __init__(self) -> None:
         self._shadows: dict[int, torch.optim.Optimizer] = {}
 
-    @property
-    def name(self) -> str:
-        return f"torch.optim.{type(self._optimizer).__name__}"
-
-    def step(self, group: int, value: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    def step(self, owner: Owned, value: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """Update a value in place, one operator after the other; returns its new state."""
-        options = self._optimizer.param_groups[group]
-        if group not in self._shadows:
-            self._shadows[group] = fresh_optimizer(self._optimizer, options, nn.Parameter(torch.zeros(1)))
-        shadow, stand_in = self._shadows[group], nn.Parameter(value)
+        key = id(owner.optimizer)
+        if key not in self._shadows:
+            self._shadows[key] = shadow_of(owner.optimizer)
+        stand_in = nn.Parameter(value)
         stand_in.grad = gradient
-        step_alone(shadow, stand_in, {**options, "foreach": False, "fused": False}, state)
-        return dict(shadow.state.pop(stand_in))
+        return step_alone(self._shadows[key], stand_in, plain_options(owner.options), state)
 
 
 class UpdateCheck:
@@ -48,7 +48,7 @@ class UpdateCheck:
         self, training: Training, is_fresh: Callable[[Owned], bool], relative: float, written: Collection[str] = ()
     ):
         self._training, self._is_fresh, self._relative = training, is_fresh, relative
-        self._own = OwnOptimizer(training.optimizer)
+        self._own = OwnOptimizers()
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
         self._written = written
@@ -68,6 +68,8 @@ class UpdateCheck:
     def rule(self, _: str, run: Rule) -> Rule:
         """Observe a function of the optimizer; one that takes no parameter and gradient counts as no update."""
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
+        if {"parameters", "gradients"} <= set(names):
+            return self._rule_by_lists(names, run)
         if not {"parameter", "gradient"} <= set(names):
             return run
 
@@ -75,6 +77,18 @@ class UpdateCheck:
             given = dict(zip(names, arguments, strict=True))
             if not self.wrong:
                 self._check(lambda: run(*arguments), given["parameter"], given["gradient"])
+
+        return observed
+
+    def _rule_by_lists(self, names: Sequence[str], run: Rule) -> Rule:
+        """Observe a function that updates several parameters: it is called for each of them alone."""
+
+        def observed(*arguments: Any) -> None:
+            for place in range(len(arguments[names.index("parameters")])):
+                alone: list[Any] = [[each[place]] if is_sequence(each) else each for each in arguments]
+                given = dict(zip(names, alone, strict=True))
+                if not self.wrong:
+                    self._check(partial(run, *alone), given["parameters"][0], given["gradients"][0])
 
         return observed
 
@@ -107,15 +121,16 @@ class UpdateCheck:
         """Check that the gradients that reached the updates are those that arrived, clipped."""
         arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
         wanted = self._clipping * arrived
-        if math.isfinite(wanted) and abs(sent - wanted) > 1e-3 * wanted:
+        noise = max(CLIPPED, *(HALF.get(each.parameter.dtype, 0.0) for each in self._training.owned))
+        if math.isfinite(wanted) and abs(sent - wanted) > noise * wanted:
             self.wrong = (
                 f"the averaged gradients have the norm {arrived:.6g}, clipped {sent:.6g} instead of {wanted:.6g}"
             )
 
     def _check(self, run: Callable[[], None], parameter: Tensor, gradient: Tensor) -> None:
         owner = self._owners[id(parameter)]
-        state: dict[str, Any] = self._training.optimizer.state.get(owner.parameter, {})
-        tensors = {"": parameter.detach(), **{key: v for key, v in state.items() if isinstance(v, Tensor)}}
+        state = owner.state
+        tensors = {"": parameter.detach(), **state_tensors(state)}
         try:
             if not self.is_expected(owner.name, gradient):
                 return
@@ -131,7 +146,7 @@ class UpdateCheck:
         run()
         for key in tensors:
             if not self.wrong and isinstance(own.get(key), Tensor):
-                self._compare(owner.name, key, before[key], tensors[key], own[key])
+                self._compare(owner, key, before[key], tensors[key], own[key])
         if self.wrong:
             for key, value in tensors.items():
                 value.copy_(before[key])
@@ -144,7 +159,9 @@ class UpdateCheck:
         """Let the user's optimizer update a copy; returns the parameter, under the key "", and its state."""
         value = before[""].clone()
         given = {key: before[key].clone() if key in before else other for key, other in state.items()}
-        return {"": value, **self._own.step(owner.group, value, gradient, {} if self._is_fresh(owner) else given)}
+        limit = self._training.max_grad_value
+        gradient = gradient if limit is None else gradient.clamp(-limit, limit)
+        return {"": value, **self._own.step(owner, value, gradient, {} if self._is_fresh(owner) else given)}
 
     def _count(self, owner: Owned) -> None:
         self._versions[owner.name] = owner.parameter._version
@@ -169,10 +186,11 @@ class UpdateCheck:
             )
         return off is None
 
-    def _compare(self, name: str, key: str, before: Tensor, after: Tensor, expected: Tensor) -> None:
+    def _compare(self, owner: Owned, key: str, before: Tensor, after: Tensor, expected: Tensor) -> None:
         found = moved_otherwise(before, after, expected.to(after.device))
         if found is not None:
-            what = f"the {key} of {name!r}" if key else f"the update of {name!r}"
+            what = f"the {key} of {owner.name!r}" if key else f"the update of {owner.name!r}"
             self.wrong = (
-                f"{what} differs from {self._own.name}'s by up to {found[0]:.3g}, where it moves it by {found[1]:.3g}"
+                f"{what} differs from {class_name(owner.optimizer)}'s by up to {found[0]:.3g}, where it moves it by"
+                f" {found[1]:.3g}"
             )

@@ -13,6 +13,7 @@ verified anywhere.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -34,17 +34,20 @@ from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.regions import regions
 from fxcomp.plan.verified_steps import VerifiedSteps
+from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.state.sums import Sums
 from fxcomp.step.verify.compare import largest
 from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.eager import EagerResult, run_eagerly
+from fxcomp.step.verify.means import square_sum
 from fxcomp.step.verify.update import UpdateCheck
 
 MARGIN = 1.1
 """Allocators round up (assumed)."""
 
 STATES_AT_ONCE = 12
-"""Copies of the largest parameter or of a state: before, expected, and what comparing them makes."""
+"""Copies of the largest parameter or of a state, in fp32 or wider: before, expected, and what comparing them makes."""
 
 
 @dataclass(slots=True)
@@ -52,10 +55,13 @@ class Verifier:
     """Knows which steps are verified, and begins to."""
 
     training: Training
+    ranks: Ranks
     steps: VerifiedSteps
     is_fresh: Callable[[Owned], bool]
     """Asks if a parameter's first step is still to come."""
     note: Callable[[str], None]
+    sums: Sums
+    """The other micro-batches of a step's group."""
     _has_noted: bool = False
 
     def wants(self, step: int) -> bool:
@@ -92,9 +98,10 @@ def needed_bytes(training: Training, batch: Any) -> int:
     is over by then, needs what a step needs at its peak.
     """
     gradients = [owner.parameter.nbytes for owner in training.owned]
+    largest_fp32 = max(max(owner.parameter.nbytes, 4 * owner.parameter.numel()) for owner in training.owned)
     buffers = sum(buffer.nbytes for buffer in training.model.buffers())
     leaves = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    return int(MARGIN * (sum(gradients) + 2 * buffers + leaves + STATES_AT_ONCE * max(gradients)))
+    return int(MARGIN * (sum(gradients) + 2 * buffers + leaves + STATES_AT_ONCE * largest_fp32))
 
 
 def anywhere(training: Training, runtime: Runtime, *flags: bool) -> list[bool]:
@@ -112,7 +119,7 @@ class Verification:
     ):
         self._verifier, self._training, self._program, self._step = verifier, verifier.training, program, step
         self._runtime, self._is_plain = runtime, is_plain
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._ranks = verifier.ranks.world_size
         self._needed = needed_bytes(self._training, batch)
         self._seen = Counter[str]()
         """Elements of each gradient that have been compared."""
@@ -123,7 +130,7 @@ class Verification:
             self._differences.relative,
             written_parameters(program.captured.graph),
         )
-        self._eager = self._run_eagerly(batch)
+        self._eager = self._completed(self._run_eagerly(batch))
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0
 
     def run(self, arguments: Sequence[Any]) -> Any:
@@ -141,12 +148,33 @@ class Verification:
     def _run_eagerly(self, batch: Any) -> EagerResult | None:
         """Run eager PyTorch; None if there is no room for its results, or if it raises."""
         try:
-            return run_eagerly(self._training, self._program.captured, batch)
+            captured, sums, seed = self._program.captured, self._verifier.sums, None
+            if self._training.loss_scale is not None:
+                seed = sums.seed(is_weighted=captured.is_weighted)
+            return run_eagerly(self._training, captured, batch, seed)
         except compat.OUT_OF_MEMORY:
             compat.forget_freed_memory(self._training.device)
         except Exception as error:
             self._differences.note(f"eager PyTorch raises {type(error).__name__}: {error}")
         return None
+
+    def _completed(self, eager: EagerResult | None) -> EagerResult | None:
+        """Let eager's gradients be those of the whole group, weighed where the loss has a count."""
+        sums, share = self._verifier.sums, None
+        if self._program.captured.is_weighted:
+            share = sums.share(eager and eager.count, self._sum_over_ranks, self._ranks)
+        if eager is None:
+            return None
+        try:
+            for name, gradient in eager.gradients.items():
+                eager.gradients[name] = sums.whole(name, gradient, share)
+        except compat.OUT_OF_MEMORY:
+            compat.forget_freed_memory(self._training.device)
+            return None
+        return eager
+
+    def _sum_over_ranks(self, value: Tensor) -> None:
+        self._runtime.transport.all_reduce(value, "world", "main").wait()
 
     # Before any update
 
@@ -185,20 +213,15 @@ class Verification:
     def _with_undelivered(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add what has waited for eager's gradients, as one rank does by itself."""
         waited = {name: self._runtime.undelivered[name] for name in gradients if name in self._runtime.undelivered}
-        return gradients | {name: gradients[name] + value.view_as(gradients[name]) for name, value in waited.items()}
+        return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip eager's gradients in place."""
         limit = self._training.max_grad_norm
         if limit is not None:
-            stand_ins: list[Tensor] = []
+            norm = math.sqrt(sum(map(square_sum, gradients.values())))
             for value in gradients.values():
-                stand_in = value.detach()
-                stand_in.grad = value
-                stand_ins.append(stand_in)
-            torch.nn.utils.clip_grad_norm_(stand_ins, limit)
-            for stand_in in stand_ins:
-                stand_in.grad = None
+                value.mul_(min(1.0, limit / (norm + 1e-6)))
         return gradients
 
     # Updates
@@ -233,7 +256,7 @@ class Verification:
         self._updates.finish(self._program.captured.gradient_names, skipped=self._runtime.counters.skipped)
         found.note(self._updates.wrong)
         found.check_aux(aux, eager)
-        if not dist.is_initialized() or dist.get_rank() == 0:  # the other ranks are given its buffers
+        if self._verifier.ranks.rank == 0:  # the other ranks are given its buffers
             found.check_buffers(self._training.model, eager)
         if anywhere(self._training, self._runtime, bool(found.first))[0]:
             self._fail(self._what_was_updated())
@@ -253,6 +276,10 @@ class Verification:
             " capture is wrong for this model: please report it with the model's code, and train with eager PyTorch"
             " meanwhile."
         )
+
+
+def _added(gradient: Tensor, waited: Tensor) -> Tensor:
+    return gradient.add(waited.view_as(gradient)).to(gradient.dtype)
 
 
 def _is_bucket(node: torch.fx.Node) -> bool:

@@ -1,0 +1,65 @@
+"""Create an optimizer's state where its first step would, with the values that this step begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp.capture.first_step import first_step
+from fxcomp.capture.optimizer import Owned, is_kept, refused
+from fxcomp.capture.probe import Habits, copied
+from fxcomp.capture.shadow import shadow_of, unseen
+
+
+def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> dict[str, dict[str, Any]]:
+    """Create the state of parameters that have none; returns the fresh states by parameter name.
+
+    The optimizer's own class takes a first step on a stand-in, for all that are alike.
+    """
+    missing = [owner for owner in owned if not is_kept(owner.state)]
+    for owner in missing:
+        if not habits[owner.group].is_like_others:
+            raise refused(
+                owner.optimizer,
+                f"does with {owner.name!r} in its first step what it does in no other, so that the state before it is"
+                " not known",
+                "Take the first step eagerly (loss.backward(), optimizer.step()), and call compile_step then",
+            )
+    fresh: dict[str, dict[str, Any]] = {}
+    for owner, state in zip(missing, _beginnings(missing, habits), strict=True):
+        owner.optimizer.state[owner.parameter] = state
+        fresh[owner.name] = state
+    return fresh
+
+
+def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
+    """Let fresh states begin as they would now: a parameter or an option may have changed since they were created."""
+    for owner, state in zip(owned, _beginnings(owned, habits), strict=True):
+        for key, value in owner.state.items():
+            if isinstance(value, Tensor):
+                value.copy_(state[key])
+
+
+def may_change(state: Mapping[str, Any]) -> bool:
+    """Ask if a state might begin in another way when parameters or options change: zeros would not."""
+    return any(bool(value.any()) for value in state.values() if isinstance(value, Tensor))
+
+
+def _beginnings(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> list[dict[str, Any]]:
+    shadows = {id(owner.optimizer): owner.optimizer for owner in owned}
+    shadows = {key: shadow_of(optimizer) for key, optimizer in shadows.items()}
+    of_likeness: dict[Any, dict[str, Any]] = {}
+    made: list[dict[str, Any]] = []
+    with unseen():
+        for owner in owned:
+            parameter, known = owner.parameter.detach(), habits[owner.group]
+            likeness = (owner.group, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+            if likeness not in of_likeness or known.follows_parameter:
+                value = parameter if known.follows_parameter else torch.zeros_like(parameter)
+                step = first_step(shadows[id(owner.optimizer)], owner.options, value, torch.zeros_like(parameter))
+                of_likeness[likeness] = known.beginning(step)
+            made.append(copied(of_likeness[likeness]))
+    return made

@@ -1,0 +1,267 @@
+"""Find out what an optimizer's step does beside a parameter's update, by steps of stand-ins of small parameters.
+
+Only the class knows how its state begins. What the first step puts into the state first is the state before that step,
+if a step from there ends where the first step did, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp import compat, errors
+from fxcomp.capture.first_step import FirstStep, first_step
+from fxcomp.capture.optimizer import Owned, baked, class_name, is_number, is_torchs, refused
+from fxcomp.capture.shadow import plain_options, shadow_of, step_alone, step_together, unseen
+
+_STEPS = 4
+"""So many steps in a row tell a counter from another number."""
+
+_RATE = 1e-3
+"""The learning rate of stand-ins where the present one is zero, as warm-ups begin."""
+
+_TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
+"""Attributes that torch writes while an optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What the step of an optimizer does with the state of a parameter."""
+
+    counters: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Python numbers in the state that grow by so much in each step."""
+    zeros: frozenset[str] = frozenset()
+    """State tensors that the first step makes of the gradient: a step from zeros does the same."""
+    follows_parameter: bool = False
+    """Some of the state begins as the parameter does."""
+    is_like_others: bool = True
+    """The first step does what the next ones do. If not, nothing tells the state before it."""
+
+    def beginning(self, step: FirstStep) -> dict[str, Any]:
+        """The state before a first step."""
+        made: dict[str, Any] = {}
+        for key, value in step.begun.items():
+            if key in self.counters:
+                made[key] = step.state[key] - self.counters[key]
+            else:
+                made[key] = torch.zeros_like(value) if key in self.zeros and isinstance(value, Tensor) else value
+        return made
+
+
+def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int, Habits]:
+    """Find the habits of an optimizer in each group of the parameters that it updates.
+
+    Raises UnsupportedOptimizer for a step that does what no graph of one parameter's update can do.
+    """
+    members: dict[int, list[Owned]] = {}
+    for owner in sorted(owned, key=lambda owner: owner.parameter.numel()):
+        members.setdefault(owner.group, []).append(owner)
+    known: dict[Any, Habits] = {}
+    found: dict[int, Habits] = {}
+    with unseen(), named(optimizer):
+        for group, owners in members.items():
+            smallest = owners[0]
+            options = ((key, baked(value)) for key, value in smallest.options.items() if key not in ("lr", "params"))
+            likeness = (*options, smallest.parameter.dtype)
+            if likeness not in known:
+                known[likeness] = _Probe(optimizer, smallest).habits()
+            found[group] = known[likeness]
+        if not is_torchs(optimizer):
+            _check_are_apart(optimizer, [owners[:2] for owners in members.values()])
+    return found
+
+
+def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known: Mapping[int, Habits]) -> None:
+    """Raise StepChanged where options have changed so that a user's class counts otherwise, or begins otherwise."""
+    if is_torchs(optimizer):
+        return
+    for group, now in probe(optimizer, owned).items():
+        before = known[group]
+        if now.counters != before.counters or (before.is_like_others and not now.is_like_others):
+            raise errors.StepChanged(
+                f"parameter group {group} of {class_name(optimizer)} has other options than when the step was compiled,"
+                " and with them the class keeps other state.\n  Call compile_step again after changing them."
+            )
+
+
+class _Probe:
+    """Steps of an optimizer over stand-ins of one parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owner: Owned):
+        self._optimizer, self._shadow = optimizer, shadow_of(optimizer)
+        self._options = probe_options(owner)
+        self._draws = Draws(owner.parameter)
+
+    def habits(self) -> Habits:
+        """Find what the steps do. Raises UnsupportedOptimizer."""
+        value, elsewhere = self._draws(0.1), self._draws(0.1)
+        gradient, another = self._draws(), self._draws()
+        attributes = _facts(vars(self._shadow))
+        first = first_step(self._shadow, self._options, value, gradient)
+        self._check_unchanged("its parameter group", _facts(self._options), _facts(first.group))
+        self._check_unchanged("itself", attributes, _facts(vars(self._shadow)))
+        if not is_torchs(self._optimizer) and not first.state and torch.equal(first.value, value):
+            self._refuse("changes neither the parameters of its groups nor a state of theirs")
+
+        of_another = first_step(self._shadow, self._options, value, another)
+        of_other_value = first_step(self._shadow, self._options, elsewhere, gradient)
+        counters = self._counters(first)
+        zeros = _differing(first.begun, of_another.begun) - set(counters)
+        follows = _differing(first.begun, of_other_value.begun) - zeros - set(counters)
+        habits = Habits(counters, zeros, bool(follows))
+        alike = self._is_first(habits.beginning(first), first, value, gradient)
+        return habits if alike else replace(habits, is_like_others=False)
+
+    def _is_first(self, state: Mapping[str, Any], first: FirstStep, value: Tensor, gradient: Tensor) -> bool:
+        """Check that a step from a state is the first one."""
+        # SGD's first step takes the gradient as it is: the step's inputs leave dampening out then.
+        options = self._options | ({"dampening": 0.0} if "dampening" in self._options else {})
+        after, states = self._step(value, gradient, state, options)
+        return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
+
+    def _counters(self, first: FirstStep) -> dict[str, float]:
+        """Find Python numbers in the state that grow evenly. Raises UnsupportedOptimizer for others that change."""
+        seen: dict[str, list[Any]] = {}
+        value, state = first.value, first.state
+        for _ in range(_STEPS):
+            for key in state:
+                seen.setdefault(key, []).append(state[key])
+            value, state = self._step(value, self._draws(), state, self._options)
+        return {key: step for key, values in seen.items() if (step := self._growth(key, values)) != 0}
+
+    def _growth(self, key: str, values: Sequence[Any]) -> float:
+        """Return by how much a value of the state grows in each step."""
+        kinds = sorted({type(value).__name__ for value in values})
+        if all(isinstance(value, Tensor) for value in values) or all(value is None for value in values):
+            return 0
+        if not all(map(is_number, values)):
+            self._refuse(
+                f"keeps a {' or '.join(kinds)} under {key!r} of its state, where tensors and numbers are followed"
+            )
+        growth = {after - before for before, after in pairwise(values)}
+        if len(growth) > 1:
+            self._refuse(
+                f"keeps a Python number under {key!r} of its state that changes unevenly, from {values[0]:g} to"
+                f" {values[1]:g} to {values[2]:g}: a graph would repeat one of them",
+                "Keep it in a tensor",
+            )
+        return growth.pop()
+
+    def _check_unchanged(self, what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        for key in {**before, **after}:
+            if key not in _TORCHS_NOTES and not same(before.get(key), after.get(key)):
+                self._refuse(
+                    f"writes to {key!r} of {what}, which the update of one parameter must leave alone",
+                    "Keep it in the state of each parameter",
+                )
+
+    def _step(
+        self, value: Tensor, gradient: Tensor, state: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        stand_in = stand_in_for(value, gradient)
+        states = step_alone(self._shadow, stand_in, options, copied(state))
+        return stand_in.detach(), states
+
+    def _refuse(self, why: str, remedy: str = "") -> NoReturn:
+        raise refused(self._optimizer, why, remedy)
+
+
+def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[Owned]]) -> None:
+    """Refuse an optimizer that looks at other parameters to update one: their gradients may not have arrived."""
+    shadow = shadow_of(optimizer)
+    owners = [owner for group in members for owner in group]
+    values = {owner.name: Draws(owner.parameter)(0.1) for owner in owners}
+    gradients = {owner.name: Draws(owner.parameter, seed)() for seed, owner in enumerate(owners, 1)}
+    together, apart = dict(values), dict(values)
+    states: dict[str, dict[str, Any]] = {owner.name: {} for owner in owners}
+    states_apart = dict(states)
+    for _ in range(2):
+        stand_ins = {owner.name: stand_in_for(together[owner.name], gradients[owner.name]) for owner in owners}
+        groups = [
+            (probe_options(group[0]), [(stand_ins[o.name], copied(states[o.name])) for o in group]) for group in members
+        ]
+        states = dict(zip(stand_ins, step_together(shadow, groups), strict=True))
+        together = {name: stand_in.detach() for name, stand_in in stand_ins.items()}
+        for owner in owners:
+            stand_in = stand_in_for(apart[owner.name], gradients[owner.name])
+            options = probe_options(owner)
+            states_apart[owner.name] = step_alone(shadow, stand_in, options, copied(states_apart[owner.name]))
+            apart[owner.name] = stand_in.detach()
+    for owner in owners:
+        if not same(together[owner.name], apart[owner.name]):
+            raise refused(
+                optimizer,
+                f"updates {owner.name!r} otherwise if it steps other parameters too, where a compiled step updates each"
+                " by itself, as soon as its gradient has arrived",
+                "max_grad_norm= of compile_step is there for a norm over all gradients",
+            )
+
+
+class Draws:
+    """Values like a parameter's, from a generator of its own; on the CPU where the parameter has no memory."""
+
+    def __init__(self, like: Tensor, seed: int = 0):
+        like = like.detach()
+        self._like = torch.empty_like(like, device="cpu") if like.is_meta else like
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(self._like.shape, generator=self._generator, dtype=torch.float32, device="cpu") * scale
+        value = torch.empty_like(self._like)  # with its strides
+        value.copy_(drawn)
+        return value
+
+
+def probe_options(owner: Owned) -> dict[str, Any]:
+    """The options that stand-ins are stepped with: those of the group, with a rate that moves them."""
+    options = plain_options(owner.options)
+    return options if options.get("lr", 1) else options | {"lr": _RATE}
+
+
+def stand_in_for(value: Tensor, gradient: Tensor) -> nn.Parameter:
+    """Make a parameter of a copy of a value, with a copy of a gradient."""
+    stand_in = nn.Parameter(value.clone())
+    stand_in.grad = gradient.clone()
+    return stand_in
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compare two tensors or plain values, bit for bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
+
+
+def _differing(state: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(key for key in state if not same(state[key], other.get(key)))
+
+
+def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the plain values and tensors of a table."""
+    return copied({k: v for k, v in table.items() if isinstance(v, bool | int | float | str | Tensor | None)})
+
+
+@contextmanager
+def named(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Say whose step raised."""
+    try:
+        yield
+    except errors.FxcompError:
+        raise
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        if isinstance(error, compat.DATA_DEPENDENT):
+            why = f"decides by the values of tensors, which one graph cannot: {first_line}"
+        else:
+            why = f"raises {type(error).__name__} where it is given a gradient: {first_line}"
+        raise refused(optimizer, why) from error

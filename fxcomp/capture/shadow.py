@@ -1,0 +1,70 @@
+"""Step the user's own optimizer over other tensors: its class and attributes, apart from its parameters and state."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NOT_COPIED = ("param_groups", "state", "step")
+"""Schedulers put a `step` of their own there, bound to the user's optimizer."""
+
+
+def shadow_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Make an optimizer of the same class and attributes over no parameters.
+
+    The constructor does not run: it may ask for more than the groups tell. An attribute that holds one of the user's
+    parameters gets an empty tensor in its place, so that no step of the shadow reaches them.
+    """
+    shadow: Any = object.__new__(type(optimizer))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    memo: dict[int, Any] = {id(p): p.detach().new_empty(0) for p in parameters}
+    for key, value in vars(optimizer).items():
+        if key not in _NOT_COPIED:
+            vars(shadow)[key] = copy.deepcopy(value, memo)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = []
+    return shadow
+
+
+@contextmanager
+def unseen() -> Generator[None]:
+    """Step shadows so that nobody can tell: on plain tensors, and without drawing from the user's generator."""
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped
+        yield
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a group's options, asking for one operator after the other, and for one parameter at a time."""
+    plain = {key: False for key in ("foreach", "fused") if key in options}
+    return {key: value for key, value in options.items() if key != "params"} | plain
+
+
+def step_alone(
+    shadow: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Step a shadow for one parameter that has a gradient, from a state; returns the parameter's new state."""
+    return step_together(shadow, [(options, [(parameter, state)])])[0]
+
+
+def step_together(
+    shadow: torch.optim.Optimizer,
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[Tensor, Mapping[str, Any]]]]],
+) -> list[dict[str, Any]]:
+    """Step a shadow over groups of parameters with their states; returns the new states, in order."""
+    pairs = [pair for _, members in groups for pair in members]
+    shadow.param_groups = [
+        {**options, "params": [parameter for parameter, _ in members]} for options, members in groups
+    ]
+    shadow.state.clear()
+    shadow.state.update({parameter: dict(state) for parameter, state in pairs if state})
+    shadow.step()
+    states = [dict(shadow.state[parameter]) for parameter, _ in pairs]
+    shadow.state.clear()
+    shadow.param_groups = []
+    return states

@@ -1,0 +1,44 @@
+"""A loss that is a sum over some of a batch's elements: how many they are is counted over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """What a loss function returns where each element counts as much, whatever rank or micro-batch it is in.
+
+    The gradient is that of the sum of all ranks' sums over the sum of their counts. The number of ranks is no concern
+    of the loss function's; averaging knows it. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over
+    all tokens with a label. A step returns the mean over this rank's own batch.
+    """
+
+    sum: Tensor
+    count: Tensor | float
+    """The number of elements, or the sum of their weights: none are negative."""
+
+    @property
+    def counted(self) -> Tensor:
+        """The count as a tensor of one element in double precision, whole up to 2^53."""
+        if isinstance(self.count, Tensor):
+            return self.count.detach().to(self.sum.device, torch.float64).reshape(1)
+        return torch.full((1,), self.count, dtype=torch.float64, device=self.sum.device)
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of this batch alone; zero elements leave the sum."""
+        count = self.counted[0]
+        return torch.where(count > 0, self.sum.detach() / count, self.sum.detach()).to(self.sum.dtype)
+
+
+def split(result: Any) -> tuple[Any, Any, bool]:
+    """Take apart what a loss function returned: the loss, the auxiliary result, and whether there is one."""
+    parts: Any = result
+    has_aux = isinstance(result, tuple) and len(parts) == 2
+    loss, aux = parts if has_aux else (parts, ())
+    return loss, aux, has_aux

@@ -1,0 +1,391 @@
+"""Run the buckets of one DistributedDataParallel model: dense at first, then by a plan that all ranks share.
+
+    pass 0 ... 5     no plan yet: each bucket is averaged as it comes, and it is noted when it came
+    from then on     the plan's emitted step, fed with each bucket as it comes
+
+The first passes change DDP's buckets: after one pass, or two with `static_graph=True`, it rebuilds them in the order in
+which gradients became ready. What belongs to a plan is kept by parameter name, so it does not matter. A pass whose
+buckets are not known beforehand is gathered, and runs when its last bucket has come.
+
+Nothing is sent from another thread: the emitted step runs inside the hook, stands still only where the plan says, and
+ends in the hook of the last bucket. So an error leaves `backward()` as it was raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.errors import RanksApart, UnsupportedFeature
+from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Running, arriving
+from fxcomp.frontends.hook_start import SCALE, ReadyTimes, Start, decide, following, scale_of
+from fxcomp.frontends.hook_trial import Followed, Trial, needs_trial, said
+from fxcomp.frontends.hook_unused import Unused
+from fxcomp.pipeline import Compiler
+from fxcomp.report.explanation import Explanation
+from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.search.choose import flip_gbit
+from fxcomp.search.decision import Decision
+from fxcomp.state.checkpoint import PLAN
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.handover import Exchange
+from fxcomp.state.saved_state import Given, Here, read_together, restore, state_dict
+from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.step_times import StepTimes
+
+log = logging.getLogger(__name__)
+
+Future = torch.futures.Future[Tensor]
+
+REBUILT = 3
+"""Passes after which DDP rebuilds its buckets no more: one, and with static_graph=True two (measured, torch 2.13)."""
+
+WARM_PASSES = 2
+"""Passes under a plan before they count in a trial."""
+
+DENSE_PASSES = 6
+"""Passes before there is a plan: after the buckets have settled, three are timed."""
+
+
+class Arriving(Protocol):
+    """A bucket that a backward pass hands over, as torch describes it."""
+
+    def index(self) -> int: ...
+    def buffer(self) -> Tensor: ...
+    def parameters(self) -> list[Tensor]: ...
+    def is_last(self) -> bool: ...
+
+
+def delivered(buffer: Tensor) -> Future:
+    """Make a future that is done."""
+    future = _pending(buffer)
+    future.set_result(buffer)
+    return future
+
+
+def _pending(buffer: Tensor) -> Future:
+    return torch.futures.Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What has come of the backward pass under way."""
+
+    kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
+    buffers: list[Tensor] = field(default_factory=list[Tensor])
+    futures: list[Future] = field(default_factory=list[Future])
+
+    def deliver(self) -> None:
+        """Let DDP have its buffers back: they hold the means."""
+        for future, buffer in zip(self.futures, self.buffers, strict=True):
+            future.set_result(buffer)
+
+
+class HookJob:
+    """The plan of one model, the state of its error feedback, and the backward pass under way."""
+
+    def __init__(self, start: Start, given: Given, scaler: torch.amp.GradScaler | None = None):
+        self._start, self._site, self._given, self._scaler = start, start.site, given, scaler
+        self._lockstep = Lockstep(self._site.ranks)
+        self._runtime = Runtime(self._site.transport, self._site.device)
+        self._compiler = Compiler(self._site.cluster, self._site.rank, start.options.feedback, skip_nonfinite=True)
+        self.passes = 0
+        self._followed: Followed | None = None
+        """What passes follow, once there is a plan."""
+        self._trial: Trial | None = None
+        self.program: HookProgram | None = None
+        """The program that ran last."""
+        self._kinds: dict[tuple[int, ...], DdpBucket] = {}
+        """The buckets seen so far, by their parameters."""
+        self._arrived = Arrived()
+        self._running: Running | None = None
+        self._gathers = False
+        """The pass under way runs when its last bucket has come."""
+        self._times = ReadyTimes(self._site.device)
+        self._unused: Unused | None = None
+        self.times = StepTimes(self._site.device)
+        """From the end of one planned pass to the end of the next."""
+        self._ended: Any = None
+        self._flip_gbit: tuple[float | None] | None = None
+        """Where the verdict changes, once somebody has asked: that takes a second or so."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """What passes follow now; None before there is a plan."""
+        return None if self._followed is None else self._followed.decision
+
+    @property
+    def _kept(self) -> Followed:
+        assert self._followed is not None, "there is a plan by now"
+        return self._followed
+
+    @property
+    def _is_planned(self) -> bool:
+        return self._followed is not None or self._start.is_planned
+
+    @property
+    def may_keep(self) -> bool:
+        """Tell a pass in which something may be left out of the mean, and is owed."""
+        return self._is_planned and (self._followed is None or self._followed.state.keeps_something)
+
+    # Running
+
+    def take(self, bucket: Arriving) -> Future:
+        """Take the next bucket of a backward pass."""
+        with torch.no_grad(), compat.without_autocast():
+            try:
+                if self.passes < DENSE_PASSES:
+                    self._times.enter()
+                future = self._take(bucket)
+                if self.passes < DENSE_PASSES:
+                    self._times.leave()
+            except BaseException as error:
+                self.stop(error)
+                raise
+            return future
+
+    def stop(self, error: BaseException) -> None:
+        """End the pass under way, in which something was raised; the other ranks learn of it."""
+        self._arrived, self._running, self._unused = Arrived(), None, None
+        self._lockstep.leave(error, self._runtime)
+
+    def _take(self, bucket: Arriving) -> Future:
+        number, buffer, arrived = bucket.index(), bucket.buffer(), self._arrived
+        if number != len(arrived.kinds):
+            raise RanksApart(
+                f"bucket {number} came where bucket {len(arrived.kinds)} was due: the backward pass before did not"
+                " reach every parameter.\n  Pass find_unused_parameters=True to DistributedDataParallel."
+            )
+        kind, future = self._kind(bucket, buffer.dtype), _pending(buffer)
+        arrived.kinds.append(kind)
+        arrived.buffers.append(buffer)
+        arrived.futures.append(future)
+        if number == 0:
+            self._enter(kind)
+        if not self._is_planned:
+            buffer.mul_(1 / self._site.ranks.world_size)
+            self._site.sum_over_ranks(buffer)
+        elif not self._gathers:
+            self._feed(number)
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _kind(self, bucket: Arriving, dtype: torch.dtype) -> DdpBucket:
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._kinds:
+            self._kinds[key] = self._start.wrapped.bucket(parameters, dtype)
+        return self._kinds[key]
+
+    def _enter(self, first: DdpBucket) -> None:
+        """Begin a pass: with the step of the last pass's buckets, if they are sure to come again."""
+        self._lockstep.enter(self.passes)
+        self._lockstep.has_begun = True
+        if self._trial is not None:
+            self._follow(self._trial.lane_at(self.passes))
+        program = self.program
+        self._gathers = self.passes < REBUILT or program is None or program.layout[0] != first
+        if program is not None and not self._gathers:
+            self._begin(program)
+
+    def _begin(self, program: HookProgram) -> None:
+        followed = self._kept
+        followed.follow_scale(1.0 if self._scaler is None else self._scaler.get_scale())
+        self._running = program.start(self._runtime, followed.state)
+        if self._start.wrapped.finds_unused and followed.state.keeps_something:
+            self._unused = Unused(followed.state)
+
+    def _feed(self, number: int) -> None:
+        """Hand a bucket to the step under way."""
+        program, kind = self.program, self._arrived.kinds[number]
+        assert program is not None, "a step is under way"
+        if self._running is None or program.layout[number] != kind:
+            raise UnsupportedFeature(
+                f"DistributedDataParallel has changed its buckets in the middle of training: bucket {number} begins"
+                f" with {kind.names[0]!r} now.\n  Register the hook before the first backward pass."
+            )
+        views = kind.with_views(self._arrived.buffers[number])
+        if self._unused is not None:
+            self._unused.look_at(kind, views)
+        undelivered = self._kept.state.undelivered
+        for name, gradient in zip(kind.names, views[1:], strict=True):
+            if name in undelivered:
+                gradient.add_(undelivered[name].view(gradient.shape))
+        program.lend(number, views[0], self._runtime)
+        try:
+            self._running.send(views)
+        except StopIteration as end:
+            self._running = None
+            program.hand_back(end.value[1], self._arrived.buffers)
+
+    def _finish(self) -> None:
+        """End a pass: every bucket has come."""
+        layout = tuple(self._arrived.kinds)
+        if self.passes < DENSE_PASSES:
+            self._times.end_pass(layout)
+        if self._is_planned:
+            self._end_step(layout)
+        self._arrived.deliver()
+        self._arrived = Arrived()
+        self.passes += 1
+        if not self._is_planned and self.passes >= DENSE_PASSES:
+            self._decide(layout)
+
+    def _end_step(self, layout: Layout) -> None:
+        """End the step that a pass has fed, and time it if it streamed."""
+        if self._gathers:
+            self._run_gathered(layout)
+        assert self._running is None, "a step ends with its last bucket"
+        self._runtime.finish()
+        counters = self._runtime.take_counters()
+        if not counters.skipped:
+            self._kept.state.settle()
+        if self._unused is not None:
+            self._unused.put_back(layout, self._arrived.buffers, self._site)
+            self._unused = None
+        end = self.times.look()
+        if self._ended is not None and not self._gathers:
+            self.times.add(self.passes, [(self._ended, end)], counters.waits)
+        self._ended = end
+        if self._trial is not None:
+            self._trial.end_pass(self.passes)
+            if self._trial.is_over_after(self.passes):
+                self._end_trial(self._trial)
+
+    def _run_gathered(self, layout: Layout) -> None:
+        """Run a pass whose buckets have all come."""
+        if self._followed is None:
+            self._decide(layout)
+        self.program = self._program(layout)
+        self._begin(self.program)
+        for number in range(len(layout)):
+            self._feed(number)
+
+    # Deciding
+
+    def _decide(self, layout: Layout) -> None:
+        """Agree on a plan with all ranks, and take back a state that was loaded before."""
+        with self._site.ranks.together("ddp_hook"):
+            compute_us = self._times.medians_us(layout, self._site.device)
+            decision = decide(self._start, self._compiler, layout, compute_us)
+            self._followed = self._fresh(decision)
+            self._restore(self._given)
+            if needs_trial(decision):
+                self._begin_trial(decision, self._followed)
+        self._given = None
+        self.program = self._program(layout)
+        log.info("%s\n%s", self._site.cluster, decision.plan)
+
+    def _fresh(self, decision: Decision) -> Followed:
+        start = self._start
+        shapes, feedback = start.wrapped.shapes, start.options.feedback
+        return Followed(decision, GradientState.fresh(decision.plan, shapes, self._site, feedback, start.seed))
+
+    def _begin_trial(self, decision: Decision, followed: Followed) -> None:
+        """Let the plan and the best dense one take turns from the next passes on; every rank does it here."""
+        assert decision.dense is not None, "what is chosen was compared with it"
+        self._site.make_groups_for(decision.dense)
+        dense = self._fresh(replace(decision, plan=decision.dense))
+        self._trial = Trial(followed, dense, self.passes + WARM_PASSES, clock_of(self._site.device))
+
+    def _end_trial(self, trial: Trial) -> None:
+        """Stay with what was faster on the slowest rank; what is owed under the plan goes out with the next pass."""
+        everyone = self._site.gather_numbers("the times of passes", trial.medians_us(self._site.device))
+        plan_us, dense_us = (max(theirs) for theirs in zip(*everyone, strict=True))
+        plan, dense = trial.lanes
+        if plan_us > dense_us:
+            dense.take_over(plan, self._site.ranks.world_size)
+        self._trial = None
+        self._follow(dense if plan_us > dense_us else plan)
+        self._kept.tell(said(plan_us, dense_us))
+        self.times.forget()
+
+    def _follow(self, followed: Followed) -> None:
+        """Go on under another decision, with what it keeps."""
+        if followed is self._followed or self.program is None:
+            return
+        self._followed, self._ended = followed, None
+        self.program = self._program(self.program.layout)
+        self._runtime.forget_buffers()
+
+    def _program(self, layout: Layout) -> HookProgram:
+        followed = self._kept
+        if layout not in followed.programs:
+            compute_us = self._times.medians_us(layout, self._site.device)
+            graph = arriving(layout, compute_us, self._site.device)
+            plan, costs = followed.decision.plan, followed.decision.costs
+            compiler = replace(self._compiler, skip_nonfinite=followed.state.keeps_something)
+            followed.programs[layout] = HookProgram.made(layout, graph, compiler, plan, costs)
+        return followed.programs[layout]
+
+    def explanation(self) -> Explanation:
+        """Gather what a report is made of; there is a plan."""
+        decision, program, terms, cluster = self.decision, self.program, self._start.terms, self._site.cluster
+        assert decision is not None, "a report is of a plan"
+        assert program is not None, "a plan has a program"
+        if decision.choice is not None and cluster.hosts > 1 and self._flip_gbit is None:
+            self._flip_gbit = (flip_gbit(decision.workload, decision.costs, cluster, terms),)
+        return Explanation(
+            plan=decision.plan,
+            timeline=program.timeline,
+            workload=decision.workload,
+            costs=decision.costs,
+            cluster=cluster,
+            choice=decision.choice,
+            mode=terms.mode.value,
+            flip_gbit=self._flip_gbit[0] if self._flip_gbit else None,
+            notes=(*decision.notes, *self._site.ranks.notes),
+            measured_ms=self.times.median_ms,
+            exposed_ms=self.times.exposed_ms,
+            budget=terms.budget,
+        )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy this rank's state; empty before there is a plan."""
+        if self._followed is None:
+            return {}
+        # While lanes take turns, the dense one owes nothing.
+        followed = self._followed if self._trial is None else self._trial.lanes[0]
+        plan = followed.decision.plan
+        saved = state_dict(followed.state, plan, self.passes, self._site.rank, self._site.ranks.world_size)
+        return {**saved, PLAN: plan.to_json(), SCALE: followed.scale}
+
+    def load_state_dict(self, given: Given) -> None:
+        """Take back a state, or keep it until there is a plan; every rank calls it."""
+        self._lockstep.check_open()
+        if self._followed is None:
+            ranks = self._site.ranks
+            with ranks.together("load_state_dict"):
+                options, loads = following(self._start.options, given, ranks)
+                self._start = replace(self._start, options=options, loads=loads)
+            self._given = given
+            return
+        with self._site.ranks.together("load_state_dict", after_a_stop=True):
+            if self._trial is not None:
+                self._follow(self._trial.lanes[0])
+                self._trial = None
+            self._restore(given)
+
+    def _restore(self, given: Given) -> None:
+        exchange = Exchange(self._site.ranks, self._site.sum_over_ranks, "load_state_dict", self._site.device)
+        followed = self._kept
+        plan = followed.decision.plan
+        here = Here(plan.sizes, sorted(plan.sizes), {plan.digest})
+        agreed = read_together(given, here, exchange)
+        if agreed is not None:
+            restore(agreed, followed.state, here, exchange)
+            scales = exchange.gather("the scale of the loss", scale_of(given))
+            followed.scale = next((scale for scale in scales if scale is not None), 1.0)
+
+    def close(self) -> None:
+        """End the pool's thread and give back the process groups; other ranks need not be there."""
+        self._lockstep.close(self._runtime)

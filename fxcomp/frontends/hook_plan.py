@@ -1,0 +1,103 @@
+"""Fit a chosen plan to DDP's buffers, so that what travels together lies together and is not copied.
+
+    DDP's buffer   2.bias  2.weight  0.bias  0.weight
+    chosen         0.weight 2.weight: dense       0.bias 2.bias: dense
+    fitted         2.bias 2.weight 0.bias 0.weight: dense
+
+A bucket's gradients take the order of the buffer. A vector goes with the matrix beside it if both travel alike: then
+neither what is lost nor when its bucket is ready changes, and there may be one message less. A bucket that would lie in
+two buffers becomes two. Compressors work parameter by parameter, so numbers do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from fxcomp.frontends.hook_program import Layout
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.search.decision import Decision
+
+LEAST_BYTES = 256 << 10
+"""A copy of so much takes about as long as a message more (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a parameter, and where they lie."""
+
+    ddp_bucket: int
+    place: int
+    name: str
+    start: int
+    size: int
+    is_vector: bool
+    owner: int
+    """The number of the plan's bucket."""
+
+
+def fitted(decision: Decision, layout: Layout) -> Decision:
+    """Fit a decision's plan, and what is said of it."""
+    plan = fit(decision.plan, layout)
+    if plan == decision.plan:
+        return decision
+    choice = decision.choice
+    if choice is not None:
+        same = {name: plan for name in ("dense", "fastest") if getattr(choice, name) == decision.plan}
+        choice = replace(choice, plan=plan, alternatives=((),) * len(plan.buckets), **same)
+    dense = plan if decision.dense == decision.plan else decision.dense
+    return replace(decision, plan=plan, dense=dense, choice=choice)
+
+
+def fit(plan: Plan, layout: Layout) -> Plan:
+    """Let buckets have the order of DDP's buffers, and vectors go with their neighbours."""
+    parts = sorted(_parts(plan, layout), key=lambda part: (part.ddp_bucket, part.place))
+    owned: dict[int, list[_Part]] = {}
+    for number, part in enumerate(parts):
+        owned.setdefault(_owner(plan, parts, number), []).append(part)
+    found = [
+        (max(part.ddp_bucket for part in together), owner, _bucket(plan.buckets[owner], together))
+        for owner, mine in owned.items()
+        for together in _split(plan.buckets[owner], mine)
+    ]
+    found.sort(key=lambda each: each[:2])
+    return Plan(tuple(bucket for *_, bucket in found))
+
+
+def _split(bucket: Bucket, parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Cut a bucket where one buffer ends and the next begins, if that makes no small messages."""
+    found = [list(group) for _, group in groupby(parts, lambda part: part.ddp_bucket)]
+    least = min(sum(part.size for part in group) for group in found) * bucket.element_type.itemsize
+    return found if least >= LEAST_BYTES else [list(parts)]
+
+
+def _parts(plan: Plan, layout: Layout) -> Iterator[_Part]:
+    places = {name: (k, start) for k, bucket in enumerate(layout) for name, start in bucket.starts.items()}
+    vectors = {
+        name for bucket in layout for name, shape in zip(bucket.names, bucket.shapes, strict=True) if len(shape) <= 1
+    }
+    for owner, bucket in enumerate(plan.buckets):
+        for name, start, size in zip(bucket.names, bucket.starts, bucket.sizes, strict=True):
+            ddp_bucket, first = places[name]
+            yield _Part(ddp_bucket, first + start, name, start, size, name in vectors, owner)
+
+
+def _owner(plan: Plan, parts: Sequence[_Part], number: int) -> int:
+    """Return the bucket in which a part travels: a vector's may be that of the next matrix before or after it."""
+    part = parts[number]
+    if not part.is_vector:
+        return part.owner
+    mine = plan.buckets[part.owner]
+    for others in (reversed(parts[:number]), parts[number + 1 :]):
+        beside = next((other for other in others if not other.is_vector or other.ddp_bucket != part.ddp_bucket), None)
+        if beside is not None and beside.ddp_bucket == part.ddp_bucket:
+            theirs = plan.buckets[beside.owner]
+            if (theirs.strategy, theirs.element_type) == (mine.strategy, mine.element_type):
+                return beside.owner
+    return part.owner
+
+
+def _bucket(bucket: Bucket, parts: Sequence[_Part]) -> Bucket:
+    names, sizes, starts = zip(*((part.name, part.size, part.start) for part in parts), strict=True)
+    return replace(bucket, names=names, sizes=sizes, starts=starts)

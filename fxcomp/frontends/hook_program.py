@@ -1,0 +1,248 @@
+"""Make a program of a plan for the buckets of DistributedDataParallel: the compiled step's passes over a small graph.
+
+    %arrive_0   arrive    arrive(0, 1800.0)        a bucket that backward has made, 1.8 ms after the step's begin
+    %fc_bias    gradient  %arrive_0[1]
+    %fc_weight  gradient  %arrive_0[2]
+    ...                                            the plan's lines, as in a compiled step
+    output(None, (%mean_0, %mean_1))               the mean of each bucket of the plan
+
+A plan's buckets need not be DDP's: what travels together may come in several of DDP's buckets, and a bucket of DDP may
+travel in parts. The emitted step is a generator, which stops where it needs the next bucket of DDP.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.codegen.emit import emit
+from fxcomp.codegen.load import load
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.edit import buckets, call
+from fxcomp.graph.info import InputKind, NodeInfo, Role, info
+from fxcomp.graph.names import arguments_of, free_name
+from fxcomp.graph.ops import ARRIVE, IN_PLACE
+from fxcomp.passes.annotate_costs import annotate_costs
+from fxcomp.pipeline import Compiler, predicted
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.state.gradient_state import GradientState
+
+Running = Generator[int, list[Tensor], tuple[None, tuple[Tensor, ...]]]
+"""A step under way: it asks for buckets of DDP by number, and returns the plan's means."""
+
+
+@dataclass(frozen=True, slots=True)
+class DdpBucket:
+    """A bucket as DistributedDataParallel fills it: parameters in the order of its flat buffer."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def facts(self) -> list[Any]:
+        """What must be the same on all ranks."""
+        return [list(self.names), str(self.dtype)]
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """The place of each parameter's first element in the buffer."""
+        return dict(zip(self.names, accumulate(self.sizes, initial=0), strict=False))
+
+    def with_views(self, flat: Tensor) -> list[Tensor]:
+        """List the buffer, and each gradient in it."""
+        parts = torch.split_with_sizes(flat, self.sizes)
+        return [flat, *(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))]
+
+
+Layout = tuple[DdpBucket, ...]
+"""The buckets of a backward pass, in the order in which they become ready."""
+
+
+def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) -> GraphModule:
+    """Make the graph of a backward pass that hands over its buckets, with so many us of compute before each."""
+    mode, _ = compat.fake_mode()
+    graph = Graph()
+    made: list[Node] = []
+    for number, (bucket, us) in enumerate(zip(layout, compute_us, strict=True)):
+        with mode:
+            values = bucket.with_views(torch.empty(sum(bucket.sizes), dtype=bucket.dtype, device=device))
+        arrive = call(graph, ARRIVE, (number, us), NodeInfo(Role.ARRIVE), name=f"arrive_{number}", value=values)
+        for place, name in enumerate(bucket.names, start=1):
+            label, value = NodeInfo(Role.GRADIENT, name), values[place]
+            made.append(call(graph, operator.getitem, (arrive, place), label, name=_named(name), value=value))
+    means = [_handed_out(graph, node) for node in made]
+    graph.output((None, tuple(means)))
+    return GraphModule(nn.Module(), graph)
+
+
+def _handed_out(graph: Graph, gradient: Node) -> Node:
+    """Stand in for the update, which is the user's own: it takes the mean."""
+    label = NodeInfo(Role.UPDATE, info(gradient).parameter)
+    return call(graph, torch.ops.aten.clone.default, (gradient,), label, value=gradient.meta["val"])
+
+
+def _named(parameter: str) -> str:
+    return free_name("gradient_" + "".join(c if c.isalnum() else "_" for c in parameter))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive elements of a plan's bucket that lie together in a bucket of DDP."""
+
+    bucket: int
+    start: int
+    ddp_bucket: int
+    ddp_start: int
+    length: int
+
+
+def runs_of(plan: Plan, layout: Layout) -> list[Run]:
+    """Say where the means of a plan's buckets belong."""
+    places = {name: (number, start) for number, bucket in enumerate(layout) for name, start in bucket.starts.items()}
+    found: list[Run] = []
+    for number, bucket in enumerate(plan.buckets):
+        found += _joined(number, bucket, places)
+    return found
+
+
+def _joined(number: int, bucket: Bucket, places: dict[str, tuple[int, int]]) -> list[Run]:
+    runs: list[Run] = []
+    for name, extent, start in zip(bucket.names, bucket.extents, accumulate(bucket.sizes, initial=0), strict=False):
+        ddp_bucket, first = places[name]
+        run = Run(number, start, ddp_bucket, first + extent.start, len(extent))
+        last = runs[-1] if runs else None
+        if last and (last.ddp_bucket, last.ddp_start + last.length) == (run.ddp_bucket, run.ddp_start):
+            runs[-1] = Run(number, last.start, ddp_bucket, last.ddp_start, last.length + run.length)
+        elif run.length:
+            runs.append(run)
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class HookProgram:
+    """A plan for one layout of DDP's buckets, emitted and loaded."""
+
+    layout: Layout
+    module: ModuleType
+    source: str
+    timeline: Timeline
+    """The predicted step."""
+    runs: tuple[Run, ...]
+    lent: tuple[tuple[str, Run], ...]
+    """Lines that write a mean where it belongs."""
+    residuals: tuple[tuple[int, int], ...]
+    states: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def made(cls, layout: Layout, graph: GraphModule, compiler: Compiler, plan: Plan, costs: CostTable) -> HookProgram:
+        """Rewrite a graph of arriving buckets until it follows a plan. Local: no communication.
+
+        A compiler that skips what is not finite leaves residuals as they were before it.
+        """
+        final, runs = compiler.rewrite(graph, plan, costs), runs_of(plan, layout)
+        lent = _return_means(final, [_only(runs, number, bucket) for number, bucket in enumerate(plan.buckets)])
+        final = annotate_costs(final, costs, compiler.cluster)
+        timeline = predicted(final, costs)
+        source = emit(final, title="The buckets of one backward pass, averaged")
+        module = load(source, final, compat.cache_directory() / "steps")
+        slots = [tuple(slots_of(final, kind)) for kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)]
+        return cls(layout, module, source, timeline, tuple(runs), lent, *slots)
+
+    def start(self, runtime: Runtime, state: GradientState) -> Running:
+        """Begin a step. Nothing runs before the first bucket is sent."""
+        arguments = arguments_of(
+            {
+                InputKind.RESIDUAL: [state.residuals.of(*key) for key in self.residuals],
+                InputKind.COMPRESSOR_STATE: [state.compressor_states.of(*key) for key in self.states],
+            }
+        )
+        running: Running = self.module.step(runtime, *arguments)
+        next(running)
+        return running
+
+    def lend(self, number: int, buffer: Tensor, runtime: Runtime) -> None:
+        """Let lines write into a buffer of DDP that has come."""
+        for name, run in self.lent:
+            if run.ddp_bucket == number:
+                runtime.lend(name, buffer[run.ddp_start : run.ddp_start + run.length])
+
+    def hand_back(self, means: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Copy the means into DDP's buffers, where they do not lie there already."""
+        for run in self.runs:
+            there = buffers[run.ddp_bucket][run.ddp_start : run.ddp_start + run.length]
+            mean = means[run.bucket][run.start : run.start + run.length]
+            if there.data_ptr() != mean.data_ptr():
+                there.copy_(mean)
+
+
+def slots_of(final: GraphModule, kind: InputKind) -> list[tuple[int, int]]:
+    """List the buckets and slots whose state is an input, in the order of the inputs."""
+    sources = [info(node).source for node in final.graph.find_nodes(op="placeholder")]
+    return [(source.index, source.slot) for source in sources if source is not None and source.kind is kind]
+
+
+def _only(runs: Sequence[Run], number: int, bucket: Bucket) -> Run | None:
+    """The run that is a whole bucket of the plan; None if it lies in several."""
+    mine = [run for run in runs if run.bucket == number]
+    return mine[0] if len(mine) == 1 and mine[0].length == bucket.elements else None
+
+
+def _return_means(gm: GraphModule, places: Sequence[Run | None]) -> tuple[tuple[str, Run], ...]:
+    """Return the plan's buckets as they arrive, flat, in a step that is taken back, too.
+
+    What lies in one of DDP's buffers is sent from there. A mean is written there at once where nothing else reads the
+    bucket any more; returns the lines that do so.
+    """
+    means: dict[int, Node] = {}
+    for node in gm.graph.nodes:
+        number = info(node).bucket
+        if node.target is torch.ops.aten.split_with_sizes.default and number is not None:
+            means[number] = node.all_input_nodes[0]
+    for number, pack in list(buckets(gm)):
+        place = places[number]
+        if place is not None and pack.meta["val"].dtype is _arrive(gm, place).meta["val"][0].dtype:
+            taken = _taken_in_place(gm, pack, place)
+            means[number] = taken if means[number] is pack else means[number]
+    output = gm.graph.output_node()
+    returned: Any = output.args[0]
+    output.args = ((None, tuple(means[number] for number in range(len(places))), *returned[2:]),)
+    for node in reversed(list(gm.graph.nodes)):
+        if info(node).role in (Role.UNPACK, Role.UPDATE, Role.PART, Role.GRADIENT) and not node.users:
+            gm.graph.erase_node(node)
+    kept = {info(node).bucket for node in gm.graph.nodes if info(node).role is Role.ROLL_BACK}
+    return tuple(
+        (mean.name, place)
+        for number, mean in means.items()
+        if (place := places[number]) and number not in kept and info(mean).role is Role.DECOMPRESS
+    )
+
+
+def _arrive(gm: GraphModule, place: Run) -> Node:
+    return next(node for node in gm.graph.nodes if node.target is ARRIVE and node.args[0] == place.ddp_bucket)
+
+
+def _taken_in_place(gm: GraphModule, pack: Node, place: Run) -> Node:
+    """Put a view of DDP's buffer in the place of a packed bucket."""
+    arrive = _arrive(gm, place)
+    with gm.graph.inserting_before(pack):
+        label, flat = NodeInfo(Role.COMPUTE), arrive.meta["val"][0]
+        whole = call(gm.graph, operator.getitem, (arrive, 0), label, name=f"{arrive.name}_flat", value=flat)
+        arguments = (whole, place.ddp_start, place.ddp_start + place.length, pack.args[1])
+        name = f"bucket_{place.bucket}"
+        taken = call(gm.graph, IN_PLACE, arguments, info(pack), name=name, value=pack.meta["val"])
+    pack.replace_all_uses_with(taken)
+    gm.graph.erase_node(pack)
+    return taken

@@ -1,0 +1,216 @@
+"""Feed the shards of a fully_shard model to a plan, module by module, as a backward pass reduces them.
+
+    fully_shard: reduce_scatter of a module ──► flat shard ──► here ──► `.grad`, views of the flat shard
+                                                                │
+                                      the plan's emitted step (hook_job.py), over the replicas
+
+fully_shard takes what is in the flat shard when its hook returns. Nothing reads `.grad` before backward ends, so the
+mean may be written later: a module's shard is on its way while earlier layers compute, and the hook of the last module
+waits. Where `.grad` is no view of the flat shard, because it is accumulated or of another type, the flat shard is
+copied and set to zero, and the mean is added to `.grad` when backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.errors import FxcompError, UnsupportedFeature
+from fxcomp.frontends.hook_job import HookJob
+
+REDUCED_DTYPES = (torch.float32, torch.bfloat16)
+"""Types in which fully_shard has divided before its hook; for others it divides a part afterwards (torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A module's flat shard, handed over as DistributedDataParallel would hand over a bucket."""
+
+    number: int
+    flat: Tensor
+    stand_ins: list[Tensor]
+    ends: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def parameters(self) -> list[Tensor]:
+        return self.stand_ins
+
+    def is_last(self) -> bool:
+        return self.ends
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What has come of the backward pass under way."""
+
+    came: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """Flat shards by the number of their module."""
+    fed: int = 0
+    copied: list[int] = field(default_factory=list[int])
+    """Modules whose mean is to be added to `.grad`."""
+    not_finite: Tensor | None = None
+    stream: Any = None
+
+
+class ShardFeed:
+    """Stands between the modules of a model and the plan that averages their shards over the replicas."""
+
+    def __init__(self, modules: Sequence[compat.ShardedModule], stand_ins: Sequence[list[Tensor]], job: HookJob):
+        self._modules, self._stand_ins, self._job = modules, stand_ins, job
+        self._shards = compat.group_size(modules[0].shard_group)
+        self._order: list[int] | None = None
+        """The modules as the first pass brought them; later passes are fed in this order."""
+        self._pass = _Pass()
+        self._is_partial = [False] * len(modules)
+        """`.grad` holds what has not been averaged yet."""
+        self.is_off = False
+
+    def install(self) -> None:
+        for number, module in enumerate(self._modules):
+            module.on_reduced(partial(self._arrive, number))
+
+    # A pass
+
+    def _arrive(self, number: int, reduced: Tensor) -> None:
+        """Take a module's flat shard; torch calls this when it has been reduced within the replica."""
+        try:
+            with torch.no_grad():
+                module = self._modules[number]
+                if self.is_off:
+                    self._is_partial[number] = True
+                    return
+                if not self._pass.came:
+                    compat.at_end_of_backward(self._end)
+                self._check(number, module, reduced)
+                self._pass.stream = compat.stream_of(reduced.device)
+                flat = self._own(number, module, reduced)
+                self._look_at(flat)
+                self._pass.came[number] = flat
+        except FxcompError as error:
+            self._stop(error)
+            raise
+        self._feed()
+
+    def _own(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> Tensor:
+        """Return memory that a mean may be written into when the hook has returned."""
+        if module.becomes_gradients(reduced):
+            self._is_partial[number] = False
+            return reduced
+        flat = reduced.clone()
+        reduced.zero_()
+        self._pass.copied.append(number)
+        if self._is_partial[number]:
+            for part, gradient in zip(_parts(module, flat), module.gradients(), strict=True):
+                if gradient is not None:
+                    _cut(part, gradient).add_(gradient)
+                    gradient.zero_()
+            self._is_partial[number] = False
+        return flat
+
+    def _look_at(self, flat: Tensor) -> None:
+        """See whether a shard is finite, in one reading."""
+        seen = (~torch.isfinite(torch.stack(torch.aminmax(flat))).all()).to(torch.uint8)
+        before = self._pass.not_finite
+        self._pass.not_finite = seen if before is None else before | seen
+
+    def _feed(self) -> None:
+        """Hand over what is due, in the order of the first pass."""
+        now = self._pass
+        order = list(now.came) if self._order is None else self._order
+        while now.fed < len(order) and order[now.fed] in now.came:
+            number = order[now.fed]
+            is_last = now.fed == len(self._modules) - 1
+            if is_last:
+                self._agree_on_finite(now.came[number])
+            now.fed += 1
+            self._job.take(_Bucket(now.fed - 1, now.came[number], self._stand_ins[number], is_last))
+
+    def _agree_on_finite(self, last: Tensor) -> None:
+        """Let no shard of a gradient be applied, or its residual be spent, where another one is not finite.
+
+        The infinity of one rank is in one shard: only the replicas of that shard would find it. So a rank of the same
+        replica spoils an element of its own, and all ranks of the job take the step back, and skip it.
+        """
+        flag = self._pass.not_finite
+        assert flag is not None, "a shard has come"
+        if self._shards > 1:
+            compat.largest(flag, self._modules[0].shard_group)
+        if self._job.may_keep and bool(flag):
+            last[0] = torch.nan
+
+    def _end(self) -> None:
+        """Let `.grad` have the means that it is no view of; torch calls this when backward has ended."""
+        now, self._pass = self._pass, _Pass()
+        if now.fed < len(self._modules):
+            if now.came:
+                missing = next(k for k in range(len(self._modules)) if k not in now.came)
+                error = UnsupportedFeature(
+                    f"the backward pass has brought no gradients of {_called(self._modules[missing])}, which"
+                    " average_replicas was called for.\n  Let every module take part in each backward pass, or freeze"
+                    " its parameters before average_replicas."
+                )
+                self._stop(error)
+                raise error
+            return
+        if self._order is None:
+            self._order = list(now.came)
+        compat.wait_for_stream(now.stream)
+        with torch.no_grad():
+            for number in now.copied:
+                module = self._modules[number]
+                for part, gradient in zip(_parts(module, now.came[number]), module.gradients(), strict=True):
+                    assert gradient is not None, "fully_shard has set the gradients of a reduced module"
+                    gradient.add_(_cut(part, gradient))
+
+    def _stop(self, error: BaseException) -> None:
+        self._pass = _Pass()
+        self._job.stop(error)
+
+    def _check(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> None:
+        """Raise UnsupportedFeature for a flat shard that is not what it was when the plan was made."""
+        if number in self._pass.came:
+            raise UnsupportedFeature(
+                f"{_called(module)} has reduced its gradients twice in one backward pass, as it does where a backward"
+                " pass runs inside another one.\n  Pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        if reduced.numel() != module.elements:
+            raise UnsupportedFeature(
+                f"some parameters of {_called(module)} got no gradient in this backward pass: {reduced.numel()} of"
+                f" {module.elements} elements have come.\n  Call model.set_reduce_scatter_unused_params(True), so that"
+                " they bring zeros, or freeze them before average_replicas."
+            )
+        if reduced.dtype not in REDUCED_DTYPES:
+            raise UnsupportedFeature(
+                f"fully_shard reduces gradients as {reduced.dtype}, and divides a part of them after the replicas'"
+                " mean.\n  Pass MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+            )
+        if module.has_gradient_hooks:
+            raise UnsupportedFeature(
+                f"a parameter of {_called(module)} has a hook that runs when its gradient is there"
+                " (register_post_accumulate_grad_hook); the mean over replicas comes later.\n"
+                "  Step the optimizer after backward."
+            )
+
+
+def _parts(module: compat.ShardedModule, flat: Tensor) -> Sequence[Tensor]:
+    return torch.split_with_sizes(flat, [torch.Size(shape).numel() for shape in module.shapes])
+
+
+def _cut(part: Tensor, gradient: Tensor) -> Tensor:
+    """Leave the padding out."""
+    return part[: gradient.numel()].view(gradient.shape)
+
+
+def _called(module: compat.ShardedModule) -> str:
+    return f"module {module.name!r}" if module.name else "the outermost module"

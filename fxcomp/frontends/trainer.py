@@ -1,0 +1,73 @@
+"""A callback for `transformers.Trainer`: gradients go through fxcomp's hook, and checkpoints keep what is left out.
+
+    trainer.add_callback(FxcompCallback(trainer, mode="balanced"))
+
+Everything else stays the trainer's: loss scaling, accumulation, clipping, the optimizer, logging. Not imported by
+`import fxcomp`, because transformers is optional.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch.nn.parallel import DistributedDataParallel
+
+from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
+
+FILE = "fxcomp-rank{rank}.safetensors"
+"""In each of the trainer's checkpoint folders: the tensors of `DdpHook.checkpoint`, a file a rank."""
+
+
+class FxcompCallback(transformers.TrainerCallback):
+    """Registers a hook with the model that the trainer has wrapped; with one process there is none to register with.
+
+    `options` are those of `fxcomp.ddp_hook`.
+    """
+
+    def __init__(self, trainer: Any, **options: Any):
+        self._trainer, self._options = trainer, options
+        self.hook: DdpHook | None = None
+        """The hook of the training that runs, or ran last."""
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Register a new hook, and load what was saved where the trainer goes on."""
+        model = self._trainer.model_wrapped
+        if not isinstance(model, DistributedDataParallel):
+            return
+        self.hook = ddp_hook(**self._options)
+        if state.global_step:
+            self.hook.load_state_dict(_saved_for_here(_folder(args, state)))
+        model.register_comm_hook(None, self.hook)  # pyright: ignore[reportUnknownMemberType]
+
+    def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Write this rank's tensors into the checkpoint that the trainer has just written."""
+        saved = self.hook.checkpoint() if self.hook is not None else {}
+        if saved:
+            folder = _folder(args, state)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(saved, folder / FILE.format(rank=dist.get_rank()))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Give back the hook's process groups."""
+        if self.hook is not None:
+            self.hook.close()
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _saved_for_here(folder: Path) -> list[Any] | None:
+    """Read this rank's part of what was saved, by as many ranks as there were."""
+    files = sorted(folder.glob(FILE.format(rank="*")), key=lambda path: int(path.stem.removeprefix("fxcomp-rank")))
+    if not files and dist.get_rank() == 0:
+        warnings.warn(
+            f"fxcomp: {str(folder)!r} has no state of a hook: what compression left out before is lost, once.",
+            stacklevel=2,
+        )
+    return [load_file(path) for path in files[dist.get_rank() :: dist.get_world_size()]] or None

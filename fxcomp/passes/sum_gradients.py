@@ -1,0 +1,47 @@
+"""Add each gradient to the sum of its group of micro-batches; what follows takes the sum.
+
+    + %sum_fc_bias  input     f32[4]  sum fc.bias
+    - %sum_1        gradient  f32[4]  aten.sum.dim_IntList(%mul_1, [0])     fc.bias
+    + %sum_1        compute   f32[4]  aten.sum.dim_IntList(%mul_1, [0])     fc.bias
+    + %summed       gradient  f32[4]  aten.add_.Tensor(%sum_fc_bias, %sum_1)  fc.bias
+
+Sums are fp32 at least, and lie in front of everything that is done with gradients. A program that ends a group finds in
+them what the other micro-batches have added; whoever feeds it sets them to zero afterwards. A gradient of a narrower
+type is made of the sum again, so that it travels in its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxcomp.graph.edit import call, gradients, placeholder
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, update_info
+from fxcomp.graph.names import free_name
+
+_aten = torch.ops.aten
+
+
+def sum_gradients(gm: GraphModule, micro_batches: int) -> GraphModule:
+    if micro_batches == 1:
+        return gm
+    for name, gradient in gradients(gm).items():
+        _sum_up(gm, name, gradient)
+    return gm
+
+
+def _sum_up(gm: GraphModule, name: str, gradient: Node) -> None:
+    graph, value, users = gm.graph, gradient.meta["val"], list(gradient.users)
+    source = NodeInfo(Role.INPUT, name, source=Source(InputKind.SUM, name))
+    fresh = value.new_empty(value.shape, dtype=torch.promote_types(value.dtype, torch.float32))
+    total = placeholder(graph, free_name(f"sum_{name.replace('.', '_')}"), fresh, source)
+    update_info(gradient, role=Role.COMPUTE)
+    with graph.inserting_after(gradient):
+        summed = call(graph, _aten.add_.Tensor, (total, gradient), NodeInfo(Role.COMPUTE, name), name="summed")
+    if value.dtype is not fresh.dtype:
+        with graph.inserting_after(summed):
+            label = NodeInfo(Role.COMPUTE, name)
+            summed = call(graph, _aten._to_copy.default, (summed,), label, kwargs={"dtype": value.dtype})
+    update_info(summed, role=Role.GRADIENT)
+    for user in users:
+        user.replace_input_with(gradient, summed)

@@ -1,0 +1,100 @@
+"""Keep what a job's own step cost, for the next job that takes the same step on the same machines.
+
+    facts of the step ─► rank 0's file ─► is the network as it was? ─► costs of the step, for all ranks
+                             ▲                                             │ it takes another time after all
+                             └── measured now                 forgotten ◄──┘
+
+A step is the same if its operators, their shapes and their order are, on the same processors, ranks and versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxcomp import compat
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cost.roofline import Measured
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.table_cache import load_table
+from fxcomp.graph.work import work_key
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.planning.measure_machine import hardware, versions
+from fxcomp.site import Site
+
+LIKE, NOISE_US = 2.0, 1e3
+"""The network is as it was if summing all gradients takes at most so many times as long or as short, or differs by no
+more than noise: links are measured anew. What a step takes beside a much faster or slower one was not seen."""
+
+MOST_FILES = 32
+"""Steps that are remembered; the oldest go first."""
+
+
+@dataclass(slots=True)
+class EarlierJobs:
+    """What earlier jobs measured of one step, on rank 0's machine."""
+
+    path: Path | None = None
+    """The step's file, once the step is known."""
+
+    def find(self, facts: Sequence[str], costs: CostTable, cluster: Cluster, dense_bytes: int) -> dict[str, Any] | None:
+        """Return a table as JSON, of which `with_step_of` takes what is the step's own; None if there is none."""
+        key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+        self.path = compat.cache_directory() / "jobs" / f"{key}.json"
+        known = load_table(self.path)
+        if known is None:
+            return None
+        what = CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster
+        before_us, now_us = known.collective_us(*what), costs.collective_us(*what)
+        is_like = abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
+        return known.to_json() if is_like else None
+
+    def keep(self, costs: CostTable) -> None:
+        """Write what was measured; without it, the next job measures again."""
+        assert self.path is not None, "the step was looked for first"
+        try:
+            compat.write_atomically(self.path, json.dumps(replace(costs, date=date.today().isoformat()).to_json()))
+            oldest = sorted(self.path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]
+            for path in oldest:
+                path.unlink(missing_ok=True)
+        except OSError:
+            return
+
+    def forget(self) -> None:
+        """Let the next job measure again: the step takes another time than it did."""
+        if self.path is not None:
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError:
+                return
+
+
+def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site, costs: CostTable) -> list[str]:
+    """List what a step's time follows from; every rank calls it."""
+    machines = site.ranks.gather("the machines", f"{hardware(site.device)}; {versions()}")
+    compiled = f"{compiler.feedback}; {compiler.skip_nonfinite}; {compiler.micro_batches}; {costs.processors}"
+    keys = (work_key(node) for node in graph.graph.nodes if node.op == "call_function")
+    return [str(site.cluster.topology_at(Level.WORLD)), compiled, *machines, *keys]
+
+
+def with_step_of(costs: CostTable, known: CostTable) -> CostTable:
+    """Take from another table what is a step's own; links and compressors stay."""
+    source = f"measured in the emitted step, all ranks running, by an earlier job ({known.date})"
+    compute = {key: Measured(found.us, found.spread, source) for key, found in known.compute.items()}
+    return replace(
+        costs,
+        compute={**costs.compute, **compute},
+        pack_gb_per_s=known.pack_gb_per_s,
+        launch_us=known.launch_us,
+        contention=known.contention,
+        error=known.error,
+        feed_us=known.feed_us,
+    )

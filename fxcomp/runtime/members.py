@@ -1,0 +1,95 @@
+"""The ranks that average with each other: all of the job, or those of one process group.
+
+fxcomp counts them from 0 in the group's order. torch.distributed numbers the ranks of the whole job, and so do errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fxcomp import compat
+from fxcomp.errors import BadOption, NoProcessGroup
+
+Levels = Mapping[str, Sequence[Sequence[int]]]
+"""The groups of ranks at each level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks of a process group; every one of them has the same."""
+
+    numbers: tuple[int, ...]
+    """Of the job's ranks, in the group's order."""
+    place: int
+    """This rank's."""
+    job_ranks: int
+
+    @classmethod
+    def of(cls, group: Any = None) -> Members:
+        """Read a process group, or a DeviceMesh of one dimension; None is the whole job.
+
+        Raises BadOption for anything else, and NoProcessGroup on a rank that is no member.
+        """
+        handle = _handle(group)
+        me, job_ranks = dist.get_rank(), dist.get_world_size()
+        numbers: tuple[int, ...] = tuple(dist.get_process_group_ranks(handle or dist.group.WORLD))
+        if me not in numbers:
+            raise NoProcessGroup(
+                f"rank {me} is not in the group of ranks {', '.join(map(str, numbers))}.\n"
+                "  Each rank passes the group that it is in."
+            )
+        return cls(numbers, numbers.index(me), job_ranks)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def is_whole_job(self) -> bool:
+        return len(self.numbers) == self.job_ranks
+
+    @property
+    def key(self) -> str:
+        """Name the group where groups of other ranks have names too; empty for the whole job."""
+        return "" if self.is_whole_job else f"of {','.join(map(str, self.numbers))} "
+
+    def __str__(self) -> str:
+        if self.is_whole_job:
+            return f"all {len(self)} ranks"
+        return f"ranks {', '.join(map(str, self.numbers))} of the job's {self.job_ranks}"
+
+    def levels(self, places: Levels) -> Levels:
+        """Say by the job's numbers which ranks make groups at each level."""
+        numbers = self.numbers
+        return {level: [tuple(numbers[k] for k in ranks) for ranks in lists] for level, lists in places.items()}
+
+    def first_name(self, set_number: int) -> int | None:
+        """Return what the first process group of a set is named by; None where torch's own count serves.
+
+        Groups of other ranks count for themselves, so they need names that differ whatever they have counted.
+        """
+        if self.is_whole_job:
+            return None
+        digest = hashlib.sha256(self.key.encode()).digest()
+        return (int.from_bytes(digest[:6], "big") << 32) + (set_number << 12)
+
+
+def _handle(group: Any) -> Any:
+    if group is None or isinstance(group, compat.ProcessGroup):
+        return group
+    if isinstance(group, compat.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ("0", "1")
+            raise BadOption(
+                f"process_group= is a mesh of {group.ndim} dimensions, {', '.join(names)}: gradients are averaged over"
+                f" one.\n  Pass mesh[{names[0]!r}], the dimension whose ranks hold the same parameters."
+            )
+        return group.get_group()
+    raise BadOption(
+        f"process_group= takes a torch.distributed process group, or a DeviceMesh of one dimension; it is a"
+        f" {type(group).__name__}"
+    )

@@ -1,0 +1,122 @@
+"""Follow groups of micro-batches: where one ends, how long it took, and whether ranks agree on its length.
+
+step(batch)              adds gradients to the sums; nothing is sent
+step(batch)              the last of the group: sends the sums, updates, sets them to zero
+step(batch, last=True)   ends a shorter group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fxcomp.capture.loss_scale import LossScale
+from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
+from fxcomp.runtime.moves import Move
+from fxcomp.site import Site
+from fxcomp.state.sums import Sums
+from fxcomp.step.step_times import Looks
+
+
+class Group:
+    """The group of micro-batches under way, `length` of them unless it is ended sooner."""
+
+    def __init__(self, sums: Sums, length: int, site: Site, scale: LossScale | None):
+        self._sums, self._length, self._site, self._scale = sums, length, site, scale
+        self._changes_of_scale = 0
+        """When the group began."""
+        self._looks: list[Looks] = []
+        self._is_like_first = True
+        self._unused: frozenset[str] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Some of its micro-batches have run."""
+        return self._sums.micro_batches > 0
+
+    def ends(self, *, last: bool) -> bool:
+        """Tell if the next micro-batch is the last one."""
+        return last or self._sums.micro_batches + 1 >= self._length
+
+    def check_scale(self) -> None:
+        """Forget the sums and raise ScaleNotUpdated if the scale changed inside the group: they have another unit."""
+        if self._scale is None or not self.has_begun or self._scale.changes() == self._changes_of_scale:
+            return
+        summed = self._sums.micro_batches
+        self.clear()
+        raise ScaleNotUpdated(
+            f"the scale of the loss changed after {summed} of {self._length} micro-batches: what they have summed up is"
+            " in the unit of the old one, and is forgotten.\n"
+            "  Call scaler.update(), or load a scaler's state, only behind the call that ends a group."
+        )
+
+    def add(self, looks: Looks, unused: Sequence[str], *, is_like_first: bool) -> None:
+        """Count a micro-batch that has run: what it left unused, and whether it was like those of the prediction."""
+        if self._scale is not None and not self.has_begun:
+            self._changes_of_scale = self._scale.changes()
+        self._sums.micro_batches += 1
+        self._looks.append(looks)
+        self._unused = frozenset(self.unused(unused))
+        self._is_like_first &= is_like_first
+
+    def unused(self, unused: Sequence[str]) -> Sequence[str]:
+        """The parameters that no micro-batch so far has used, nor the next one, which leaves these unused."""
+        return unused if self._unused is None else [name for name in unused if name in self._unused]
+
+    def complete(self, *, is_weighted: bool) -> None:
+        """Let the next micro-batch end the group; `is_weighted` says that its loss has a count."""
+        if self._length > 1 or self._scale is not None:
+            self._sums.complete(is_weighted=is_weighted)
+
+    def agree(self) -> Agreement | None:
+        """Begin to compare how long the group is on each rank; every rank calls it."""
+        if self._length == 1 or self._site.ranks.world_size == 1:
+            return None
+        return Agreement(self._sums.micro_batches + 1, self._site)
+
+    def took(self, last: Looks) -> tuple[Looks, ...]:
+        """When each of its micro-batches ran."""
+        return (*self._looks, last)
+
+    @property
+    def is_like_first(self) -> bool:
+        """All of its batches were like those of the prediction."""
+        return self._is_like_first
+
+    def clear(self) -> None:
+        """Begin another group."""
+        self._sums.clear()
+        self._looks.clear()
+        self._is_like_first, self._unused = True, None
+
+    def check_is_over(self) -> None:
+        """Raise GroupUnfinished in the middle of a group."""
+        if self.has_begun:
+            raise GroupUnfinished(
+                f"the gradients of {self._sums.micro_batches} of {self._length} micro-batches are summed up, which no"
+                " saved state holds.\n"
+                "  Save after the call that ends the group; step(batch, last=True) ends a shorter one."
+            )
+
+
+class Agreement:
+    """The exchange of the group's length, which travels while forward and backward run."""
+
+    def __init__(self, micro_batches: int, site: Site):
+        ranks = site.ranks.world_size
+        mine = torch.tensor([micro_batches], dtype=torch.float64, device=site.device)
+        self._everyone = mine.new_zeros(ranks)
+        self._work = site.transport.all_gather(Move(mine, self._everyone, ranks, "world"))
+
+    def check(self) -> None:
+        """Raise GroupsDiffer on all ranks if they end a group after different numbers of micro-batches."""
+        self._work.wait()
+        found = [float(length) for length in self._everyone]
+        other = next((rank for rank, length in enumerate(found) if length != found[0]), None)
+        if other is not None:
+            raise GroupsDiffer(
+                f"rank 0 ends a group after {found[0]:g} micro-batches, rank {other} after {found[other]:g}: their"
+                " mean would be none of what they have summed up. Nothing has been sent or updated, and the sums are"
+                " forgotten.\n  Call step as many times on every rank, with last=True at the same call."
+            )

@@ -1,0 +1,127 @@
+"""Checkpoints are plain tensors, of which each rank has its own, and any number of ranks loads them."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from books import CLUSTERS, SIZES, Books, Job, some_plan
+from torch import Tensor
+
+from fxcomp.compressors import parse_compressor
+from fxcomp.errors import BadState
+from fxcomp.frontends.read_checkpoint import read_checkpoint
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+from fxcomp.state.checkpoint import PLAN, saved_plan, states_of, to_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+WORLDS = [CLUSTERS[2, 2], CLUSTERS[1, 3], CLUSTERS[2, 2]]
+
+
+def trained(compressor: str, steps: int = 2) -> Job:
+    plan = Plan((Bucket(tuple(SIZES), tuple(SIZES.values()), Strategy.flat(parse_compressor(compressor))),))
+    job, books, generator = Job(CLUSTERS[1, 2], plan), Books.empty(), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        books.train(job, generator)
+    return job
+
+
+def tensors(job: Job) -> list[dict[str, Tensor]]:
+    return [to_tensors(state) for state in job.saved()]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("compressor", ["int4", "powersgd(2)", "topk(0.1)"])
+def test_a_state_becomes_plain_tensors_and_comes_back(compressor: str):
+    stored = pytest.importorskip("safetensors.torch")
+    for state in trained(compressor).saved():
+        flat = to_tensors({**state, "a list": [1, 2.5, None, "text"], "a name": {"stored under": torch.ones(2)}})
+        assert all(type(value) is Tensor and name.startswith(f"rank{state['rank']}.") for name, value in flat.items())
+        (back,) = states_of(stored.load(stored.save(flat)))
+        assert back.pop("a list") == [1, 2.5, None, "text"]
+        assert back.pop("a name")["stored under"].tolist() == [1, 1]
+        assert same(back, state)
+
+
+def test_names_of_ranks_differ_so_that_all_of_them_fit_into_one_file():
+    job = trained("int4")
+    first, second = tensors(job)
+    assert not first.keys() & second.keys()
+    assert same(states_of({**second, **first}), job.saved())
+    assert same(states_of([second, None, first]), job.saved()[::-1])
+    assert states_of({}) == states_of(None) == []
+
+
+def test_what_is_owed_is_conserved_when_4_ranks_become_3_and_4_again(tmp_path: Path):
+    for seed in range(6):
+        draw, generator, books = random.Random(seed), torch.Generator().manual_seed(seed), Books.empty()
+        before: Job | None = None
+        for number, cluster in enumerate(WORLDS):
+            job, ranks = Job(cluster, some_plan(draw, cluster)), cluster.world_size
+            if before is not None:
+                owed = before.owed()
+                folder = tmp_path / f"{seed} {number}"
+                dcp.save({"step": {k: v for mine in tensors(before) for k, v in mine.items()}}, checkpoint_id=folder)
+                parts = [read_checkpoint(folder, rank=rank, ranks=ranks) for rank in range(ranks)]
+                assert sum(map(len, parts)) == sum(map(len, tensors(before)))
+                job.load([states_of(part) or None for part in parts])
+                for name, value in job.owed().items():
+                    assert (value - owed[name]).abs().max().item() <= 1e-6
+            for _ in range(2):
+                books.train(job, generator)
+            before = job
+        assert before is not None
+        assert books.off_by(before.owed()) < 1e-5
+
+
+def test_the_plan_that_was_followed_is_read_back():
+    job = trained("int4")
+    flat = to_tensors({**job.saved()[1], PLAN: job.plan.to_json()})
+    assert saved_plan(flat) == job.plan
+    assert saved_plan(tensors(job)[0]) is None
+
+
+def test_a_checkpoint_with_something_missing_is_refused():
+    flat = tensors(trained("int4"))[1]
+    gone = next(name for name in flat if name.endswith("values"))
+    for name in (gone, "rank1.about"):
+        with pytest.raises(BadState, match=r"checkpoint of rank 1 is not whole: KeyError.*\n  Load all tensors"):
+            states_of({key: value for key, value in flat.items() if key != name})
+    with pytest.raises(BadState, match=r"not whole: UnicodeDecodeError|not whole: JSONDecodeError"):
+        states_of({**flat, "rank1.about": torch.full((3,), 255, dtype=torch.uint8)})
+
+
+def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(BadState, match=r"holds no whole checkpoint: its .metadata.*\n  Load an earlier one"):
+        read_checkpoint(tmp_path)
+    dcp.save({"model": {"a": torch.ones(2)}, "fxcomp": tensors(trained("int4"))[0]}, checkpoint_id=tmp_path)
+    with pytest.raises(BadState, match=r"no state of a step under 'step'; it holds 'fxcomp', 'model'\.\n  Save"):
+        read_checkpoint(tmp_path)
+    assert states_of(read_checkpoint(tmp_path, "fxcomp"))[0]["rank"] == 0
+    assert read_checkpoint(tmp_path, "fxcomp", rank=1, ranks=2) == {}
+
+
+def test_only_tensors_are_written(tmp_path: Path):
+    dcp.save({"step": tensors(trained("powersgd(2)"))[0]}, checkpoint_id=tmp_path)
+    kept = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert {type(about).__name__ for about in kept.values()} == {"TensorStorageMetadata"}
+    file = io.BytesIO()
+    torch.save(tensors(trained("powersgd(2)"))[0], file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)

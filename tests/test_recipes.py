@@ -1,0 +1,82 @@
+"""Recipes run, survive what they say, and differ from the scripts they come from by a few lines."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import fxcomp
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "examples" / "recipes"
+PAIRS = [("plain_ddp.py", "plain.py"), ("trainer_ddp.py", "trainer.py")]
+STEPS = 6
+
+
+def changed(before: str, after: str) -> list[str]:
+    """The lines of a recipe that are not in the script before, without its docstring."""
+    one, other = ((RECIPES / name).read_text().split('"""', 2)[2].strip("\n").splitlines() for name in (before, after))
+    lines = list(difflib.unified_diff(one, other, n=0, lineterm=""))[2:]
+    return [line for line in lines if line[0] in "+-" and line[1:].strip()]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_recipe_adds_five_lines_at_most_and_the_page_shows_them(before: str, after: str):
+    lines = changed(before, after)
+    assert 0 < sum(line[0] == "+" for line in lines) <= 5
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for line in lines:
+        assert line in page
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), RECIPES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def trained(recipe: str, folder: Path, *, is_terminated: bool) -> list[torch.Tensor]:
+    """Train, with a compressed plan where there is one; SIGTERM comes to rank 1 in the fourth step."""
+    module: Any = loaded(recipe)
+    compile_step, batch_at = fxcomp.compile_step, module.batch_at
+    fxcomp.compile_step = partial(compile_step, plan="int4")
+
+    def batch(step: int, rank: int) -> Any:
+        if is_terminated and (step, rank) == (3, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch_at(step, rank)
+
+    module.batch_at = batch
+    try:
+        model = module.main(folder, STEPS)
+    finally:
+        fxcomp.compile_step = compile_step
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def preempted(recipe: str, folder: Path) -> tuple[list[str], bool]:
+    """The checkpoints that a preempted job leaves, and whether it ends as it would have without."""
+    straight = trained(recipe, folder / "straight", is_terminated=False)
+    trained(recipe, folder / "preempted", is_terminated=True)
+    dist.barrier()
+    left = sorted(path.parent.name for path in (folder / "preempted").glob("*/.metadata"))
+    resumed = trained(recipe, folder / "preempted", is_terminated=False)
+    return left, all(map(torch.equal, straight, resumed))
+
+
+def test_a_preempted_job_goes_on_bit_for_bit(tmp_path: Path):
+    assert run_ranks(2, preempted, "plain.py", tmp_path) == [(["step-4"], True)] * 2
