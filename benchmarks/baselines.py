@@ -18,7 +18,14 @@ from fxcomp.frontends.job import Job
 from fxcomp.runtime.transport import NullTransport
 
 BASELINES = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd")
-FXCOMP = {"fxcomp": "balanced", "fxcomp_lossless": "lossless", "fxcomp_aggressive": "aggressive"}  # and their modes
+HOOKS = {"fxcomp_hook": "balanced", "fxcomp_hook_aggressive": "aggressive"}
+FXCOMP = {
+    "fxcomp": "balanced",
+    "fxcomp_lossless": "lossless",
+    "fxcomp_aggressive": "aggressive",
+    **HOOKS,
+}
+"""Their modes. Hooks are of DDP, the others are compiled steps."""
 FREE = ("free", "free_emitted")  # steps without a network: eager, and the emitted dense one without transport
 
 
@@ -33,6 +40,7 @@ class Contestant:
     predicted_ms: float | None = None
     predicted_free_ms: float | None = None
     race: Mapping[str, Any] | None = None
+    hook: fxcomp.DdpHook | None = None
     steps_taken: int = 0
 
     @property
@@ -41,10 +49,12 @@ class Contestant:
         return isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
 
     def settle(self) -> None:
-        """Take the plan that stays after a race, its prediction, and what the race was like."""
+        """Take the plan that stays after a race or after a hook's first steps, its prediction, and the race."""
         if isinstance(self.step, fxcomp.CompiledStep) and self.plan is not None:
             self.plan, self.predicted_ms = self.step.plan, self.step.timeline.step_time_us / 1e3
             self.race = self.step.raced.to_json() if self.step.raced else None
+        if self.hook is not None and self.hook.timeline is not None:
+            self.plan, self.predicted_ms = self.hook.plan, self.hook.timeline.step_time_us / 1e3
 
     @property
     def is_synchronised(self) -> bool:
@@ -65,7 +75,7 @@ def make_contestant(name: str, job: Job, *, plan: object = None) -> Contestant:
         return Contestant(name, job.model, _eager_step(job, job.model))
     if name in BASELINES:
         return Contestant(name, job.model, _eager_step(job, _data_parallel(name, job.model)))
-    return _compiled(name, job, plan)
+    return _hooked(name, job, plan) if name in HOOKS else _compiled(name, job, plan)
 
 
 def _data_parallel(name: str, model: nn.Module) -> DistributedDataParallel:
@@ -98,6 +108,12 @@ def _without_transport(job: Job) -> Callable[[Any], torch.Tensor]:
     )
     step.in_force.runtime.transport = NullTransport(step.in_force.runtime.transport)
     return step
+
+
+def _hooked(name: str, job: Job, plan: Any) -> Contestant:
+    parallel, hook = DistributedDataParallel(job.model), fxcomp.ddp_hook(mode=FXCOMP[name], plan=plan)
+    parallel.register_comm_hook(None, hook)
+    return Contestant(name, job.model, _eager_step(job, parallel), hook=hook)
 
 
 def _compiled(name: str, job: Job, plan: Any) -> Contestant:

@@ -25,6 +25,7 @@ from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.frontends.what_if import capture_job, measured_here
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.streams import Stream
 from fxcomp.runtime.transport import NullTransport
 
@@ -67,7 +68,7 @@ def alone(model: str) -> tuple[float, float, float]:
     """Predict and measure a step of one rank: measured, predicted, what feeding takes, in ms."""
     job = MODELS[model]()
     training, captured = capture_job(job)
-    costs, workload = measured_here(training, captured, job.batch, CostTable(), ALONE)
+    costs, workload = measured_here(training, captured, job.batch, CostTable(), Compiler(ALONE))
     step = fxcomp.compile_step(job.model, job.loss_fn, job.optimizer, job.batch, max_grad_norm=job.max_grad_norm)
     took = measured_ms(step, lambda k: job.batch_at(k, 0))
     return took, workload.free_us / 1e3, costs.feed_us / 1e3

@@ -6,10 +6,10 @@
 It runs from a checkout, installed or not, and builds the C++ kernels first if they are not there. The file has every
 record as soon as there is one, so a run that is cut off loses nothing that it has found.
 
-On one GPU: parity of the compiled step with eager PyTorch, with eager regions and with Inductor's; the CPU-offload path
-against the same compressor on the GPU, over two processes that share the GPU through gloo, and through NCCL if it lets
-them. Each check prints a line and becomes a record `{check, ok, detail}`; each time a record
-`{name, ms: {median, p10, p90, n}}`.
+On one GPU: parity of the compiled step with eager PyTorch, with eager regions and with Inductor's; training scripts as
+people have them (`gpu_scripts.py`); the CPU-offload path against the same compressor on the GPU, over two processes
+that share the GPU through gloo, and through NCCL if it lets them. Each check prints a line and becomes a record
+`{check, ok, detail}`; each time a record `{name, ms: {median, p10, p90, n}}`.
 
 Every compressor: a round of two ranks on the GPU against the same in plain torch on the CPU, bit for bit where it has
 Triton kernels; that a step waits for the GPU nowhere; and GB/s over the bytes that it must touch, as a share of a copy
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 from gpu_records import TIMED, Results
+from gpu_scripts import SCRIPTS, largest_distance
 from torch import nn
 
 import fxcomp
@@ -345,6 +347,8 @@ def main() -> int:
     results.add({"device": torch.cuda.get_device_name(0), "torch": torch.__version__})
     results.check("the C++ kernels are built", built_kernels)
     one_gpu(results)
+    for name in SCRIPTS:
+        results.check(f"script, {name}", partial(largest_distance, name, torch.device("cuda", 0), STEPS))
     for backend in ("gloo", "nccl"):
         two_ranks(results, backend)
     compressors(results, torch.device("cuda", 0))

@@ -85,8 +85,8 @@ def timed(ask: Callable[[], Any], change: Callable[[int], None], repeats: int, k
 
 def measure(name: str, model: nn.Module, rounds: int, repeats: int) -> list[dict[str, Any]]:
     training = training_of(model)
-    group = training.optimizer.param_groups[0]
-    old = guard_of(BEFORE).StepGuard(model, training.optimizer, training.owned)
+    group = training.optimizers[0].param_groups[0]
+    old = guard_of(BEFORE).StepGuard(model, training.optimizers[0], training.owned)
     new = StepGuard(training)
 
     def ask_old() -> Any:

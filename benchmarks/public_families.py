@@ -38,6 +38,13 @@ VOCABULARY, ROWS, LENGTH, IMAGE, CLASSES = 96, 2, 16, 32, 2
 SOUND = 4800
 """So many samples, or a frame of a spectrogram for each 80 of them."""
 
+COMMON = (
+    *("albert", "bart", "bert", "bloom", "cohere", "convnext", "dinov2", "electra", "falcon", "gemma4_unified"),
+    *("gpt2", "gpt_neo", "llama", "mamba", "mamba2", "marian", "mistral", "mixtral", "moonshine", "olmoe", "opt"),
+    *("pegasus", "qwen2_moe", "resnet", "stablelm", "swin", "t5", "vit", "whisper", "xglm"),
+)
+"""Thirty families of all kinds that many people train."""
+
 LARGEST = 20_000_000
 """No model has more parameters."""
 

@@ -14,6 +14,8 @@ compiled steps run in processes of their own on the same hosts and take turns wi
 on.
 `--against .` measures this checkout against itself: how far a ratio is from 1 by chance.
 
+Models that are sharded have other contestants, and records of their own: `benchmarks/hsdp.py`.
+
 Four bandwidths take about fifteen minutes, and longer with `--loss-steps`, which trains every contestant from the same
 seed at full speed to compare what they learned.
 """

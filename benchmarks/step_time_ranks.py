@@ -27,7 +27,8 @@ from fxcomp.commands.demo.shaped_hosts import sent_by_this_host, shape_this_host
 from fxcomp.frontends.job import Job, load_job
 
 WARM_UP_STEPS = 3  # DDP lays its buckets out anew after the first, PowerSGD starts with the third
-VERIFIED_STEPS = 11  # a compiled step is verified as step 2, 5 and 10, then seldom: a long job hardly sees it
+# A compiled step is verified as step 2, 5 and 10, then seldom: a long job hardly sees it. A hook has its plan after 6.
+VERIFIED_STEPS = 11
 HELD_OUT_BATCHES = 8
 UNSHAPED = "loopback"
 MARK = "@step_time "  # begins the lines that ranks print for the parent
