@@ -6,6 +6,7 @@ first few: what a function computes by itself fails like the call of it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import fxcomp
+from fxcomp.ranks import Ranks
 
 PACKAGE = str(Path(fxcomp.__file__).parent)
 DISTRIBUTED = str(Path(dist.__file__).parent)
@@ -36,6 +38,7 @@ TALKING = (
         "runtime/compressor_states",
     ),
 )
+BEGINS = inspect.unwrap(Ranks.together).__code__
 CALLERS = {str((Path(PACKAGE) / f"{name}.py").resolve(strict=True)) for name in TALKING}
 
 REPEATS = 2
@@ -47,15 +50,24 @@ class Injected(BaseException):
 
 
 def calls_of(work: Callable[[], Any], raises_at: int | None = None) -> tuple[Any, list[str]]:
-    """Return what `work` returned and the calls that it made; raise Injected at the call of that number."""
+    """Return what `work` returned and the calls that it made; raise Injected at the call of that number.
+
+    Calls count once the rank has begun something together with the others: before, it has not come at all.
+    """
     seen: Counter[tuple[str, int, Any]] = Counter()
     calls: list[str] = []
+    has_begun = False
 
     def on_call(frame: FrameType, event: str, _: Any) -> None:
-        caller = frame.f_back
-        if event != "call" or caller is None or caller.f_code.co_filename not in CALLERS:
+        nonlocal has_begun
+        caller, code = frame.f_back, frame.f_code
+        if event != "call" or caller is None:
             return
-        code = frame.f_code
+        if not has_begun:
+            has_begun = code is BEGINS
+            return
+        if caller.f_code.co_filename not in CALLERS:
+            return
         if not code.co_filename.startswith((PACKAGE, DISTRIBUTED)):
             return
         edge = caller.f_code.co_filename, caller.f_lineno, code

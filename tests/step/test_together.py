@@ -103,11 +103,10 @@ def walked(strides: list[tuple[str, int, int]]) -> None:
 
 
 def test_where_a_rank_fails_anywhere_all_fail_with_its_error():
-    # The first calls look for the others: a rank that fails there has not come at all.
-    walked([("compile_step", 20, 53), ("load_state_dict", 3, 41), ("replan", 7, 83)])
+    walked([("compile_step", 0, 53), ("load_state_dict", 3, 41), ("replan", 7, 83)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "first"), [("compile_step", 20), ("load_state_dict", 1), ("replan", 5)])
+@pytest.mark.parametrize(("what", "first"), [("compile_step", 1), ("load_state_dict", 2), ("replan", 3)])
 def test_where_a_rank_fails_at_every_seventh_call_all_fail_with_its_error(what: str, first: int):
     walked([(what, first, 7)])
