@@ -11,6 +11,7 @@ with gc_paused():
     from fxcomp.errors import FxcompError
     from fxcomp.frontends.average_replicas import ReplicaAverage, average_replicas
     from fxcomp.frontends.compile_step import compile_step
+    from fxcomp.frontends.compress_reduce_scatter import ShardScatter, compress_reduce_scatter
     from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
     from fxcomp.frontends.job import Job
     from fxcomp.frontends.no_sync import no_sync
@@ -33,11 +34,13 @@ __all__ = [
     "Link",
     "Plan",
     "ReplicaAverage",
+    "ShardScatter",
     "Strategy",
     "WeightedLoss",
     "average_replicas",
     "cluster_of_group",
     "compile_step",
+    "compress_reduce_scatter",
     "ddp_hook",
     "load_cluster",
     "no_sync",

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 _dist = cast("Any", dist)
+
+
+class Scatter(Protocol):
+    """What fully_shard calls with the gradients of a module: torch's own interface for it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make memory: first for the gradients, where compute runs, then for this rank's part."""
+        ...
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """Fill this rank's part of the reduced gradients; `input_tensor` has a part for each rank, in rank order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,36 @@ class ShardedModule:
     def on_reduced(self, hook: Callable[[Tensor], None]) -> None:
         """Let `hook` have the flat tensor between its reduce_scatter and `.grad`."""
         self._module.set_all_reduce_hook(hook)
+
+    @property
+    def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parameters, as they were before they were sharded."""
+        return tuple(tuple(each._orig_size) for each in self._trained)
+
+    @property
+    def cut_dimensions(self) -> tuple[int, ...]:
+        """The dimension along which each parameter is cut into parts."""
+        return tuple(each.fsdp_placement.dim for each in self._trained)
+
+    @property
+    def reduced_as(self) -> torch.dtype:
+        """The type in which gradients are scattered."""
+        policy = self._group.mp_policy
+        return policy.reduce_dtype or policy.param_dtype or self._trained[0].sharded_param.dtype
+
+    @property
+    def own_scatter(self) -> Scatter:
+        """What scatters its gradients now."""
+        return self._group._reduce_scatter_comm
+
+    @property
+    def scatters_by_default(self) -> bool:
+        """Nobody has put a collective of their own in the place of torch's."""
+        return isinstance(self._group._reduce_scatter_comm, DefaultReduceScatter)
+
+    def scatter_by(self, scatter: Scatter) -> None:
+        """Let something else scatter its gradients from the next backward pass on."""
+        self._group._reduce_scatter_comm = scatter
 
     def becomes_gradients(self, reduced: Tensor) -> bool:
         """Tell a flat tensor that the gradients will be views of: what is written into it later is in them."""
@@ -132,6 +175,15 @@ def group_size(group: Any) -> int:
 def largest(value: Tensor, group: Any) -> None:
     """Make a tensor its largest value over the ranks of a group, in place; every one of them calls it."""
     _dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+
+
+def is_mean(op: Any) -> bool:
+    """Tell a reduction that divides by the number of ranks from one that adds up."""
+    return op == dist.ReduceOp.AVG
+
+
+def is_sum(op: Any) -> bool:
+    return op == dist.ReduceOp.SUM
 
 
 def at_end_of_backward(work: Callable[[], None]) -> None:

@@ -98,7 +98,7 @@ class HookJob:
         self.passes = 0
         self._followed: Followed | None = None
         """What passes follow, once there is a plan."""
-        self._trial: Trial | None = None
+        self._trial: Trial[Followed] | None = None
         self.program: HookProgram | None = None
         """The program that ran last."""
         self._kinds: dict[tuple[int, ...], DdpBucket] = {}
@@ -295,7 +295,7 @@ class HookJob:
         dense = self._fresh(replace(decision, plan=decision.dense))
         self._trial = Trial(followed, dense, self.passes + WARM_PASSES, clock_of(self._site.device))
 
-    def _end_trial(self, trial: Trial) -> None:
+    def _end_trial(self, trial: Trial[Followed]) -> None:
         """Stay with what was faster on the slowest rank; what is owed under the plan goes out with the next pass."""
         everyone = self._site.gather_numbers("the times of passes", trial.medians_us(self._site.device))
         plan_us, dense_us = (max(theirs) for theirs in zip(*everyone, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fxcomp import compat
 from fxcomp.frontends.hook_program import HookProgram, Layout
@@ -59,16 +59,19 @@ def needs_trial(decision: Decision) -> bool:
     return choice.step_us > SURE * choice.dense_us
 
 
-class Trial:
+Lane = TypeVar("Lane")
+
+
+class Trial(Generic[Lane]):
     """Two lanes that take turns: the plan, and dense."""
 
-    def __init__(self, plan: Followed, dense: Followed, first: int, clock: Clock) -> None:
+    def __init__(self, plan: Lane, dense: Lane, first: int, clock: Clock) -> None:
         self.lanes = (plan, dense)
         self._first, self._clock = first, clock
         self._looks: tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]] = ([], [])
         self._last: Any = None
 
-    def lane_at(self, number: int) -> Followed:
+    def lane_at(self, number: int) -> Lane:
         """Return what a pass follows."""
         return self.lanes[self._lane(number)]
 

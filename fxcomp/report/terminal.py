@@ -34,6 +34,11 @@ def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = Fals
     return _render([*head, *_sections(report.sections, width)], width, colors)
 
 
+def sections_to_text(headline: str, sections: Sequence[Section], *, width: int = WIDTH) -> str:
+    """Render any sections in `width` columns, without escape codes."""
+    return _render([Text(headline), *_sections(sections, width)], width, colors=False)
+
+
 def print_report(explanation: Explanation, stream: TextIO) -> None:
     """Write the report in the stream's width, colors and characters."""
     colors = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -71,7 +71,7 @@ def _fields(kept: Slice) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class Saved:
     """One rank's state, checked."""
 
     rank: int
@@ -101,7 +101,7 @@ class Here:
         return {name: self.sizes[name] for name in self.trained}
 
 
-def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
+def _read(given: Any, here: Here, rank: int, ranks: int) -> Saved:
     """Check one state. Raises BadState."""
     if not _is_state(given):
         raise BadState(
@@ -118,7 +118,7 @@ def _read(given: Any, here: Here, rank: int, ranks: int) -> _Saved:
             given = _of_version_1(given, here, rank, ranks)
         if version <= 2:
             given = _of_version_2(given)
-        saved = _Saved(
+        saved = Saved(
             int(given["rank"]), int(given["ranks"]), int(given["steps"]), _rates(given),
             _slices_of(given["residuals"]), _slices_of(given.get("velocities", {})), dict(given["owed"]), given,
         )  # fmt: skip
@@ -250,7 +250,7 @@ def _cut(part: Mapping[str, Any]) -> dict[str, Any]:
 class Agreed:
     """The states that this rank was given, and what all ranks know of all states."""
 
-    states: tuple[_Saved, ...]
+    states: tuple[Saved, ...]
     ranks: int
     """The number of ranks that saved."""
     steps: int
@@ -266,7 +266,7 @@ def read_together(given: Given, here: Here, exchange: Exchange) -> Agreed | None
     """
     peers = exchange.peers
 
-    def mine() -> tuple[_Saved, ...]:
+    def mine() -> tuple[Saved, ...]:
         states: Any = [] if given is None else [given] if isinstance(given, Mapping) else given
         return tuple(_read(state, here, peers.rank, peers.world_size) for state in states)
 
@@ -314,7 +314,7 @@ def restore(agreed: Agreed, into: GradientState, here: Here, exchange: Exchange)
     Every rank calls it. Raises BadState where compressors that must remember the same do not.
     """
     states, rank = agreed.states, exchange.peers.rank
-    exchange.attempt("telling what is lost", lambda: _tell_what_is_lost(agreed, here, rank))
+    exchange.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, rank))
     residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
     undelivered = hand_over(residuals, into.residuals, here.trained_sizes, exchange)
     any_velocities = any(exchange.gather("looking for velocities", any(s.velocities for s in states)))
@@ -338,7 +338,7 @@ def _by_name(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [state[name] for state in states if name in state] for state in states for name in state}
 
 
-def _tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
+def tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
     if agreed.lost and rank == 0:
         who = ", ".join(map(str, agreed.lost))
         _warn(

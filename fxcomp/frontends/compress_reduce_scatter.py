@@ -1,0 +1,229 @@
+"""Compress the gradients of a model that fully_shard shards over all ranks: plain FSDP over a slow network.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    scatter = fxcomp.compress_reduce_scatter(model, mode="balanced")
+
+fully_shard gathers parameters, dense, and calls here with the gradients of each module, of which every rank gets a
+part. The loop, the optimizer and clipping stay the user's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp import compat
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadPlan, FxcompError
+from fxcomp.frontends.hook_start import SCALE
+from fxcomp.frontends.scatter_job import ScatterJob
+from fxcomp.frontends.scatter_plan import Scattering
+from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
+from fxcomp.options import StepOptions
+from fxcomp.plan.check_feedback import check_needs_no_optimizer
+from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.plan.given import is_path
+from fxcomp.plan.plan import Plan
+from fxcomp.ranks import Ranks
+from fxcomp.report import scatter_report
+from fxcomp.report.terminal import sections_to_text
+from fxcomp.site import Site
+from fxcomp.state.checkpoint import PLAN, saved_plan, states_of, to_tensors
+from fxcomp.state.handover import Exchange
+from fxcomp.state.saved_state import VERSION, Given, Here, Saved, read_together, tell_what_is_lost
+
+
+def compress_reduce_scatter(
+    model: nn.Module,
+    *,
+    mode: str = "balanced",
+    plan: Plan | str | Path | None = None,
+    per_parameter: Mapping[str, str] | None = None,
+    error_budget: str | float | None = None,
+    cluster: Cluster | None = None,
+    costs: CostTable | str | Path | None = None,
+    error_feedback: ErrorFeedback = CLASSIC,
+    scaler: torch.amp.GradScaler | None = None,
+) -> ShardScatter:
+    """Compress the gradients of a sharded model on their way to the ranks that hold the parameters.
+
+    `model` went through `fully_shard` on a mesh of one dimension. Every rank of that mesh calls this, with the same
+    options, before the first backward pass. The options are `ddp_hook`'s; a module's gradients travel together, so a
+    rule of `per_parameter` decides for all that is scattered with the parameter. Compressors work on parts of
+    gradients: low rank, which needs whole matrices, is not offered.
+
+    Raises UnsupportedFeature, UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where ranks have other models.
+    """
+    check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
+    options = StepOptions.checked(
+        mode=mode,
+        plan=plan,
+        per_parameter=per_parameter,
+        error_budget=error_budget,
+        cluster=cluster,
+        costs=costs,
+        error_feedback=error_feedback,
+        replan="off",
+        race="off",
+    )
+    options.pins.check_model(model)
+    modules = scattered_modules(model)
+    with Ranks.meeting(cluster, "compress_reduce_scatter", modules[0].module.shard_group) as ranks:
+        facts = {f"the gradients of module {each.module.name!r}": each.bucket.facts for each in modules}
+        ranks.check_same("comparing models", facts | options.facts())
+        site = Site.of(ranks, cluster, compat.local_part(modules[0].module.parameters[0]).device)
+        told = _told(options, modules, ranks)
+    job = ScatterJob(site, modules, Scattering(options, modules, told), error_feedback, scaler)
+    if ranks.world_size > 1:
+        job.install()
+    return ShardScatter(job, has_plan=told is not None)
+
+
+def _told(options: StepOptions, modules: list[ScatteredModule], ranks: Ranks) -> Plan | None:
+    """Read the plan that the user named, if any. A saved one may lie on rank 0's machine alone."""
+    given = options.plan
+    if given is None:
+        return None
+    if isinstance(given, Plan) or not is_path(given):
+        named = given if isinstance(given, Plan) else str(given)
+        return ranks.attempt("reading the plan", lambda: told_plan(named, modules))
+    data = ranks.from_rank_0("the plan", lambda: Plan.load(given).to_json())
+    return ranks.attempt("reading the plan", lambda: told_plan(Plan.from_json(data), modules))
+
+
+class ShardScatter:
+    """What `compress_reduce_scatter` returns: the plan in force, and what it owes."""
+
+    def __init__(self, job: ScatterJob, *, has_plan: bool):
+        self._job, self._has_plan = job, has_plan
+
+    # Looking
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, a bucket for each module; None while the first backward passes are dense.
+
+        Its strategies end as if reduced gradients were gathered; fully_shard gathers parameters in their place.
+        """
+        return self._job.plan.plan
+
+    def report(self) -> str:
+        """Explain the plan as text. Raises FxcompError before there is a plan."""
+        if self.plan is None:
+            raise FxcompError(
+                "there is no plan yet: the first backward passes are dense, and tell when gradients are ready.\n"
+                "  Ask again after some steps, or pass plan=."
+            )
+        times = self._job.times
+        facts = self._job.plan.facts(self._job.site, times.median_ms if times.step_ms else None)
+        return sections_to_text(scatter_report.headline(facts), scatter_report.sections(facts))
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy what was left out of gradients on this rank, by parameter, with the plan; empty before there is one."""
+        job, plan = self._job, self.plan
+        if plan is None:
+            return {}
+        rank, ranks = job.site.rank, job.site.ranks.world_size
+        residuals = {
+            name: [_whole(value, rank, ranks)]
+            for number, owed in job.owed.items()
+            for name, value in job.modules[number].by_parameter(owed).items()
+        }
+        facts = {"version": VERSION, "plan": plan.digest, "rank": rank, "ranks": ranks, "steps": job.passes}
+        kept = {"learning_rates": {}, "residuals": residuals, "owed": {}}
+        return {**facts, **kept, PLAN: plan.to_json(), SCALE: job.scale}
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """This rank's state as plain tensors under names that no other rank of the job uses; empty without a plan.
+
+        `fxcomp.read_checkpoint` reads it on any number of ranks.
+        """
+        saved = self.state_dict()
+        return to_tensors(saved, compat.rank_in_job()) if saved else {}
+
+    def load_state_dict(self, state: Given) -> None:
+        """Take back what `state_dict` or `checkpoint` returned, of any number of ranks; every rank calls it.
+
+        Its plan is followed from the next pass on, unless one was given. What is owed for gradients that stay dense
+        goes out with the next ones.
+        """
+        job = self._job
+        job.lockstep.check_open()
+        ranks = job.site.ranks
+        with ranks.together("load_state_dict", after_a_stop=True):
+            states = ranks.attempt("reading states", lambda: states_of(state) or None)
+            plans = ranks.gather("the plans of loaded states", _plan_of(states))
+            saved = next((plan for plan in plans if plan is not None), None)
+            if saved is not None and not self._has_plan:
+                self._follow(Plan.from_json(saved))
+            self._restore(states)
+
+    def _follow(self, saved: Plan) -> None:
+        """Follow a saved plan; where modules are others now, choose anew."""
+        try:
+            self._job.follow(told_plan(saved, self._job.modules))
+        except BadPlan as error:
+            warnings.warn(f"fxcomp: the saved plan is not followed: {error}", stacklevel=4)
+
+    def _restore(self, states: Given) -> None:
+        job = self._job
+        exchange = Exchange(job.site.ranks, job.site.sum_over_ranks, "load_state_dict", job.site.device)
+        sizes = {n: size for each in job.modules for n, size in zip(each.bucket.names, each.bucket.sizes, strict=True)}
+        here = Here(sizes, list(sizes), set() if self.plan is None else {self.plan.digest})
+        agreed = read_together(states, here, exchange)
+        if agreed is None:
+            return
+        exchange.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, job.site.rank))
+        owed = owed_of(agreed.states, sizes, job.site.ranks.world_size)
+        scales = exchange.gather("the scale of the loss", _scale_of(states))
+        scale = next((each for each in scales if each is not None), 1.0)
+        job.owe({name: value.to(job.site.device) for name, value in owed.items()}, scale)
+
+    def close(self) -> None:
+        """Give back the process groups; other ranks need not be there. The model's next backward pass raises."""
+        self._job.close()
+
+
+def owed_of(states: tuple[Saved, ...], sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
+    """Add up what saved states owe, as what the next gradient of one of so many ranks must bring."""
+    found: dict[str, Tensor] = {}
+
+    def whole(name: str) -> Tensor:
+        return found.setdefault(name, torch.zeros(sizes[name]))
+
+    for state in states:
+        for name, pieces in state.residuals.items():
+            for piece in pieces:
+                piece.add_to(whole(name), times=ranks)
+        for name, value in state.owed.items():
+            whole(name).add_(value.cpu(), alpha=ranks / state.ranks)
+    return found
+
+
+def _whole(values: Tensor, rank: int, ranks: int) -> dict[str, Any]:
+    """Describe a whole parameter's residual on one of so many ranks, as saved states do."""
+    place = {"start": 0, "size": values.numel(), "slot": 0, "place": rank}
+    return {"values": values, **place, "weight": list(Fraction(1, ranks).as_integer_ratio()), "total": [1, 1]}
+
+
+def _plan_of(states: Any) -> Any:
+    for state in states or ():
+        plan = saved_plan(state)
+        if plan is not None:
+            return plan.to_json()
+    return None
+
+
+def _scale_of(states: Any) -> float | None:
+    return next((float(state[SCALE]) for state in states or () if SCALE in state), None)

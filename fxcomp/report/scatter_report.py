@@ -1,0 +1,76 @@
+"""Explain how the gradients of a fully_shard model are scattered: a table by module, and what that saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.plan.plan import Plan
+from fxcomp.report.document import Column, Section, Table
+from fxcomp.search.by_module import ScatterChoice
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterFacts:
+    """What a report is made of."""
+
+    plan: Plan
+    modules: Sequence[str]
+    """What each bucket's module is called."""
+    choice: ScatterChoice | None
+    cluster: Cluster
+    mode: str
+    kept_bytes: int
+    """Of residuals, on each rank."""
+    notes: Sequence[str]
+    measured_ms: float | None
+
+
+_COLUMNS = (
+    Column("module", is_text=True),
+    Column("elements"),
+    Column("ready ms"),
+    Column("dense ms"),
+    Column("own ms"),
+    Column("travels", is_text=True),
+)
+
+
+def headline(facts: ScatterFacts) -> str:
+    return f"gradients of fully_shard over {facts.cluster}"
+
+
+def sections(facts: ScatterFacts) -> list[Section]:
+    """Write the verdict, the table by module, and notes."""
+    said = [_verdict(facts), *([] if facts.measured_ms is None else [f"Measured: {facts.measured_ms:.4g} ms a pass."])]
+    said.append(
+        f"Error feedback keeps {facts.kept_bytes / 1e6:.4g} MB on each rank: fp32 for each element of whole gradients."
+        if facts.kept_bytes
+        else "Nothing is fed back, so nothing is kept."
+    )
+    rows = [_row(facts, number) for number in range(len(facts.plan.buckets))]
+    found = [Section("Step", said), Section("Modules, in the order in which they are ready", [Table(_COLUMNS, rows)])]
+    if facts.choice is not None:
+        found.append(Section("", ["'own' is what a module takes by itself: packing, compressing, the collective, and"
+                                  " decompressing; 'dense' is the same without compression."]))  # fmt: skip
+    return [*found, *([Section("Notes", list(facts.notes))] if facts.notes else [])]
+
+
+def _verdict(facts: ScatterFacts) -> str:
+    choice = facts.choice
+    if choice is None:
+        return "The plan was given; nothing was predicted."
+    compressed = sum(bucket.strategy.compressor is not None for bucket in choice.plan.buckets)
+    return (
+        f"Mode {facts.mode}: {compressed} of {len(choice.plan.buckets)} modules are compressed. Predicted:"
+        f" {choice.step_us / 1e3:.4g} ms, and {choice.dense_us / 1e3:.4g} ms dense."
+    )
+
+
+def _row(facts: ScatterFacts, number: int) -> list[str]:
+    bucket, times = facts.plan.buckets[number], None if facts.choice is None else facts.choice.times[number]
+    us = ("", "", "") if times is None else (times.ready_us, times.dense_us, times.own_us)
+    by = bucket.strategy.compressor
+    numbers = [each if isinstance(each, str) else f"{each / 1e3:.4g}" for each in us]
+    return [facts.modules[number], f"{bucket.elements:,}", *numbers, "dense" if by is None else str(by)]

@@ -1,0 +1,235 @@
+"""Choose how the gradients of each module that fully_shard scatters travel: dense, or compressed on their way.
+
+A module's gradients stay together, so there are no buckets to choose. Its own time is that of packing, compressing, the
+collective and decompressing. On a GPU the modules wait for one wire, which the all_gather of their parameters takes
+too, and compute goes on meanwhile:
+
+    end_k = max(ready_k, end_{k-1}) + own_k          the step is as long as the last end
+
+With gloo a rank waits for each module, so all own times add up to compute. Strategies are written as if the reduced
+gradients were gathered again; fully_shard gathers the parameters in their place, which are as many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import Compressor
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption, BadPlan
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.given import strategy_named
+from fxcomp.plan.modes import Content, worth_offering
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.terms import Terms
+from fxcomp.search.workload import Gradient, Workload
+
+SCATTERED = Strategy.two_shots(None, None)
+"""reduce_scatter, dense."""
+
+_ROUNDS = 3
+"""So often every module is looked at again after others have changed (assumed: two are enough in practice)."""
+
+
+def can_scatter(compressor: Compressor) -> bool:
+    """Tell a compressor that needs nothing but a part of a gradient: no agreement, no memory, no whole matrix."""
+    facts = compressor.facts
+    return facts.agreement is None and not compressor.has_state and not facts.needs_whole_parameters
+
+
+def scattered(compressor: Compressor | None) -> Strategy:
+    """Return the strategy that compresses gradients while they are scattered.
+
+    Raises BadPlan for a compressor that cannot work on parts.
+    """
+    if compressor is not None and not can_scatter(compressor):
+        raise BadPlan(
+            f"{compressor} cannot compress what fully_shard scatters: it needs whole parameters, a memory of its own or"
+            " an agreement of all ranks.\n  Use one that works on any part of a gradient: bf16, int8, int4, topk(0.01)."
+        )
+    return Strategy.two_shots(compressor, None)
+
+
+def scattered_by(text: str) -> Strategy:
+    """Read what a user names for a module: `dense`, a compressor, or the strategy itself. Raises BadPlan."""
+    named = strategy_named(text)
+    found = scattered(named.compressor)
+    if named not in (found, Strategy.flat(named.compressor)):
+        raise BadPlan(
+            f"{text!r} is no way of gradients that fully_shard scatters, which are compressed once at most.\n"
+            f"  Name a compressor, or write {str(found)!r}."
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTime:
+    """What a module's gradients take, by the costs, beside what was measured."""
+
+    ready_us: float
+    """The time that compute has worked when they are there."""
+    dense_us: float
+    own_us: float
+    """As they travel in the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterChoice:
+    """A plan with a bucket for each module, in the order in which they are ready, and its arithmetic."""
+
+    plan: Plan
+    step_us: float
+    dense_us: float
+    times: tuple[ModuleTime, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "plan": self.plan.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ScatterChoice:
+        times = tuple(ModuleTime(**each) for each in data["times"])
+        return cls(Plan.from_json(data["plan"]), data["step_us"], data["dense_us"], times)
+
+
+def choose_by_module(
+    workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, terms: Terms, *, overlaps: bool
+) -> ScatterChoice:
+    """Choose for each module, in the order in which they are ready, so that the step is shortest within the terms.
+
+    `overlaps`: compute goes on while gradients travel. Raises BadOption for pins that do not go together.
+    """
+    return _Search(workload, modules, costs, cluster, terms, overlaps=overlaps).choice()
+
+
+class _Search:
+    """The strategies that each module may have, with their times and what they lose."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        modules: Sequence[Bucket],
+        costs: CostTable,
+        cluster: Cluster,
+        terms: Terms,
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._workload, self._modules, self._costs, self._cluster = workload, modules, costs, cluster
+        self._terms, self._overlaps = terms, overlaps
+        by_name = {gradient.name: gradient for gradient in workload.gradients}
+        self._places = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
+        self._members = [[by_name[name] for name in module.names] for module in modules]
+        self._ready = [max(gradient.ready_us for gradient in members) for members in self._members]
+        self._losses = terms.losses(workload, cluster)
+        self._limit = terms.limit(workload, cluster)
+        self._offered = [self._offers(members) for members in self._members]
+        self._own_us = [
+            {strategy: self._time(k, strategy) for strategy in {SCATTERED, *offered}}
+            for k, offered in enumerate(self._offered)
+        ]
+
+    def _offers(self, members: Sequence[Gradient]) -> tuple[Strategy, ...]:
+        pinned = self._pinned(members)
+        if pinned is not None:
+            return (pinned,)
+        content = content_of(members)
+        found = self._terms.strategies(self._limit, self._losses, self._cluster, content, offload=False)
+        found = worth_offering(found, members[0].element_type)
+        firsts = [each.compressors[0] for each in found if len(each.compressors) == 1]
+        return tuple(dict.fromkeys((SCATTERED, *(scattered(first) for first in firsts if can_scatter(first)))))
+
+    def _pinned(self, members: Sequence[Gradient]) -> Strategy | None:
+        """What the rules say for a module: for all of it, if for a part."""
+        rules = {rule.text: each.name for each in members if (rule := self._terms.pins.rule_for(each.name))}
+        if len(rules) > 1:
+            (one, first), (other, second) = list(rules.items())[:2]
+            raise BadOption(
+                f"per_parameter says {one} for {first!r} and {other} for {second!r}, whose gradients fully_shard"
+                " scatters together.\n  Say the same for both, or call fully_shard for each of their modules."
+            )
+        return next((scattered_by(text) for text in rules), None)
+
+    def _time(self, number: int, strategy: Strategy) -> float:
+        """Add up what a module's gradients take by themselves; the gather behind them only where it is on the wire."""
+        members = self._members[number]
+        priced = price_bucket(number, members, strategy, self._workload, self._costs, self._cluster)
+        gather = f"{CollectiveKind.ALL_GATHER.value} "
+        tasks = [task for stage in priced.stages for task in stage] + list(priced.final)
+        return sum(task.duration_us for task in tasks if self._overlaps or not task.name.startswith(gather))
+
+    # Choosing
+
+    def choice(self) -> ScatterChoice:
+        dense = [offered[0] if len(offered) == 1 else SCATTERED for offered in self._offered]
+        starts = [dense, [min(each, key=lambda s, k=k: self._own_us[k][s]) for k, each in enumerate(self._offered)]]
+        found = [self._improved(start) for start in starts if self._is_allowed(start) or start is dense]
+        best = self._gentler(min(found, key=self._step_us))
+        plan = Plan(tuple(replace(module, strategy=s) for module, s in zip(self._modules, best, strict=True)))
+        times = tuple(
+            ModuleTime(ready, own[SCATTERED], own[strategy])
+            for ready, own, strategy in zip(self._ready, self._own_us, best, strict=True)
+        )
+        return ScatterChoice(plan, self._step_us(best), self._step_us([SCATTERED] * len(best)), times)
+
+    def _improved(self, start: list[Strategy]) -> list[Strategy]:
+        """Change one module at a time while the step gets shorter, the longest first."""
+        order = sorted(range(len(start)), key=lambda k: -self._own_us[k][SCATTERED])
+        best, best_us = list(start), self._step_us(start)
+        for _ in range(_ROUNDS):
+            before = best_us
+            for k in order:
+                for strategy in self._offered[k]:
+                    tried = [*best[:k], strategy, *best[k + 1 :]]
+                    us = self._step_us(tried)
+                    if us < best_us * (1 - 1e-9) and self._is_allowed(tried):
+                        best, best_us = tried, us
+            if best_us == before:
+                break
+        return best
+
+    def _gentler(self, best: list[Strategy]) -> list[Strategy]:
+        """Let every module lose as little as the step's time allows: what compute hides is not compressed."""
+        best_us = self._step_us(best)
+        for k in sorted(range(len(best)), key=lambda k: self._own_us[k][SCATTERED]):
+            for strategy in sorted(self._offered[k], key=lambda strategy: self._lost(k, strategy)):
+                if self._lost(k, strategy) >= self._lost(k, best[k]):
+                    break
+                tried = [*best[:k], strategy, *best[k + 1 :]]
+                if self._step_us(tried) <= best_us * (1 + 1e-9):
+                    best = tried
+                    break
+        return best
+
+    def _step_us(self, strategies: Sequence[Strategy]) -> float:
+        own = [self._own_us[k][strategy] for k, strategy in enumerate(strategies)]
+        if not self._overlaps:
+            return self._workload.free_us + sum(own)
+        end = 0.0
+        for ready, us in zip(self._ready, own, strict=True):
+            end = max(ready, end) + us
+        return max(self._workload.backward_us, end) + self._workload.free_us - self._workload.backward_us
+
+    def _lost(self, number: int, strategy: Strategy) -> float:
+        return self._losses.of(strategy, [self._places[gradient.name] for gradient in self._members[number]])
+
+    def _is_allowed(self, strategies: Sequence[Strategy]) -> bool:
+        """Tell a plan within the error and the bursts of the terms; what is pinned is the user's."""
+        free = [k for k, offered in enumerate(self._offered) if len(offered) > 1]
+        lost = math.fsum(self._lost(k, strategies[k]) for k in range(len(strategies)))
+        bursts = sum(self._modules[k].elements for k in free if is_bursty(strategies[k], self._cluster))
+        compresses = any(strategies[k] != SCATTERED for k in free)
+        within = lost <= self._limit * self._losses.elements and bursts <= self._terms.bursts * self._losses.elements
+        return within or not compresses
+
+
+def content_of(members: Sequence[Gradient]) -> Content:
+    """Tell matrices from vectors, and modules that have both."""
+    kinds = {gradient.is_vector for gradient in members}
+    return Content.MIXED if len(kinds) == 2 else Content.VECTORS if kinds == {True} else Content.MATRICES
