@@ -117,6 +117,11 @@ def _check(module: compat.ShardedModule) -> None:
             "  Leave shard_placement_fn out, or keep the module's gradients dense by not calling this."
         )
     for name, parameter in zip(module.names, module.parameters, strict=True):
+        if parameter.is_meta:
+            raise UnsupportedParameter(
+                f"the parameter {name!r} has no values yet (device meta).\n"
+                "  Call model.to_empty(device=...) and initialise it before compress_reduce_scatter."
+            )
         if parameter.dtype not in TRAINED_DTYPES:
             raise UnsupportedParameter(
                 f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can"

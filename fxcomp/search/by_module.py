@@ -28,6 +28,7 @@ from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.shared_draws import LEAST_GAIN
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
@@ -171,6 +172,8 @@ class _Search:
         starts = [dense, [min(each, key=lambda s, k=k: self._own_us[k][s]) for k, each in enumerate(self._offered)]]
         found = [self._improved(start) for start in starts if self._is_allowed(start) or start is dense]
         best = self._gentler(min(found, key=self._step_us))
+        if self._step_us(best) > (1 - LEAST_GAIN) * self._step_us(dense):
+            best = dense  # costs are not known that well
         plan = Plan(tuple(replace(module, strategy=s) for module, s in zip(self._modules, best, strict=True)))
         times = tuple(
             ModuleTime(ready, own[SCATTERED], own[strategy])
