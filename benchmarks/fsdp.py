@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import MODELS
-from sharded import Contestant, Turns, parse, run, sharded
+from sharded import Contestant, Turns, options, run, sharded
 
 import fxcomp
 
@@ -73,5 +73,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = parse(__doc__, hosts={"type": int, "default": 2})
+    parser = options(__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    given = parser.parse_args()
     sys.exit(run(__file__, given, given.hosts, 1, record, show))

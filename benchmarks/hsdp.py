@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import MODELS
-from sharded import Contestant, Turns, parse, run, sharded
+from sharded import Contestant, Turns, options, run, sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxcomp
@@ -68,4 +68,4 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(__file__, parse(__doc__), HOSTS, RANKS_PER_HOST, record, show))
+    sys.exit(run(__file__, options(__doc__).parse_args(), HOSTS, RANKS_PER_HOST, record, show))

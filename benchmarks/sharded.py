@@ -104,8 +104,8 @@ class Turns:
         return statistics.median(a / b for a, b in pairs)
 
 
-def parse(doc: str | None, **more: Any) -> argparse.Namespace:
-    """Read the options that all have; `more` adds an option each, with what argparse takes."""
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser of the options that all have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inter", default="300mbit", help="the bandwidth between hosts")
     parser.add_argument("--model", default="mlp", choices=sorted(MODELS))
@@ -113,10 +113,8 @@ def parse(doc: str | None, **more: Any) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="of a contestant in a round")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds")
     parser.add_argument("--json", help="write the record here")
-    for name, options in more.items():
-        parser.add_argument(f"--{name}", **options)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
 def run(

@@ -60,10 +60,13 @@ SHOWN = {
 
 @cache
 def options_of(script: str) -> set[str]:
-    """Options that a script gives to argparse, by its source."""
-    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)]
+    """Options that a script, or what it imports from beside itself, gives to argparse, by the source."""
+    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     adds = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    return {str(word.value) for call in adds for word in call.args if isinstance(word, ast.Constant)}
+    mine = {str(word.value) for call in adds for word in call.args if isinstance(word, ast.Constant)}
+    beside = [str(Path(script).parent / f"{node.module}.py") for node in nodes if isinstance(node, ast.ImportFrom)]
+    return mine.union(*(options_of(other) for other in beside if (ROOT / other).exists()))
 
 
 def mistake(words: list[str]) -> str | None:
