@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.plan.element_type import ElementType
@@ -22,6 +21,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
 from fxcomp.search.descent.cells import Lane, lane_of
+from fxcomp.search.descent.effort import ALONE, QUICK, SHARED
 from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.kicks import kicks
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
@@ -48,53 +48,6 @@ _KEPT = 128  # starts that are looked at again
 _ERROR = 5e-3  # relative: how far the search's own prices may be off
 _LINES_ERROR = 1e-3  # relative: how far they may be but for shards, several times what lines are
 _ROUGH, _LISTED = 256, 16  # buckets of starts that are priced exactly, where shards' rounding counts and elsewhere
-
-
-class _Effort(NamedTuple):
-    """The effort of a search; all are counts."""
-
-    starts: int
-    """Starts that are improved."""
-    first: Limits
-    improved: int
-    """Ends that are improved further, two changes at a time."""
-    then: Limits
-    in_full: Limits
-    """With a cell for each atom, of the best end and of as many starts as ends are improved."""
-    kicked: Limits
-    rounds: int
-    """Times that kicks are tried."""
-    tails: int
-    """Options that a kick gives to the end of the last bucket."""
-    prices: int
-    """Prices of what is lost that are tried."""
-
-
-_ALONE = _Effort(
-    8,
-    Limits(evaluations=2500, options=5, pairs=False),
-    2,
-    Limits(evaluations=4000),
-    Limits(evaluations=6000, options=5),
-    Limits(evaluations=500, options=3, pairs=False),
-    2,
-    2,
-    6,
-)
-_SHARED = _Effort(
-    4,
-    Limits(evaluations=1000, options=4, pairs=False),
-    1,
-    Limits(evaluations=2000),
-    Limits(evaluations=1200, options=4, pairs=False),
-    Limits(evaluations=250, options=2, pairs=False),
-    1,
-    1,
-    4,
-)
-"""Where processors are shared a simulation takes ten times as long."""
-
-_QUICK = Limits(evaluations=300, pairs=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +103,7 @@ class PlanSearch:
     def fastest(self, *, dense_only: bool) -> list[Found]:
         """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
-        effort = _SHARED if self.shares else _ALONE
+        effort = SHARED if self.shares else ALONE
         first = effort.first._replace(dense_only=dense_only)
         varied = self._varied(starts, effort.starts)
         ends = sorted((self.improved(found.parts, first) for found in varied), key=_value_of)
@@ -187,7 +140,7 @@ class PlanSearch:
     def quick(self, *, dense_only: bool) -> Found:
         """Find a fast plan, without searching to the end."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
-        return self.improved(best.parts, _QUICK._replace(dense_only=dense_only))
+        return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
         """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
@@ -268,7 +221,7 @@ class PlanSearch:
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
         """Improve a plan, and the best starts, with a cell for each atom, and get out of where it ends by kicks."""
-        lanes, effort = self._whole, _SHARED if self.shares else _ALONE
+        lanes, effort = self._whole, SHARED if self.shares else ALONE
         engine = self._engine_in_full()
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
         starts = self.starts(offered)
