@@ -21,7 +21,8 @@ from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
+from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
+from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 

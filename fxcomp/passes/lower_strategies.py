@@ -32,8 +32,9 @@ from fxcomp.graph.edit import buckets, call, collective_of, refresh_value, wait_
 from fxcomp.graph.info import NodeInfo, Role, update_info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, OF_PARTS, TURN, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.legs import Decode, Encode, Leg, Send
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.route import Decode, Encode, Leg, Send, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.sent_bytes import sent_bytes
 from fxcomp.plan.steps import Device
 from fxcomp.plan.strategy import DENSE

@@ -24,8 +24,9 @@ from fxcomp.graph.edit import buckets, refresh_value
 from fxcomp.graph.info import Role, info, update_info
 from fxcomp.graph.lines import compressor_at
 from fxcomp.graph.ops import MOVES, PACK, TURN
+from fxcomp.plan.legs import Route, Send
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.route import Route, Send, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.sent_bytes import sent_bytes
 
 

@@ -25,152 +25,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.compressors import Compressor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.interpret import Standing
+from fxcomp.plan.legs import Cut, Decode, Encode, Leg, Route, Send, Turn, Unit, payload_elements_of
 from fxcomp.plan.shards import Piece, segments_of, shards
-from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose
+from fxcomp.plan.steps import Collective, Compress, Decompress, Propose
 from fxcomp.plan.strategy import Strategy
-
-Cut = int | tuple[int, ...]
-"""The elements that each rank of a group owns, or the number of equal parts."""
-
-
-class Unit(NamedTuple):
-    """The unit of values that ranks hold, against the mean gradient's."""
-
-    weight: Fraction
-    """Add up `weight` times the values of every rank that holds a place: the mean gradient."""
-    total: Fraction
-    """The weights of all ranks that hold one place: values that are the same on all of them stand for so many times."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encode:
-    """Propose or compress. `pieces` lie one behind the other in the value, and so do their payloads."""
-
-    slot: int
-    compressor: Compressor
-    device: Device
-    pieces: tuple[Piece, ...]
-    segments: tuple[tuple[int, ...], ...]
-    """The parameters' parts in each piece."""
-    unit: Unit
-    place: int
-    """This rank's number among those that compress other values for the same places."""
-    is_proposal: bool = False
-
-    @property
-    def payload_elements(self) -> int:
-        return sum(_payload_elements(self.compressor, piece) for piece in self.segments)
-
-    @property
-    def elements(self) -> int:
-        return sum(map(len, self.pieces))
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """One collective. `turned` says how payloads are put in order before it, if they must be: see `Turn`."""
-
-    kind: CollectiveKind
-    level: Level
-    cut: Cut
-    place: int
-    """This rank's number in its group."""
-    ranks: int
-    """The group's size; a group of one has nothing to send."""
-    itemsize: int
-    slot: int | None
-    """Whose payload travels; None for dense values."""
-    how: str = "sum"
-    turned: Turn | None = None
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        return self.cut if isinstance(self.cut, tuple) else ()
-
-    def works_on(self, held: int) -> int:
-        """Count the bytes that it is priced by, where this rank holds so many: of a gather what one rank brings."""
-        if self.parts and self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST):
-            return max(self.parts) * self.itemsize
-        return held
-
-    def leaves(self, held: int) -> int:
-        """Count the bytes that this rank holds afterwards."""
-        match self.kind:
-            case CollectiveKind.ALL_GATHER | CollectiveKind.BROADCAST:
-                return self.cut * held if isinstance(self.cut, int) else sum(self.cut) * self.itemsize
-            case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
-                return len(self.parts) * self.parts[self.place] * self.itemsize
-            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
-                return self.parts[self.place] * self.itemsize
-            case _:
-                return held
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Put `outer` rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1, ..."""
-
-    outer: int
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """The mean of `payloads` payloads of each piece."""
-
-    slot: int
-    compressor: Compressor
-    device: Device
-    pieces: tuple[Piece, ...]
-    segments: tuple[tuple[int, ...], ...]
-    payloads: int
-
-    @property
-    def elements(self) -> int:
-        return sum(map(len, self.pieces))
-
-
-Leg = Encode | Send | Decode
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The legs of one bucket on one rank, cut after each collective: the last stage follows the last one."""
-
-    scale: Fraction
-    """Gradients are multiplied by it while they are packed."""
-    whole: Piece
-    stages: tuple[tuple[Leg, ...], ...]
-    first: Piece
-    """The piece that a rank holds behind the leading splits; its velocity lies there."""
-    first_unit: Unit
-    first_stage: int
-    element_type: ElementType = ElementType.F32
-    """Of dense values that travel."""
-
-    @property
-    def legs(self) -> tuple[Leg, ...]:
-        return tuple(leg for stage in self.stages for leg in stage)
-
-    @property
-    def packs_fp32(self) -> bool:
-        """A compressor takes what is packed as it is, and not what a collective has made of it."""
-        first = next((leg for leg in self.legs if not isinstance(leg, Send) or leg.ranks > 1), None)
-        return isinstance(first, Encode)
-
-    @property
-    def slots(self) -> tuple[Encode, ...]:
-        """The compressions, by slot."""
-        return tuple(leg for leg in self.legs if isinstance(leg, Encode) and not leg.is_proposal)
 
 
 def route_of(
@@ -400,7 +265,7 @@ class _Walk:
         segments = self._segments(piece)
         found = self.payloads.get(segments)
         if found is None:
-            found = self.payloads[segments] = _payload_elements(self.encoder.compressor, segments)
+            found = self.payloads[segments] = payload_elements_of(self.encoder.compressor, segments)
         return found
 
     # Pieces
@@ -432,8 +297,3 @@ class _Walk:
         if found is None:
             found = self.segments[piece] = segments_of(self.edges, piece)
         return found
-
-
-@lru_cache(maxsize=16_384)
-def _payload_elements(compressor: Compressor, segments: tuple[int, ...]) -> int:
-    return compressor.payload_elements(segments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxcomp.plan.route import Decode, Encode, Route, Send
+from fxcomp.plan.legs import Decode, Encode, Route, Send
 
 
 def sent_bytes(route: Route) -> list[tuple[Send, int]]:

@@ -14,8 +14,9 @@ from fxcomp.cost.collectives import chosen_algorithm, pattern_of
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import Standing
+from fxcomp.plan.legs import Decode, Encode
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.route import Decode, Encode, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.sent_bytes import sent_bytes
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 

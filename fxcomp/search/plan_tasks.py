@@ -19,8 +19,9 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
 from fxcomp.plan.plan import Plan, launch_order
-from fxcomp.plan.route import Decode, Encode, Leg, Route, Send, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import POOL, Stream
 from fxcomp.search.prices import Measure, Prices, Size

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.plan.legs import Encode
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.route import Encode, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Compress, Device, Propose
 from fxcomp.runtime.arena import Key, SlotLayout
 from fxcomp.runtime.compressor_states import StateLayout

@@ -19,8 +19,9 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor
 from fxcomp.errors import BadStrategy
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.legs import Route
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.route import Route, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.compressor_states import CompressorStates

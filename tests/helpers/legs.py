@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.route import Decode, Encode, Route, Send
+from fxcomp.plan.legs import Decode, Encode, Route, Send
 from fxcomp.testing.rounds import Replica, decode, encode
 
 

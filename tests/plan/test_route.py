@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.route import Decode, Encode, Route, Send, Turn, route_of
+from fxcomp.plan.legs import Decode, Encode, Route, Send, Turn
+from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 
 FLAT = "compress(A)@gpu > all_to_all@world > decompress@gpu > compress(B)@gpu > all_gather@world > decompress@gpu"

@@ -14,8 +14,9 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.legs import Decode, Encode
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.route import Decode, Encode, route_of
+from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Collective, Device, Strategy
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines, sent_by
 from fxcomp.search.plan_tasks import plan_tasks
