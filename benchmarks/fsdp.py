@@ -28,8 +28,6 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "fxcomp_aggressive": {"mode": "aggressive"},
 }
 NAMES = ("native", "native_again", *CHOSEN)
-WARM_UP = 34
-"""Steps: six dense ones before there is a plan, and those in which it takes turns with dense."""
 
 
 def contestant(name: str, model: str) -> Contestant:
@@ -42,7 +40,7 @@ def contestant(name: str, model: str) -> Contestant:
 
 def record(arguments: argparse.Namespace) -> dict[str, Any]:
     contestants = {name: contestant(name, arguments.model) for name in NAMES}
-    turns = Turns.of(contestants, arguments.rounds, arguments.steps, WARM_UP)
+    turns = Turns.of(contestants, arguments.rounds, arguments.steps)
     took = turns.took
     native = [(a + b) / 2 for a, b in zip(took["native"], took["native_again"], strict=True)]
     ratios = {

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 from gpu_records import TIMED, Results
-from gpu_scripts import SCRIPTS, largest_distance
+from gpu_scripts import SCRIPTS, SHARDED, largest_distance, sharded_distance
 from torch import nn
 
 import fxcomp
@@ -304,6 +304,10 @@ def rank_main(backend: str, path: Path) -> None:
     if {"int8", "int8 on the host"} <= models.keys():
         difference = largest_difference(models["int8"], models["int8 on the host"])
         results.check(f"{backend}, offload equals GPU", lambda: (difference <= 1e-5, f"{difference:.3g}"))
+    if backend == "nccl":  # fully_shard gathers by collectives that gloo has not on a GPU
+        for plan in SHARDED:
+            check = partial(sharded_distance, plan, torch.device("cuda", 0), STEPS)
+            results.check(f"{backend}, fully_shard, {plan}", check)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fxcomp
@@ -116,6 +118,33 @@ def largest_distance(name: str, device: torch.device, steps: int) -> tuple[bool,
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     apart = max((one - other).abs().max().item() for one, other in pairs)
     return apart <= script.bound, f"{apart:.3g} after {steps} steps, at most {script.bound:g}"
+
+
+SHARDED = {"dense": 0.0, "int8": 1e-3, "int4": 5e-3, "topk(0.1)": 5e-2}
+"""How far parameters of a fully_shard model may be from native ones, by the plan of its gradients."""
+
+
+def sharded_distance(plan: str, device: torch.device, steps: int) -> tuple[bool, str]:
+    """Train a model that all ranks shard, native and with its gradients compressed; every rank calls it."""
+    script = SCRIPTS["fp32, updates over lists"]
+    trained: list[Tensor] = []
+    for ours in (False, True):
+        model = script.model(device)
+        for layer in list(model.children())[1:3]:
+            fully_shard(layer)
+        fully_shard(model)
+        scatter = fxcomp.compress_reduce_scatter(model, plan=plan) if ours else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for tokens, targets in batches(device, steps):
+            optimizer.zero_grad()
+            script.loss(model, (tokens.roll(dist.get_rank(), 0), targets)).backward()
+            optimizer.step()
+        parts = [parameter.detach().to_local().flatten() for parameter in model.parameters()]
+        trained.append(torch.cat(parts))
+        if scatter is not None:
+            scatter.close()
+    apart = (trained[0] - trained[1]).abs().max().item()
+    return apart <= SHARDED[plan], f"{apart:.3g} after {steps} steps, at most {SHARDED[plan]:g}"
 
 
 def _train_eagerly(script: Script, model: nn.Module, device: torch.device, steps: int) -> None:

@@ -24,8 +24,8 @@ from fxcomp.commands.demo.shaped_hosts import ShapedHosts, sent_by_this_host, wh
 from fxcomp.frontends.job import Job
 
 MARK = "@sharded "
-WARM_UP = 12
-"""Steps: six dense ones before there is a plan, and what it takes to settle."""
+WARM_UP = 34
+"""Steps: six dense ones before there is a plan, and those in which it may take turns with dense."""
 
 
 def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
@@ -79,10 +79,10 @@ class Turns:
     """Bytes of a step that left a host."""
 
     @classmethod
-    def of(cls, contestants: Mapping[str, Contestant], rounds: int, steps: int, warm_up: int = WARM_UP) -> Turns:
+    def of(cls, contestants: Mapping[str, Contestant], rounds: int, steps: int) -> Turns:
         sent: dict[str, float] = {}
         for name, each in contestants.items():
-            each.block(warm_up)
+            each.block(WARM_UP)
             before = sent_by_this_host()
             each.block(3)
             sent[name] = (sent_by_this_host() - before) / 3

@@ -20,8 +20,8 @@ from fxcomp.compat.dynamo import (
 )
 from fxcomp.compat.files import cache_directory, write_atomically
 from fxcomp.compat.fsdp import (
-    Scatter, ShardedModule, at_end_of_backward, group_rank, group_ranks, group_size, is_mean, is_sum, largest,
-    local_part, rank_in_job, sharded_modules, stream_of, wait_for_stream,
+    Scatter, ShardedModule, at_end_of_backward, group_rank, group_ranks, group_size, is_mean, is_sum,
+    largest, local_part, rank_in_job, sharded_modules, stream_of, wait_for_stream,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 _dist = cast("Any", dist)
 
@@ -80,6 +79,11 @@ class ShardedModule:
         return tuple(tuple(each._orig_size) for each in self._trained)
 
     @property
+    def device(self) -> torch.device:
+        """Where gradients are; parameters may be offloaded."""
+        return self._group.device
+
+    @property
     def cut_dimensions(self) -> tuple[int, ...]:
         """The dimension along which each parameter is cut into parts."""
         return tuple(each.fsdp_placement.dim for each in self._trained)
@@ -98,7 +102,7 @@ class ShardedModule:
     @property
     def scatters_by_default(self) -> bool:
         """Nobody has put a collective of their own in the place of torch's."""
-        return isinstance(self._group._reduce_scatter_comm, DefaultReduceScatter)
+        return type(self._group._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
 
     def scatter_by(self, scatter: Scatter) -> None:
         """Let something else scatter its gradients from the next backward pass on."""

@@ -80,7 +80,7 @@ def compress_reduce_scatter(
     with Ranks.meeting(cluster, "compress_reduce_scatter", modules[0].module.shard_group) as ranks:
         facts = {f"the gradients of module {each.module.name!r}": each.bucket.facts for each in modules}
         ranks.check_same("comparing models", facts | options.facts())
-        site = Site.of(ranks, cluster, compat.local_part(modules[0].module.parameters[0]).device)
+        site = Site.of(ranks, cluster, modules[0].module.device)
         told = _told(options, modules, ranks)
     job = ScatterJob(site, modules, Scattering(options, modules, told), error_feedback, scaler)
     if ranks.world_size > 1:

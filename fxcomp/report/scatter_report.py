@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.plan import Plan
 from fxcomp.report.document import Column, Section, Table
+from fxcomp.report.quantities import count
 from fxcomp.search.by_module import ScatterChoice
 
 
@@ -38,7 +39,8 @@ _COLUMNS = (
 
 
 def headline(facts: ScatterFacts) -> str:
-    return f"gradients of fully_shard over {facts.cluster}"
+    cluster = facts.cluster
+    return f"gradients of fully_shard, {cluster.world_size} ranks on {count(cluster.hosts, 'host')}"
 
 
 def sections(facts: ScatterFacts) -> list[Section]:
