@@ -130,9 +130,8 @@ class ScatterJob:
     def _scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         module, now = self.modules[number], self._pass
         now.stream = compat.stream_of(given.device)
-        is_whole = (
-            given.numel() == module.elements
-        )  # else parameters without gradients are left out, and what is owed waits
+        # Where parameters without gradients are left out, what is owed waits.
+        is_whole = given.numel() == module.elements
         if is_whole and self._compresses and self.plan.compressor(number) is not None:
             self._compress(number, output, given, op)
         else:
@@ -158,6 +157,9 @@ class ScatterJob:
         compressor = compressor.bound_to([(size,) for size in module.segments], ranks)
         residual = self._fresh_residual(number, given.device) if self._feedback.surrounds(compressor) else None
         values, size = given.float(), compressor.payload_elements(module.segments)
+        if residual is None and (owed := self._owed(number)) is not None:  # of another plan
+            values = values + owed
+            self._pass.residuals[number] = None
         payloads = given.new_empty(ranks * size, dtype=compressor.payload_dtype)
         for k in range(ranks):
             mine = slice(k * module.part, (k + 1) * module.part)

@@ -417,9 +417,15 @@ def go_on() -> dict[str, Any]:
     third.load_state_dict(saved)
     loss_of(dense, 0).backward()
     found["delivered"] = not owed_of(third)
+    int8, fourth = compressed("int8")
+    fourth.load_state_dict(saved)
+    loss_of(int8, 0).backward()
+    found["delivered by int8"] = not owed_of(fourth)
+    exact, rounded = (torch.cat([g.flatten() for g in whole_gradients(each).values()]) for each in (dense, int8))
+    found["rounded"] = float((rounded - exact).norm() / exact.norm())
     with told(found, "other shapes"):
         third.load_state_dict({**saved, "residuals": {"3.bias": [{**saved["residuals"]["3.bias"][0], "size": 6}]}})
-    for each in (scatter, fresh, third):
+    for each in (scatter, fresh, third, fourth):
         each.close()
     with told(found, "closed"):
         loss_of(model, 0).backward()
@@ -430,6 +436,8 @@ def test_a_loaded_state_goes_on_to_the_bit_and_dense_gradients_bring_what_is_owe
     for found in run_ranks(2, go_on):
         assert found["same"]
         assert found["delivered"]
+        assert found["delivered by int8"]
+        assert 0 < found["rounded"] < 0.02
         assert found["other shapes"].startswith("BadState: ")
         assert found["closed"].startswith("StepClosed: ")
 
