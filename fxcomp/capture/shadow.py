@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp.capture.optimizer import refused
+
 _NOT_COPIED = ("param_groups", "state", "step")
 """Schedulers put a `step` of their own there, bound to the user's optimizer."""
 
@@ -19,17 +21,29 @@ def shadow_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Make an optimizer of the same class and attributes over no parameters.
 
     The constructor does not run: it may ask for more than the groups tell. An attribute that holds one of the user's
-    parameters gets an empty tensor in its place, so that no step of the shadow reaches them.
+    parameters gets an empty tensor in its place, so that no step of the shadow reaches them. Raises
+    UnsupportedOptimizer for an attribute that cannot be copied, such as a lock or an open file.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     memo: dict[int, Any] = {id(p): p.detach().new_empty(0) for p in parameters}
     for key, value in vars(optimizer).items():
         if key not in _NOT_COPIED:
-            vars(shadow)[key] = copy.deepcopy(value, memo)
+            vars(shadow)[key] = _copied(optimizer, key, value, memo)
     shadow.state = defaultdict(dict)
     shadow.param_groups = []
     return shadow
+
+
+def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:  # whatever a user's class raises
+        raise refused(
+            optimizer,
+            f"is tried on a copy, and its attribute {name!r} cannot be copied ({type(error).__name__}: {error})",
+            f"Keep the {type(value).__name__} outside of the optimizer, or give it a __deepcopy__",
+        ) from error
 
 
 @contextmanager

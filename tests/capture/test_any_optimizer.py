@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -334,6 +335,12 @@ class Wraps(Rule):
         self.base = torch.optim.SGD(parameters)
 
 
+class Locks(Rule):
+    def __init__(self, parameters: Any):
+        super().__init__(parameters)
+        self.lock = threading.Lock()
+
+
 class Elsewhere(Rule):
     def update(self, *_: Any) -> None:
         pass
@@ -353,6 +360,7 @@ class Elsewhere(Rule):
         (ClipsAll, "updates '.*' otherwise if it steps other parameters too.*max_grad_norm= of compile_step"),
         (AsksForAValue, "decides by the values of tensors"),
         (Wraps, r"calls that of another optimizer, its 'base' of torch.optim.SGD"),
+        (Locks, r"its attribute 'lock' cannot be copied \(TypeError: .*Keep the lock outside of the optimizer"),
         (Elsewhere, "changes neither the parameters of its groups nor a state of theirs"),
         (torch.optim.LBFGS, "step of torch.optim.LBFGS raises TypeError"),
         (
