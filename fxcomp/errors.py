@@ -132,7 +132,7 @@ class RanksApart(FxcompError):
 
 
 class StepClosed(FxcompError):
-    """A compiled step is called after it was closed."""
+    """A compiled step, a hook or the like is used after it was closed."""
 
 
 class GroupsDiffer(FxcompError):

@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 COMPARED_PASSES = 3
 """So many backward passes are compared between ranks where the model is not known."""
 
+CLOSED = (
+    "this model's compiled backward pass has been closed.\n"
+    "  Call torch._dynamo.reset() and torch.compile again, on all ranks."
+)
+
 GivenOptions = Mapping[str, Any] | None
 
 
@@ -76,7 +81,7 @@ class CompiledModel:
         return self.site.ranks.members
 
     def __post_init__(self) -> None:
-        self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks)
+        self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks, CLOSED)
         self.runtime.undelivered = self.state.undelivered
 
     @property

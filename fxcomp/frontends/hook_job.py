@@ -87,12 +87,18 @@ class Arrived:
             future.set_result(buffer)
 
 
+CLOSED = (
+    "what averages these gradients has been closed.\n"
+    "  Set it up again, on all ranks: a new DistributedDataParallel with a new fxcomp.ddp_hook(), or average_replicas."
+)
+
+
 class HookJob:
     """The plan of one model, the state of its error feedback, and the backward pass under way."""
 
     def __init__(self, start: Start, given: Given, scaler: torch.amp.GradScaler | None = None):
         self._start, self._site, self._given, self._scaler = start, start.site, given, scaler
-        self._lockstep = Lockstep(self._site.ranks)
+        self._lockstep = Lockstep(self._site.ranks, CLOSED)
         self._runtime = Runtime(self._site.transport, self._site.device)
         self._compiler = Compiler(self._site.cluster, self._site.rank, start.options.feedback, skip_nonfinite=True)
         self.passes = 0

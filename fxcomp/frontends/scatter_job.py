@@ -59,6 +59,12 @@ class _Pass:
     stream: Any = None
 
 
+CLOSED = (
+    "what compresses these gradients has been closed.\n"
+    "  Call fxcomp.compress_reduce_scatter again with a newly sharded model, on all ranks."
+)
+
+
 class ScatterJob:
     """The plan of one model, what its modules owe, and the backward pass under way."""
 
@@ -66,7 +72,7 @@ class ScatterJob:
         self, site: Site, modules: Sequence[ScatteredModule], plan: Scattering, feedback: ErrorFeedback, scaler: Any
     ) -> None:
         self.site, self.modules, self.plan, self._feedback, self._scaler = site, modules, plan, feedback, scaler
-        self._lockstep = Lockstep(site.ranks)
+        self._lockstep = Lockstep(site.ranks, CLOSED)
         self._runtime = Runtime(site.transport, site.device)
         self._dense = [module.module.own_scatter for module in modules]
         self.passes = 0

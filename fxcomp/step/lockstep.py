@@ -18,12 +18,17 @@ from fxcomp.errors import GroupsDiffer, PeerFailed, RanksApart, StepClosed, Veri
 from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
 from fxcomp.runtime.runtime import Runtime
 
+CLOSED_STEP = "this compiled step has been closed.\n  Call compile_step again, on all ranks."
+
 
 class Lockstep:
-    """Keeps one step function at the same step on all ranks. Alone, it only knows whether it was closed."""
+    """Keeps one step function at the same step on all ranks. Alone, it only knows whether it was closed.
 
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
+    `closed` says what has been closed, and what to do then.
+    """
+
+    def __init__(self, ranks: Ranks, closed: str = CLOSED_STEP):
+        self._ranks, self._closed = ranks, closed
         self._step, self._goes_on = 0, False
         self._is_closed = False
         self.has_begun = False
@@ -55,7 +60,7 @@ class Lockstep:
     def check_open(self) -> None:
         """Raise StepClosed after `close`."""
         if self._is_closed:
-            raise StepClosed("this compiled step has been closed.\n  Call compile_step again, on all ranks.")
+            raise StepClosed(self._closed)
 
     def check(self) -> None:
         """Raise RanksApart if ranks have stopped, and StepClosed."""

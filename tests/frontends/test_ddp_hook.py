@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadOption, FxcompError
+from fxcomp.errors import BadOption, FxcompError, StepClosed
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
@@ -255,6 +255,22 @@ def resumed() -> bool:
         halves.append([p.detach().clone() for p in model.parameters()])
         hook.close()
     return distance(*halves) == 0
+
+
+def used_after_closing() -> str:
+    hook = fxcomp.ddp_hook(plan="int8")
+    ddp = wrapped(JOBS["mlp"].build(), hook)
+    batch = JOBS["mlp"].batch(0, dist.get_rank())
+    cross_entropy(ddp, batch).backward()
+    hook.close()
+    with pytest.raises(StepClosed) as refusal:
+        cross_entropy(ddp, batch).backward()
+    return str(refusal.value)
+
+
+def test_a_closed_hook_says_what_to_set_up_again():
+    for said in run_ranks(2, used_after_closing):
+        assert said.startswith("what averages these gradients has been closed.\n  Set it up again, on all ranks: a new")
 
 
 def resumed_by_name(name: str) -> tuple[bool, bool]:
