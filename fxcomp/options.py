@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -204,7 +206,13 @@ class StepOptions:
             "per_parameter": self.pins.facts(),
             "error_budget": None if self.error_budget is None else str(self.error_budget),
             "how costs are given": costs,
+            "the digest of cluster=": None if self.cluster is None else _digest(self.cluster.to_json()),
+            "the digest of costs=": _digest(self.costs.to_json()) if isinstance(self.costs, CostTable) else None,
         }
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check_clipping(given: Mapping[str, Any]) -> None:

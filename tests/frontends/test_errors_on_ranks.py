@@ -122,6 +122,28 @@ def plan_saved_on_rank_0(folder: Path) -> None:
     assert compile_here(mlp(), plan=path).plan == plan
 
 
+def other_feedback(_: Path) -> None:
+    compile_here(mlp(), error_feedback=fxcomp.ErrorFeedback(dense_steps=3 if is_odd() else 2))
+
+
+def other_costs(_: Path) -> None:
+    compile_here(mlp(), costs=fxcomp.CostTable(launch_us=2.0 if is_odd() else 1.0))
+
+
+def equal_costs(_: Path) -> None:
+    compile_here(mlp(), costs=fxcomp.CostTable(launch_us=2.0))
+
+
+def other_links(_: Path) -> None:
+    compile_here(mlp(), cluster=Cluster.parse(f"2x1, inter {10 if is_odd() else 1}gbit@30us, intra 100gbit"))
+
+
+def links_that_are_written_alike(_: Path) -> None:
+    link = Link(alpha_us=30.0, gb_per_s=1.0 + 1e-9 * is_odd())
+    assert str(link) == str(Link(alpha_us=30.0, gb_per_s=1.0))
+    compile_here(mlp(), cluster=Cluster(2, 1, intra=link, inter=link))
+
+
 def cluster_of_another_size(_: Path) -> None:
     compile_here(mlp(), cluster=Cluster(3, 1, intra=Link(5.0, 5.0), inter=Link(25.0, 1.0)))
 
@@ -200,6 +222,14 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
         r"the strategy of '[\w.]+' in the plan is 'all_reduce@world' on rank 1 and 'compress\(int8\).* on rank 0",
     ),
     plan_saved_on_rank_0: ("none none", ""),
+    other_feedback: (
+        "ModelsDiffer ModelsDiffer",
+        "error_feedback is .*dense_steps=3.* on rank 1 and .*dense_steps=2.* on rank 0.*pass the same arguments",
+    ),
+    other_costs: ("ModelsDiffer ModelsDiffer", "the digest of costs= is '.*' on rank 1 and '.*' on rank 0"),
+    equal_costs: ("none none", ""),
+    other_links: ("ModelsDiffer ModelsDiffer", "cluster is '.*10gbit.*' on rank 1 and '.*1gbit.*' on rank 0"),
+    links_that_are_written_alike: ("ModelsDiffer ModelsDiffer", "the digest of cluster= is .* on rank 1 and"),
     cluster_of_another_size: ("BadCluster BadCluster", "the cluster 3x1 has 3 ranks, the process group has 2"),
     wrong_on_all: ("VerificationFailed VerificationFailed", "step 0: the gradient of '0.bias' differs from eager"),
     wrong_on_one: (
