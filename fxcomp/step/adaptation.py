@@ -4,6 +4,7 @@
           ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
           ─► retune    where compressors of the same buckets get other parameters: every rank, in four turns
              emit      else: every rank, a pass between two steps
+                       what raises while solving is noted, and the plan stays
           ─► switch    nothing that was left out is lost
 
 Nothing here takes longer than a step does, but for a model whose passes do. A job that began dense is left alone: it
@@ -12,7 +13,7 @@ loses nothing, and stays so because that was predicted or measured to be the fas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -116,6 +117,7 @@ class Adaptation:
         self._work: Generator[None] | None = None
         self._solved_at = 0
         self._known_limit: tuple[ErrorTable, float] | None = None
+        self._last_failure = ""
         self.moves: list[Move] = []
         """The changes so far."""
 
@@ -169,6 +171,9 @@ class Adaptation:
         self._errors.mark()
         answer = yield from self._answer()
         self._solved_at = step
+        if "failed" in answer:
+            self._note_failure(step, answer["failed"])
+            return
         move = Move.from_json({"step": step, "why": why, **answer["move"]})
         if not move.changes:
             return
@@ -185,6 +190,12 @@ class Adaptation:
         self.moves.append(move)
         self._note(str(move))
 
+    def _note_failure(self, step: int, failure: str) -> None:
+        """Say that the plan stays because of an error, once for one that comes again."""
+        if failure != self._last_failure:
+            self._last_failure = failure
+            self._note(f"step {step}: the plan stays; choosing it anew raised {failure}")
+
     def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
         """Let rank 0 solve, and meet it until it has an answer."""
         ranks = self._site.ranks
@@ -193,7 +204,7 @@ class Adaptation:
         while True:
             for _ in range(MEETING):
                 if turns is not None and answer is None:
-                    answer = next(turns)
+                    answer = _next_answer(turns)
                 yield
             with ranks.together(_TOPIC):
                 shared = ranks.from_rank_0(f"{_TOPIC}: the answer", partial(_same, answer))
@@ -229,6 +240,14 @@ class Adaptation:
                 "changes": changes_of(before, plan) if is_worth and plan != before else [],
             },
         }
+
+
+def _next_answer(turns: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Go on with solving. What it raises is the answer: the others wait for one, and the step has done its work."""
+    try:
+        return next(turns)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 _DONE = object()

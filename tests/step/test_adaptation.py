@@ -19,6 +19,8 @@ import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.plan import Plan
+from fxcomp.search.resolve import Resolve
 from fxcomp.step import adaptation, look_schedule
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.plan_in_force import PlanInForce
@@ -101,6 +103,33 @@ def trained(budget: str | float) -> dict[str, Any]:
         "notes": list(step.notes),
         "report": [line for line in step.explain().splitlines() if line in _TITLES],
     }
+
+
+def solving_raises() -> dict[str, Any]:
+    """Rank 0 fails in its solution, some turns after it has begun."""
+    turn = Resolve.turn
+
+    def raising(self: Resolve) -> Plan | None:
+        if self.before is not None:
+            raise ZeroDivisionError("a mistake of ours")
+        return turn(self)
+
+    with soon(), patch.object(Resolve, "turn", raising):
+        step = compiled("powersgd(2)")
+        first = step.plan.digest
+        for number in range(STEPS // 2):
+            step(batch_of(number))
+    parameters = replica_fingerprint(step.training.model)
+    return {"stays": step.plan.digest == first, "notes": list(step.notes), "parameters": parameters}
+
+
+def test_an_error_while_solving_is_noted_on_all_ranks_and_the_plan_stays():
+    one, other = run_ranks(2, solving_raises)
+    assert one == other
+    assert one["stays"]
+    said = [note for note in one["notes"] if "ZeroDivisionError: a mistake of ours" in note]
+    assert len(said) == 1
+    assert "the plan stays" in said[0]
 
 
 @pytest.mark.parametrize("budget", [pytest.param(0.2, marks=pytest.mark.slow), "powersgd(2)"])
