@@ -267,10 +267,9 @@ def _start(
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
     facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
     facts |= {f"the type of {name!r}": str(tensor.dtype) for name, tensor in {**shared, **covered}.items()}
-    asked = {
-        what: chosen.step.facts()[what] for what in ("the plan", "per_parameter", "error_budget", "how costs are given")
-    }
-    ranks.check_same("comparing models", facts | {f"a gradient of {name!r}": True for name in covered} | asked)
+    ranks.check_same(
+        "comparing models", facts | {f"a gradient of {name!r}": True for name in covered} | chosen.step.facts()
+    )
     site = Site.of(ranks, chosen.step.cluster, next(iter(covered.values())).device)
     if chosen.model is not None:
         ranks.share(shared.values())

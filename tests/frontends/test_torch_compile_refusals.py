@@ -19,6 +19,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch_compiled import compiled, seeded, step
 
+import fxcomp
 from fxcomp.frontends import torch_compile as backend
 
 
@@ -230,6 +231,12 @@ def exchanges_inside() -> float:
     return max((p.grad - q.grad).abs().max().item() for p, q in zip(*(m.parameters() for m in models), strict=True))
 
 
+def other_feedback() -> None:
+    feedback = fxcomp.ErrorFeedback(everywhere=dist.get_rank() == 1)
+    model = nn.Linear(4, 4)
+    torch.compile(model, backend="fxcomp", options={"model": model, "error_feedback": feedback})(torch.ones(2, 4))
+
+
 def missing_state() -> None:
     backend.compiled_model(nn.Linear(2, 2))
 
@@ -256,6 +263,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "own_sum": lambda: reduces_itself("sum", False),
     "own_mean_divided": lambda: reduces_itself("avg", True),
     "exchanges_inside": exchanges_inside,
+    "other_feedback": other_feedback,
     "missing_state": missing_state,
 }
 
@@ -298,6 +306,7 @@ def texts() -> list[dict[str, str]]:
             ["ModelsDiffer: the parameter 'bias' starts with other values on rank 1", "Seed all ranks alike"],
         ),
         ("other_model", ["ModelsDiffer: rank 1 and rank 0", "the shape of 'bias' is [5] on rank 1 and [4] on rank 0"]),
+        ("other_feedback", ["ModelsDiffer: rank 1 and rank 0", "error_feedback is", "everywhere=True", "on rank 1 and"]),
         ("drift", ["UnsynchronizedGradient: the parameter 'bias' differs between ranks"]),
         ("eager", ["a backward pass gave gradients without the compiled graph", "fullgraph=True"]),
         ("two_models_without_options", ["CaptureFailed", 'options={"model": model}']),
