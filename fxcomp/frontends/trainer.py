@@ -39,7 +39,8 @@ class FxcompCallback(transformers.TrainerCallback):
         model = self._trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             return
-        self.hook = ddp_hook(**self._options)
+        scaler = self._trainer.accelerator.scaler  # with fp16=True: residuals follow its scale
+        self.hook = ddp_hook(**{"scaler": scaler, **self._options})
         if state.global_step:
             self.hook.load_state_dict(_saved_for_here(_folder(args, state)))
         model.register_comm_hook(None, self.hook)  # pyright: ignore[reportUnknownMemberType]
