@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fxcomp.errors import LossNotScalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,17 @@ class WeightedLoss:
     def counted(self) -> Tensor:
         """The count as a tensor of one element in double precision, whole up to 2^53."""
         if isinstance(self.count, Tensor):
+            if self.count.numel() != 1:
+                raise LossNotScalar(
+                    f"the count of a WeightedLoss has the shape {tuple(self.count.shape)}; it must be one number.\n"
+                    "  Sum it up in loss_fn: WeightedLoss(losses.sum(), weights.sum())."
+                )
             return self.count.detach().to(self.sum.device, torch.float64).reshape(1)
+        if not isinstance(self.count, numbers.Real | torch.SymInt | torch.SymFloat):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LossNotScalar(
+                f"the count of a WeightedLoss is a {type(self.count).__name__}; it must be a tensor of one element or a"
+                " number."
+            )
         return torch.full((1,), self.count, dtype=torch.float64, device=self.sum.device)
 
     @property
