@@ -115,7 +115,13 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 def saved_plan(saved: Any) -> Plan | None:
     """Read the plan that was followed when this was saved; None if nothing says it. Raises BadState."""
-    plans: list[Any] = [state[PLAN] for state in states_of(saved) if isinstance(state, Mapping) and PLAN in state]
+    states = states_of(saved)
+    if not all(isinstance(state, Mapping) for state in states):
+        raise BadState(
+            f"this is not a saved state; it is a {type(saved).__name__}.\n"
+            "  Read the file first, with torch.load, load_file or fxcomp.read_checkpoint."
+        )
+    plans: list[Any] = [state[PLAN] for state in states if PLAN in state]
     return Plan.from_json(plans[0]) if plans else None
 
 

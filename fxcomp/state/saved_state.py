@@ -103,10 +103,7 @@ class Here:
 
 def _read(given: Any, here: Here, rank: int, ranks: int) -> Saved:
     """Check one state. Raises BadState."""
-    if not _is_state(given):
-        raise BadState(
-            "this is not a state of a compiled step: it has no residuals.\n  Pass what step.state_dict() returned."
-        )
+    check_are_states([given])
     version: Any = given.get("version", 1)
     if version not in range(1, VERSION + 1):
         raise BadState(
@@ -142,6 +139,14 @@ def _read(given: Any, here: Here, rank: int, ranks: int) -> Saved:
 def _rates(given: Mapping[str, Any]) -> dict[int, float]:
     """Return the learning rates by the number of the parameter group, which JSON has made a text."""
     return {int(group): rate for group, rate in given["learning_rates"].items()}
+
+
+def check_are_states(given: Sequence[Any]) -> None:
+    """Raise BadState if something is none."""
+    if not all(map(_is_state, given)):
+        raise BadState(
+            "this is not a saved state: it has no residuals.\n  Pass what state_dict() or checkpoint() returned."
+        )
 
 
 def _is_state(given: Any) -> bool:

@@ -95,6 +95,8 @@ def test_the_plan_that_was_followed_is_read_back():
     flat = to_tensors({**job.saved()[1], PLAN: job.plan.to_json()})
     assert saved_plan(flat) == job.plan
     assert saved_plan(tensors(job)[0]) is None
+    with pytest.raises(BadState, match=r"(?s)not a saved state; it is a str.*Read the file first"):
+        saved_plan("checkpoint.pt")
 
 
 def test_a_checkpoint_with_something_missing_is_refused():

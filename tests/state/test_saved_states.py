@@ -81,8 +81,8 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda _: {}, r"not a state of a compiled step: it has no residuals.*\n.*what step.state_dict\(\) returned"),
-        (lambda _: "state.pt", "not a state of a compiled step"),
+        (lambda _: {}, r"not a saved state: it has no residuals.*\n.*what state_dict\(\) or checkpoint\(\) returned"),
+        (lambda _: "state.pt", "not a saved state"),
         (_without("ranks"), r"the state is not whole: KeyError: 'ranks'.*\n.*as state_dict\(\) returned it"),
         (_with_residual("z"), r"residuals are of another model: they hold 'z', which this model does not have"),
         (_with_residual("a", size=31), r"another model: 'a' had 31 elements, and has 30 here.*\n.*the same model"),
