@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, check_is_cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.budget import ErrorBudget
@@ -115,6 +116,8 @@ class StepOptions:
             raise BadOption(f"costs is a fxcomp.CostTable or the path of a saved one; it is a {type(costs).__name__}")
         check_experiment(error_feedback, planned=plan is not None or bool(pins))
         _check_clipping(others)
+        _check_flags(others)
+        check_is_cluster(others.get("cluster"))
         chosen = {"mode": Mode.parse(mode), "replan": Replan.parse(replan), "race": RaceOption.parse(race)}
         budget = None if error_budget is None else ErrorBudget.parse(error_budget)
         if plan is not None and budget is not None:
@@ -219,7 +222,9 @@ def _check_clipping(given: Mapping[str, Any]) -> None:
     names = ("max_grad_norm", "max_grad_value")
     limits = {name: given[name] for name in names if given.get(name) is not None}
     for name, limit in limits.items():
-        if not limit > 0:
+        if type(limit) is bool or not isinstance(limit, numbers.Real):
+            raise BadOption(f"{name} is a number, or None for no clipping; it is {limit!r}, a {type(limit).__name__}")
+        if not float(limit) > 0:
             raise BadOption(f"{name} must be above 0, or None for no clipping; it is {limit}")
     if len(limits) > 1:
         raise BadOption(
@@ -228,10 +233,22 @@ def _check_clipping(given: Mapping[str, Any]) -> None:
         )
 
 
-def _scaling(scaler: object) -> dict[str, Any]:
+def _check_flags(given: Mapping[str, Any]) -> None:
+    """Refuse texts and the like: 'no' would be taken as yes."""
+    for name in ("skip_nonfinite", "find_unused_parameters"):
+        if not isinstance(given.get(name, False), bool):
+            raise BadOption(f"{name} is True or False; it is {given[name]!r}")
+
+
+def check_is_scaler(given: object) -> None:
+    """Raise BadOption for what is no GradScaler."""
+    if not isinstance(given, compat.GradScaler):
+        raise BadOption(f"scaler= takes a torch.amp.GradScaler; it is a {type(given).__name__}")
+
+
+def _scaling(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Read what a GradScaler asks for; nothing if it is not enabled. Raises BadOption."""
-    if not isinstance(scaler, compat.GradScaler):
-        raise BadOption(f"scaler= takes a torch.amp.GradScaler; it is a {type(scaler).__name__}")
+    check_is_scaler(scaler)
     return {"skip_nonfinite": True} if scaler.is_enabled() else {"scaler": None}
 
 

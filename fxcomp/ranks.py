@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, check_is_cluster
 from fxcomp.cluster.link import Link
 from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart, StoreReused
 from fxcomp.plan.plan import Plan
@@ -96,6 +96,7 @@ class Ranks:
         """
         running = dist.is_available() and dist.is_initialized()
         if not running:
+            check_is_cluster(cluster)
             if cluster is not None and cluster.world_size > 1:
                 raise NoProcessGroup(
                     f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this"
@@ -355,6 +356,7 @@ def _check_store(store: Any) -> None:
 
 
 def _check_size(cluster: Cluster | None, world_size: int) -> None:
+    check_is_cluster(cluster)
     if cluster is not None and cluster.world_size != world_size:
         raise BadCluster(
             f"the cluster {cluster.shape} has {cluster.world_size} ranks, the process group has {world_size}"

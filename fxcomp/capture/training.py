@@ -129,6 +129,8 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 def _check_is_bare(model: nn.Module) -> None:
     """Refuse a model that reduces or shards by itself: gradients would be reduced twice, or be parts."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.UnsupportedModel(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):

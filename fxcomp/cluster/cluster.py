@@ -19,7 +19,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.cluster.seating import Level, Seating, Tier
 from fxcomp.cluster.shape import join_units, parse_clauses, parse_shape
 from fxcomp.cluster.topology import GroupTopology, Tree
-from fxcomp.errors import BadCluster
+from fxcomp.errors import BadCluster, BadOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +211,12 @@ class Cluster(Seating):
 def _depends_on_inter(key: Any) -> bool:
     """Tell the cached topologies of groups that may span hosts."""
     return isinstance(key, tuple) and key[:1] == ("topology",) and key != ("topology", Level.INTRA)
+
+
+def check_is_cluster(given: object) -> None:
+    """Raise BadOption for what is no cluster, where one or None is due."""
+    if not isinstance(given, Cluster | None):
+        raise BadOption(
+            f"cluster= takes a fxcomp.Cluster; it is a {type(given).__name__}.\n"
+            "  Leave it out to have hosts told by name and links measured."
+        )

@@ -28,13 +28,13 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
 from fxcomp.frontends.hook_start import meet
-from fxcomp.options import StepOptions
+from fxcomp.options import StepOptions, check_is_scaler
 from fxcomp.plan.check_feedback import check_needs_no_optimizer
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.report.terminal import to_text
 from fxcomp.state.checkpoint import states_of, to_tensors
-from fxcomp.state.saved_state import Given
+from fxcomp.state.saved_state import Given, check_are_states
 
 
 def ddp_hook(
@@ -55,6 +55,8 @@ def ddp_hook(
     what is left out follows its scale. Raises BadOption and BadPlan.
     """
     check_needs_no_optimizer(error_feedback, "which DistributedDataParallel leaves yours")
+    if scaler is not None:
+        check_is_scaler(scaler)
     options = StepOptions.checked(
         mode=mode,
         plan=plan,
@@ -142,10 +144,11 @@ class DdpHook:
     def load_state_dict(self, state: Given) -> None:
         """Take back what `state_dict` or `checkpoint` returned; every rank calls it, as CompiledStep.load_state_dict.
 
-        Before the first backward pass the state waits for it, and its plan is followed from there on.
+        Before the first backward pass the state waits for it, and its plan is followed from there on. Raises BadState.
         """
         given: Given = states_of(state) or None
         if self._job is None:
+            check_are_states(given or ())
             self._given = given
         else:
             self._job.load_state_dict(given)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from fxcomp import compat
+from fxcomp.errors import BadOption
 
 _local: list[frozenset[int]] = []
 """The parameters of each model that stays local now, by id."""
@@ -29,6 +30,8 @@ def no_sync(model: nn.Module) -> Generator[None]:
     The next backward pass whose forward pass ran outside reduces what has come together in `.grad`. All ranks must do
     the same, as under DistributedDataParallel.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadOption(f"no_sync takes the model that was compiled, a torch.nn.Module; it is a {type(model).__name__}")
     mine = frozenset(map(id, model.parameters()))
     _local.append(mine)
     try:

@@ -28,6 +28,8 @@ class Mode(Enum):
         names = [mode.value for mode in cls]
         if text in names:
             return cls(text)
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadOption(f"mode is one of {', '.join(names)}; it is {text!r}")
         close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.0)
         raise BadOption(f"there is no mode {text!r}; did you mean {close[0]!r}? The modes are {', '.join(names)}.")
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadOption, FxcompError, StepClosed
+from fxcomp.errors import BadOption, BadState, FxcompError, StepClosed
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
@@ -386,3 +386,15 @@ def test_a_killed_rank_ends_backward_on_the_others():
 def test_options_that_need_the_optimizer_are_refused():
     with pytest.raises(BadOption, match=r"ErrorFeedback.momentum needs the optimizer, which DistributedDataParallel"):
         fxcomp.ddp_hook(error_feedback=fxcomp.ErrorFeedback(momentum=0.9))
+
+
+def test_what_is_no_scaler_is_refused_where_the_hook_is_made():
+    other: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(BadOption, match=r"scaler= takes a torch.amp.GradScaler; it is a SGD"):
+        fxcomp.ddp_hook(scaler=other)
+
+
+@pytest.mark.parametrize("state", [3, "hook.pt", {"weight": 1}])
+def test_what_is_no_state_is_refused_before_the_first_pass(state: Any):
+    with pytest.raises(BadState, match=r"(?s)not a saved state.*state_dict\(\) or checkpoint\(\)"):
+        fxcomp.ddp_hook().load_state_dict(state)

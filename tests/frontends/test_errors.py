@@ -76,6 +76,15 @@ def number_loss(model: nn.Module, batch: Any) -> float:  # noqa: ARG001
     return 1.0
 
 
+def unsummed_count(model: nn.Module, batch: Any) -> Any:
+    return fxcomp.WeightedLoss(cross_entropy(model, batch), torch.ones(4))
+
+
+def no_count(model: nn.Module, batch: Any) -> Any:
+    nothing: Any = None
+    return fxcomp.WeightedLoss(cross_entropy(model, batch), nothing)
+
+
 def constant_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001
     return batch[0].sum()
 
@@ -94,6 +103,12 @@ def raising_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001
     [
         (vector_loss, errors.LossNotScalar, r"a loss of shape \(4,\); it must be a scalar.*\.mean\(\)"),
         (number_loss, errors.LossNotScalar, r"returned a float; it must return the scalar loss, or a pair.*\.loss"),
+        (unsummed_count, errors.LossNotScalar, r"count of a WeightedLoss has the shape \(4,\); it must be one number"),
+        (
+            no_count,
+            errors.LossNotScalar,
+            "count of a WeightedLoss is a NoneType; it must be a tensor of one element or",
+        ),
         (constant_loss, errors.LossNotScalar, "does not depend on any trainable parameter"),
         (deciding_loss, errors.CaptureFailed, "decides by the values of tensors.*Move the decision out.*torch.where"),
         (raising_loss, errors.CaptureFailed, "does not trace into one graph: KeyError: 'labels'"),
@@ -145,12 +160,24 @@ def test_an_optimizer_whose_step_is_not_captured_is_refused(optimizer: Any, erro
         ({"max_grad_value": 1, "max_grad_norm": 1}, "max_grad_norm clips gradients by their norm.*keep one"),
         ({"verify_every": -1}, "verify_every must be 'sampled', 'never' or a number of steps, 0 for never; it is -1"),
         ({"mode": "fast"}, "lossless.*balanced.*aggressive"),
+        ({"mode": None}, "mode is one of lossless, balanced, aggressive; it is None"),
+        ({"max_grad_norm": "1"}, "max_grad_norm is a number, or None for no clipping; it is '1', a str"),
+        ({"max_grad_value": True}, "max_grad_value is a number.*True, a bool"),
+        ({"skip_nonfinite": "no"}, "skip_nonfinite is True or False; it is 'no'"),
+        ({"find_unused_parameters": "no"}, "find_unused_parameters is True or False; it is 'no'"),
+        ({"cluster": "2x2"}, "cluster= takes a fxcomp.Cluster; it is a str"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], text: str):
     model = mlp()
     with pytest.raises(errors.BadOption, match=f"(?s){text}"):
         fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), BATCH, **options)
+
+
+def test_what_is_no_model_is_refused():
+    nothing: Any = None
+    with pytest.raises(errors.UnsupportedModel, match=r"the model is a NoneType, which is no torch.nn.Module"):
+        fxcomp.compile_step(nothing, cross_entropy, OPTIMIZERS["sgd"](mlp().parameters()), BATCH)
 
 
 def test_a_cluster_of_several_ranks_needs_a_process_group():

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from jobs import JOBS, cross_entropy
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_compiled import compiled, own_options
 
 import fxcomp
+from fxcomp.errors import BadOption
 from fxcomp.frontends.torch_compile import compiled_model
 
 JOB = JOBS["mlp"]
@@ -107,6 +109,15 @@ def dropped() -> tuple[float, int]:
 
 def test_what_the_user_sets_to_zero_is_not_sent():
     assert run_ranks(2, dropped) == [(0.0, 1)] * 2
+
+
+def test_what_is_no_model_is_refused():
+    nothing: Any = None
+    with (
+        pytest.raises(BadOption, match=r"no_sync takes the model that was compiled, .* it is a NoneType"),
+        fxcomp.no_sync(nothing),
+    ):
+        pass
 
 
 def test_one_rank_alone_has_nothing_to_keep():
