@@ -31,7 +31,7 @@ from fxcomp.errors import BadOption, BadState, FxcompError, UnsupportedFeature, 
 from fxcomp.frontends.hook_job import HookJob
 from fxcomp.frontends.hook_start import Start, Wrapped
 from fxcomp.frontends.shard_feed import ShardFeed
-from fxcomp.options import StepOptions
+from fxcomp.options import StepOptions, check_is_scaler
 from fxcomp.plan.check_feedback import check_needs_no_optimizer
 from fxcomp.plan.element_type import TRAINED_DTYPES
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
@@ -70,6 +70,8 @@ def average_replicas(
     else can; UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where replicas are not the same.
     """
     check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
+    if scaler is not None:
+        check_is_scaler(scaler)
     options = StepOptions.checked(
         mode=mode,
         plan=plan,

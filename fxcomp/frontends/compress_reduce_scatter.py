@@ -28,7 +28,7 @@ from fxcomp.frontends.hook_start import SCALE
 from fxcomp.frontends.scatter_job import ScatterJob
 from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
-from fxcomp.options import StepOptions
+from fxcomp.options import StepOptions, check_is_scaler
 from fxcomp.plan.check_feedback import check_needs_no_optimizer
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.given import is_path
@@ -64,6 +64,8 @@ def compress_reduce_scatter(
     Raises UnsupportedFeature, UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where ranks have other models.
     """
     check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
+    if scaler is not None:
+        check_is_scaler(scaler)
     options = StepOptions.checked(
         mode=mode,
         plan=plan,

@@ -176,6 +176,8 @@ def refusals() -> dict[str, str]:
     refused("another plan", sharded(), plan=Plan(()))
     refused("no values", fully_shard(nn.Linear(4, 4, device="meta")))
     refused("momentum", sharded(), error_feedback=fxcomp.ErrorFeedback(momentum=0.9))
+    optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    refused("no scaler", sharded(), scaler=optimizer)
     refused("different options", sharded(), mode="balanced" if dist.get_rank() else "aggressive")
     twice = sharded()
     fxcomp.compress_reduce_scatter(twice, plan="int8")
@@ -200,6 +202,7 @@ def test_what_cannot_be_scattered_is_refused_with_what_to_do():
             ("another plan", "BadPlan", "the plan has no bucket of"),
             ("no values", "UnsupportedParameter", "'weight' has no values yet"),
             ("momentum", "BadOption", "fully_shard leaves yours"),
+            ("no scaler", "BadOption", "it is a SGD"),
             ("different options", "ModelsDiffer", "mode"),
             ("twice", "UnsupportedFeature", "call it once a model"),
             ("a divisor", "UnsupportedFeature", "set_gradient_divide_factor"),
