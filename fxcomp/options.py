@@ -210,7 +210,6 @@ class StepOptions:
             "error_budget": None if self.error_budget is None else str(self.error_budget),
             "how costs are given": costs,
             "the digest of cluster=": None if self.cluster is None else _digest(self.cluster.to_json()),
-            "the digest of costs=": _digest(self.costs.to_json()) if isinstance(self.costs, CostTable) else None,
         }
 
 
