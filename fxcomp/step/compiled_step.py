@@ -360,8 +360,8 @@ class CompiledStep:
             if self.errors is not None:
                 self.errors.resume(self.steps, states)
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
+            restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)
             self._ranks.check_same("going on from the states", here)
-        restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)
 
 
 def _as_returned(program: Program, loss: Any, aux: Sequence[Any]) -> Any:
