@@ -239,15 +239,10 @@ def _check_flags(given: Mapping[str, Any]) -> None:
             raise BadOption(f"{name} is True or False; it is {given[name]!r}")
 
 
-def check_is_scaler(given: object) -> None:
-    """Raise BadOption for what is no GradScaler."""
-    if not isinstance(given, compat.GradScaler):
-        raise BadOption(f"scaler= takes a torch.amp.GradScaler; it is a {type(given).__name__}")
-
-
 def _scaling(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Read what a GradScaler asks for; nothing if it is not enabled. Raises BadOption."""
-    check_is_scaler(scaler)
+    if not isinstance(scaler, compat.GradScaler):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadOption(f"scaler= takes a torch.amp.GradScaler; it is a {type(scaler).__name__}")
     return {"skip_nonfinite": True} if scaler.is_enabled() else {"scaler": None}
 
 

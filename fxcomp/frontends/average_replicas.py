@@ -31,7 +31,7 @@ from fxcomp.errors import BadOption, BadState, FxcompError, UnsupportedFeature, 
 from fxcomp.frontends.hook_job import HookJob
 from fxcomp.frontends.hook_start import Start, Wrapped
 from fxcomp.frontends.shard_feed import ShardFeed
-from fxcomp.options import StepOptions, check_is_scaler
+from fxcomp.options import StepOptions
 from fxcomp.plan.check_feedback import check_needs_no_optimizer
 from fxcomp.plan.element_type import TRAINED_DTYPES
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
@@ -70,8 +70,6 @@ def average_replicas(
     else can; UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where replicas are not the same.
     """
     check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
-    if scaler is not None:
-        check_is_scaler(scaler)
     options = StepOptions.checked(
         mode=mode,
         plan=plan,
@@ -80,6 +78,7 @@ def average_replicas(
         cluster=cluster,
         costs=costs,
         error_feedback=error_feedback,
+        scaler=scaler,
         replan="off",
         race="off",
         process_group=replicas,
@@ -91,7 +90,7 @@ def average_replicas(
         site = Site.of(ranks, cluster, shards.device, beside)
         ranks.share(part for part in shards.values(model) if part.numel())
         seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
-    job = HookJob(Start(shards.wrapped, site, options, seed), None, scaler)
+    job = HookJob(Start(shards.wrapped, site, options, seed), None)
     feed = ShardFeed(shards.modules, shards.stand_ins, job)
     if ranks.world_size > 1:
         feed.install()

@@ -21,6 +21,7 @@ from fxcomp.capture.step_capture import StepCapture, capture_first, facts_to_agr
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.options import StepOptions
@@ -147,6 +148,8 @@ def _captured(
     """Capture the step on every rank, and make sure that all ranks have captured the same."""
 
     def captured() -> tuple[Training, Captured]:
+        if not callable(loss_fn):  # pyright: ignore[reportUnnecessaryComparison]
+            raise BadOption(f"loss_fn is called with the model and a batch; it is a {type(loss_fn).__name__}")
         batch_type(batch)  # refuses what no batch may hold
         training = Training.of(
             model,

@@ -28,7 +28,7 @@ from fxcomp.frontends.hook_start import SCALE
 from fxcomp.frontends.scatter_job import ScatterJob
 from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
-from fxcomp.options import StepOptions, check_is_scaler
+from fxcomp.options import StepOptions
 from fxcomp.plan.check_feedback import check_needs_no_optimizer
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.given import is_path
@@ -64,8 +64,6 @@ def compress_reduce_scatter(
     Raises UnsupportedFeature, UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where ranks have other models.
     """
     check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
-    if scaler is not None:
-        check_is_scaler(scaler)
     options = StepOptions.checked(
         mode=mode,
         plan=plan,
@@ -74,6 +72,7 @@ def compress_reduce_scatter(
         cluster=cluster,
         costs=costs,
         error_feedback=error_feedback,
+        scaler=scaler,
         replan="off",
         race="off",
     )
@@ -84,7 +83,7 @@ def compress_reduce_scatter(
         ranks.check_same("comparing models", facts | options.facts())
         site = Site.of(ranks, cluster, modules[0].module.device)
         told = _told(options, modules, ranks)
-    job = ScatterJob(site, modules, Scattering(options, modules, told), error_feedback, scaler)
+    job = ScatterJob(site, modules, Scattering(options, modules, told))
     if ranks.world_size > 1:
         job.install()
     return ShardScatter(job, has_plan=told is not None)

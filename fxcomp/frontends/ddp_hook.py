@@ -28,7 +28,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
 from fxcomp.frontends.hook_start import meet
-from fxcomp.options import StepOptions, check_is_scaler
+from fxcomp.options import StepOptions
 from fxcomp.plan.check_feedback import check_needs_no_optimizer
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
@@ -55,8 +55,6 @@ def ddp_hook(
     what is left out follows its scale. Raises BadOption and BadPlan.
     """
     check_needs_no_optimizer(error_feedback, "which DistributedDataParallel leaves yours")
-    if scaler is not None:
-        check_is_scaler(scaler)
     options = StepOptions.checked(
         mode=mode,
         plan=plan,
@@ -65,10 +63,11 @@ def ddp_hook(
         cluster=cluster,
         costs=costs,
         error_feedback=error_feedback,
+        scaler=scaler,
         replan="off",
         race="off",
     )
-    return DdpHook(options, scaler)
+    return DdpHook(options)
 
 
 class DdpHook:
@@ -79,9 +78,9 @@ class DdpHook:
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("state", "bucket")]
     )
 
-    def __init__(self, options: StepOptions, scaler: torch.amp.GradScaler | None = None):
+    def __init__(self, options: StepOptions):
         self.__name__ = self.__qualname__ = "fxcomp.ddp_hook"  # torch logs them
-        self._options, self._scaler = options, scaler
+        self._options = options
         self._job: HookJob | None = None
         self._is_alone = False
         """The wrapper averages over this rank alone."""
@@ -97,7 +96,7 @@ class DdpHook:
             if start.site.ranks.world_size == 1:
                 self._is_alone = True
                 return delivered(bucket.buffer())
-            self._job = HookJob(start, self._given, self._scaler)
+            self._job = HookJob(start, self._given)
             self._given = None
         return self._job.take(bucket)
 

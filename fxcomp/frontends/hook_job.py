@@ -96,8 +96,9 @@ CLOSED = (
 class HookJob:
     """The plan of one model, the state of its error feedback, and the backward pass under way."""
 
-    def __init__(self, start: Start, given: Given, scaler: torch.amp.GradScaler | None = None):
-        self._start, self._site, self._given, self._scaler = start, start.site, given, scaler
+    def __init__(self, start: Start, given: Given):
+        self._start, self._site, self._given = start, start.site, given
+        self._scaler = start.options.scaler
         self._lockstep = Lockstep(self._site.ranks, CLOSED)
         self._runtime = Runtime(self._site.transport, self._site.device)
         self._compiler = Compiler(self._site.cluster, self._site.rank, start.options.feedback, skip_nonfinite=True)

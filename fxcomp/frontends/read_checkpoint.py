@@ -27,6 +27,8 @@ def read_checkpoint(
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 
+    if not isinstance(folder, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadState(f"read_checkpoint takes the path of a folder; it is a {type(folder).__name__}")
     if not (Path(folder) / ".metadata").is_file():
         raise BadState(
             f"{str(folder)!r} holds no whole checkpoint: its .metadata, which is written last, is not there.\n"

@@ -27,7 +27,6 @@ from fxcomp.frontends.hook_start import ReadyTimes
 from fxcomp.frontends.hook_trial import Trial, said
 from fxcomp.frontends.scatter_plan import Scattering, needs_trial
 from fxcomp.frontends.scattered_modules import ScatteredModule
-from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.moves import Move
@@ -68,10 +67,8 @@ CLOSED = (
 class ScatterJob:
     """The plan of one model, what its modules owe, and the backward pass under way."""
 
-    def __init__(
-        self, site: Site, modules: Sequence[ScatteredModule], plan: Scattering, feedback: ErrorFeedback, scaler: Any
-    ) -> None:
-        self.site, self.modules, self.plan, self._feedback, self._scaler = site, modules, plan, feedback, scaler
+    def __init__(self, site: Site, modules: Sequence[ScatteredModule], plan: Scattering) -> None:
+        self.site, self.modules, self.plan, self._scaler = site, modules, plan, plan.options.scaler
         self._lockstep = Lockstep(site.ranks, CLOSED)
         self._runtime = Runtime(site.transport, site.device)
         self._dense = [module.module.own_scatter for module in modules]
@@ -161,7 +158,8 @@ class ScatterJob:
         compressor = self.plan.compressor(number)
         assert compressor is not None, "its gradients are compressed"
         compressor = compressor.bound_to([(size,) for size in module.segments], ranks)
-        residual = self._fresh_residual(number, given.device) if self._feedback.surrounds(compressor) else None
+        feeds_back = self.plan.options.feedback.surrounds(compressor)
+        residual = self._fresh_residual(number, given.device) if feeds_back else None
         values, size = given.float(), compressor.payload_elements(module.segments)
         if residual is None and (owed := self._owed(number)) is not None:  # of another plan
             values = values + owed

@@ -29,7 +29,7 @@ class Scattering:
     """What modules follow: a plan that was given, or dense until one is chosen."""
 
     def __init__(self, options: StepOptions, modules: Sequence[ScatteredModule], given: Plan | None) -> None:
-        self._options, self._modules = options, modules
+        self.options, self._modules = options, modules
         self.plan = given
         self.choice: ScatterChoice | None = None
         """The arithmetic behind a plan; None for one that was given."""
@@ -46,7 +46,7 @@ class Scattering:
     def keeps_something(self) -> bool:
         """Something is left out, and fed back."""
         found = (each for each in self._compressors.values() if each is not None)
-        return any(map(self._options.feedback.surrounds, found))
+        return any(map(self.options.feedback.surrounds, found))
 
     def follow(self, plan: Plan) -> None:
         """Follow a plan whose buckets are the modules."""
@@ -64,7 +64,7 @@ class Scattering:
 
     def decide(self, site: Site, order: Sequence[int], layout: Layout, compute_us: Sequence[float]) -> None:
         """Choose for modules that are ready in this order, after so much compute each; every rank calls it."""
-        ranks, options = site.ranks, self._options
+        ranks, options = site.ranks, self.options
         facts = {f"the gradients that are ready as number {k}": bucket.facts for k, bucket in enumerate(layout)}
         ranks.check_same("comparing modules", facts)
         everyone = site.gather_numbers("ready times", compute_us)
@@ -97,11 +97,11 @@ class Scattering:
         called = [names.get(frozenset(bucket.names), "") or "the outermost" for bucket in self.plan.buckets]
         kept = sum(self._modules[k].elements for k, each in self._compressors.items() if self._is_fed_back(each))
         notes = (*self.notes, *site.ranks.notes)
-        mode = self._options.mode.value
+        mode = self.options.mode.value
         return ScatterFacts(self.plan, called, self.choice, site.cluster, mode, 4 * kept, notes, measured_ms)
 
     def _is_fed_back(self, compressor: Compressor | None) -> bool:
-        return compressor is not None and self._options.feedback.surrounds(compressor)
+        return compressor is not None and self.options.feedback.surrounds(compressor)
 
 
 def needs_trial(choice: ScatterChoice | None) -> bool:

@@ -69,6 +69,17 @@ def other_clipping(_: Path) -> None:
     compile_here(mlp(), max_grad_norm=1.0 if is_odd() else None)
 
 
+def no_loss_on_one(_: Path) -> None:
+    compile_here(mlp(), loss=None if is_odd() else cross_entropy)
+
+
+def hook_scaled_on_one(_: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu") if is_odd() else None
+    model = nn.parallel.DistributedDataParallel(mlp())
+    model.register_comm_hook(None, fxcomp.ddp_hook(plan="int8", scaler=scaler))
+    cross_entropy(model, JOBS["mlp"].batch(0, dist.get_rank())).backward()
+
+
 def capture_fails_on_one(_: Path) -> None:
     compile_here(mlp(), loss=raising_loss if is_odd() else cross_entropy)
 
@@ -192,6 +203,8 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
     ),
     other_optimizers: ("ModelsDiffer ModelsDiffer", "different steps"),
     other_clipping: ("ModelsDiffer ModelsDiffer", "max_grad_norm is 1.0 on rank 1 and None on rank 0"),
+    no_loss_on_one: ("PeerFailed BadOption", "loss_fn is called with the model and a batch; it is a NoneType"),
+    hook_scaled_on_one: ("ModelsDiffer ModelsDiffer", "a scaler is True on rank 1 and False on rank 0"),
     capture_fails_on_one: (
         "PeerFailed CaptureFailed",
         r"rank 1 failed in capturing the step: CaptureFailed.*KeyError|KeyError: 'labels'",

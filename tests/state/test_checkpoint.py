@@ -115,6 +115,8 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path: Path):
     dcp.save({"model": {"a": torch.ones(2)}, "fxcomp": tensors(trained("int4"))[0]}, checkpoint_id=tmp_path)
     with pytest.raises(BadState, match=r"no state of a step under 'step'; it holds 'fxcomp', 'model'\.\n  Save"):
         read_checkpoint(tmp_path)
+    with pytest.raises(BadState, match="takes the path of a folder; it is a int"):
+        read_checkpoint(3)  # type: ignore[arg-type]
     assert states_of(read_checkpoint(tmp_path, "fxcomp"))[0]["rank"] == 0
     assert read_checkpoint(tmp_path, "fxcomp", rank=1, ranks=2) == {}
 
