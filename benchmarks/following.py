@@ -106,8 +106,8 @@ def trained(job: str, follows: bool, arguments: argparse.Namespace) -> dict[str,
     owed_apart: list[float] = []
     see, switch, act = Runtime.see, PlanInForce.switch, Adaptation.act
 
-    def seen(self: Runtime, parameters: Any, values: Any, starts: Any = ()) -> None:
-        see(self, parameters, values, starts)
+    def seen(self: Runtime, parameters: Any, values: Any, starts: Any = (), *factor: Any) -> None:
+        see(self, parameters, values, starts, *factor)
         for name, value, start in zip(parameters, values, starts or [0] * len(values), strict=True):
             flat = gradients.setdefault(name, torch.zeros(names[name].numel()))
             flat[start : start + value.numel()] = value.flatten()

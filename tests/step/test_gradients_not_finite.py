@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,30 +61,23 @@ def check(ranks: list[dict[str, Found]], seed: int) -> None:
             assert each.loss < 5, name
 
 
-def a_seed() -> int:
-    """Draw another seed each time, and print it."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    return seed
-
-
 def test_one_element_that_is_not_finite_leaves_the_step_out_on_all_ranks_and_nothing_changes():
     jobs = {name: {"plan": PLANS[name]} for name in ("in two shots", "topk")}
     check(run_ranks(2, trained, FAST, 14, jobs), 14)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_under_every_kind_of_plan_one_element_leaves_the_step_out(ranks: int):
-    seed, jobs = a_seed(), {name: {"plan": plan} for name, plan in PLANS.items()}
+@pytest.mark.parametrize(("ranks", "seed", "names"), [(2, 21, tuple(PLANS)), (3, 22, ("in two shots", "powersgd"))])
+def test_under_every_kind_of_plan_one_element_leaves_the_step_out(ranks: int, seed: int, names: Sequence[str]):
+    jobs = {name: {"plan": PLANS[name]} for name in names}
     check(run_ranks(ranks, trained, LONG, seed, jobs, timeout_s=1200), seed)
 
 
 @pytest.mark.slow
 def test_a_fault_in_one_shard_leaves_the_step_out_on_all_hosts():
     where = Cluster.parse("2x2, inter 10mbit@20us, intra 100gbit")
-    seed, jobs = a_seed(), {name: {"plan": plan, "cluster": where} for name, plan in BY_LEVEL.items()}
-    check(run_ranks(4, trained, LONG, seed, jobs, timeout_s=1200), seed)
+    jobs = {name: {"plan": plan, "cluster": where} for name, plan in BY_LEVEL.items()}
+    check(run_ranks(4, trained, LONG, 23, jobs, timeout_s=1200), 23)
 
 
 VELOCITY = ErrorFeedback(momentum=0.9)
@@ -101,5 +93,4 @@ WITH = {
 
 @pytest.mark.slow
 def test_one_element_leaves_the_step_out_whatever_else_the_step_does():
-    seed = a_seed()
-    check(run_ranks(2, trained, LONG, seed, WITH, timeout_s=1200), seed)
+    check(run_ranks(2, trained, LONG, 24, WITH, timeout_s=1200), 24)

@@ -77,10 +77,11 @@ def test_what_was_applied_and_what_is_owed_are_all_gradients_whatever_the_scale_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_over_many_steps_nothing_that_is_owed_is_lost_under_any_plan(ranks: int):
-    found = run_ranks(ranks, kept_books, OWING, 300, 5, timeout_s=1200)
-    for name in OWING:
+@pytest.mark.parametrize(("ranks", "names"), [(2, tuple(OWING)), (3, ("in two shots", "powersgd"))])
+def test_over_many_steps_nothing_that_is_owed_is_lost_under_any_plan(ranks: int, names: Sequence[str]):
+    """The scale may grow every fourth step, and falls where a step is left out."""
+    found = run_ranks(ranks, kept_books, {name: OWING[name] for name in names}, 120, 5, timeout_s=1200)
+    for name in names:
         check([each[name] for each in found], 5)
 
 
