@@ -6,6 +6,9 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
+MANY = 100_000
+"""Objects. Fewer are searched in some milliseconds; counting those that a caller froze may take a hundred."""
+
 
 @contextmanager
 def gc_paused() -> Generator[None]:
@@ -19,7 +22,7 @@ def gc_paused() -> Generator[None]:
         yield
     finally:
         if collected:
-            if not gc.get_freeze_count():  # else the caller's own would thaw
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # else the caller's own would thaw
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, or the next collection would be of all that was made
             gc.enable()

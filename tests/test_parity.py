@@ -1,15 +1,14 @@
 """A compiled step trains as eager PyTorch does: DDP where the plan is dense, and the same bits on every rank always.
 
-Configurations of one rank count share one spawn: ranks run a list of cases and report numbers, which tests then judge.
+Ranks train a case both ways and report numbers, which the test then judges.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -63,8 +62,6 @@ class Numbers:
     last_loss: float = 0.0
     fingerprint: str = ""
     captures: int = 0
-    error: str = ""
-    measured: bool = field(default=False)
 
 
 # Cases
@@ -128,18 +125,7 @@ SLOW = {
 # On the ranks
 
 
-def follow_eager(cases: list[Case]) -> dict[Case, Numbers]:
-    return {case: _attempt(case) for case in cases}
-
-
-def _attempt(case: Case) -> Numbers:
-    try:
-        return _follow(case)
-    except Exception:
-        return Numbers(error=traceback.format_exc())
-
-
-def _follow(case: Case) -> Numbers:
+def follow_eager(case: Case) -> Numbers:
     job, rank, ranks = JOBS[case.job], dist.get_rank(), dist.get_world_size()
     model = job.build()
     reference = copy.deepcopy(model)
@@ -160,7 +146,7 @@ def _follow(case: Case) -> Numbers:
             _advance(schedulers[0])
     fingerprint = replica_fingerprint(model)
     if not case.is_dense:
-        return Numbers(last_loss=losses[-1], fingerprint=fingerprint, captures=len(captures), measured=True)
+        return Numbers(last_loss=losses[-1], fingerprint=fingerprint, captures=len(captures))
 
     ddp = DistributedDataParallel(reference)
     expected: list[float] = []
@@ -184,7 +170,6 @@ def _follow(case: Case) -> Numbers:
         last_loss=losses[-1],
         fingerprint=fingerprint,
         captures=len(captures),
-        measured=True,
     )
 
 
@@ -247,24 +232,6 @@ def _distance(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> float:
 # What must hold
 
 
-@pytest.fixture(scope="module")
-def on_ranks() -> Callable[[int, Case], list[Numbers]]:
-    found: dict[tuple[int, bool], list[dict[Case, Numbers]]] = {}
-
-    def run(ranks: int, case: Case) -> list[Numbers]:
-        key = ranks, case in FAST[ranks]
-        if key not in found:
-            found[key] = []  # not once more for every test, should it fail
-            cases = (FAST if case in FAST[ranks] else SLOW)[ranks]
-            found[key] = run_ranks(ranks, follow_eager, cases, timeout_s=900.0)
-        assert found[key], "the first of these tests says what went wrong"
-        numbers = [rank[case] for rank in found[key]]
-        assert all(n.measured for n in numbers), "\n".join(n.error for n in numbers)
-        return numbers
-
-    return run
-
-
 def cases() -> Any:
     """All cases; those of `SLOW` are marked."""
     return [
@@ -283,8 +250,8 @@ def tolerance_of(ranks: int, case: Case) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "case"), cases())
-def test_ranks_hold_the_same_bits_and_follow_eager_ddp_where_nothing_is_lost(on_ranks: Any, ranks: int, case: Case):
-    found: list[Numbers] = on_ranks(ranks, case)
+def test_ranks_hold_the_same_bits_and_follow_eager_ddp_where_nothing_is_lost(ranks: int, case: Case):
+    found: list[Numbers] = run_ranks(ranks, follow_eager, case)
     assert len({numbers.fingerprint for numbers in found}) == 1
     assert all(math.isfinite(numbers.last_loss) for numbers in found)
     for numbers in found if case.is_dense else ():
