@@ -1,5 +1,6 @@
 """Keep golden texts, which are read as carefully as code, and order and select tests."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Workers steal tests from each other's ends. What a file shares is then made twice, so the dear ones come first.
     items.sort(key=lambda item: not starts_ranks(item))
     if not config.getoption("--slow"):
+        seen: Counter[str] = Counter()
         for item in items:
+            name = item.nodeid.partition("[")[0]
+            one_in = item.get_closest_marker("one_in")
+            if one_in is not None and seen[name] % one_in.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
 

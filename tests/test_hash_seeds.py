@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import workloads
 from graphs import COSTS, TWO_BY_TWO
 from jobs import captured_step
@@ -73,6 +74,7 @@ print(json.dumps(everything()))
 """
 
 
+@pytest.mark.slow
 def test_prices_draws_plans_and_emitted_steps_are_the_same_whatever_the_hash_seed():
     here = Path(__file__).parent
     processes = [

@@ -78,12 +78,12 @@ DENSE_3 = [Case("mlp"), Case("dropout", "adamw")]
 LOSSY_2 = [
     *(Case("mlp", plan=plan) for plan in ("bf16", "int8", "topk(0.01)")),
     Case("conv", "adamw", "int8"),
-    Case("transformer", "adamw", "offload", lengths="changing"),
+    Case("conv", "adamw", "offload"),
     Case("transformer", "adamw", "sign", clip=0.05),
     Case("mlp", plan="auto"),
 ]
 DENSE_4 = [Case("mlp", plan="hierarchical dense")]
-LOSSY_4 = [Case("transformer", "adamw", "hierarchical", lengths="changing")]
+LOSSY_4 = [Case("mlp", plan="hierarchical")]
 FAST = {2: [*DENSE_2, *LOSSY_2], 3: DENSE_3, 4: [*DENSE_4, *LOSSY_4]}
 """By number of ranks."""
 
@@ -105,8 +105,7 @@ SLOW = {
         Case("conv", "adamw", scheduler="step"),
         Case("mlp", "adamw", lengths="changing"),
         *(Case("transformer", plan=plan) for plan in ("bf16", "int8", "sign", "topk(0.01)", "offload")),
-        Case("conv", "adamw", "offload"),
-        Case("transformer", "adamw", "int8", lengths="changing"),
+        *(Case("transformer", "adamw", plan, lengths="changing") for plan in ("int8", "offload")),
         Case("conv", plan="auto"),
     ],
     3: [
@@ -117,7 +116,7 @@ SLOW = {
     4: [
         Case("conv", plan="hierarchical dense"),
         Case("transformer", "adamw", "hierarchical dense", "changing"),
-        Case("mlp", plan="hierarchical"),
+        Case("transformer", "adamw", "hierarchical", lengths="changing"),
     ],
 }
 

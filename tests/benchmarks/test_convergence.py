@@ -6,7 +6,6 @@ The rest of `benchmarks/convergence.py`: larger models, Adam, and error feedback
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,25 +47,8 @@ def dense_loss() -> float:
     return run_trial(Trial("logreg", "sgd", DENSE))[1]
 
 
-def of_both_speeds() -> list[Any]:
-    """All compressors; those that differ little from another one are slow."""
-    return [pytest.param(c, id=str(c), marks=[pytest.mark.slow] if str(c) in LIKE_OTHERS else []) for c in examples()]
-
-
-LIKE_OTHERS = (
-    "fp8_e5m2",
-    "int2",
-    "int2(stochastic=true)",
-    "int4(stochastic=true)",
-    "randomk(0.01, scaled=true)",
-    "shared_int8(stochastic=false)",
-    "sidco_e(0.01)",
-    "sidco_gp(0.01)",
-    "threshold(2.6, 0.01)",
-)
-
-
-@pytest.mark.parametrize("compressor", of_both_speeds())
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("compressor", examples(), ids=str)
 def test_a_compressor_used_as_it_asks_trains_to_its_band(compressor: Compressor, dense_loss: float) -> None:
     trial = Trial("logreg", "sgd", str(compressor), feedback=compressor.needs_error_feedback)
     _, loss, _ = run_trial(trial)
@@ -84,6 +66,7 @@ def test_what_needs_error_feedback_is_lost_without(method: str, dense_loss: floa
     assert run_trial(trial)[1] / dense_loss - 1 in band
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name, (_, bands) in CONTROLS.items() if "logreg" in bands])
 def test_a_planted_mistake_shows_in_the_loss(name: str, dense_loss: float) -> None:
     trial = Trial("logreg", "sgd", name)
@@ -202,6 +185,7 @@ def excess_in_two_shots(pair: str, owner: OwnerResidual, dense: float) -> float:
     return excess
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("pair", "most"),
     [
@@ -215,6 +199,7 @@ def test_two_shots_with_both_residuals_train_to_their_band(pair: str, most: floa
     assert excess_in_two_shots(pair, OwnerResidual.KEPT, dense_distance) < most
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("pair", "owner"),
     [

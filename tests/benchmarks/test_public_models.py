@@ -31,6 +31,7 @@ def trained(family: str, way: str = "") -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral"])
 def test_a_public_model_trains_as_eager(family: str):
     assert trained(family) == ["identical", ""]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressor_cases import COMPRESSORS
 
-from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, kernels
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, PowerSGD, Sidco, Sign, TopK, kernels
 from fxcomp.errors import BadPayload
 from fxcomp.plan.interpret import travels_whole
 from fxcomp.testing import CHECKS
@@ -16,8 +16,10 @@ FIRST_OF_CLASS = {
 }
 """With other parameters, the same code runs."""
 
-ON_MILLIONS = ("int8", "topk", "powersgd")
-"""Of these every fast run tries kernels on millions of values: one of each kind."""
+ONE_OF_EACH_KIND = {
+    FIRST_OF_CLASS[parts] for parts in ((Int8, False), (TopK, False), (PowerSGD, False), (Sidco, False))
+}
+"""Of these every fast run tries kernels on many values."""
 
 LONG_CHECKS = (
     "kernels_give_the_bits_of_the_reference",
@@ -28,9 +30,7 @@ LONG_CHECKS = (
 
 
 def is_slow(compressor: Compressor, check: str) -> bool:
-    if "million" in check and compressor.name not in ON_MILLIONS:
-        return True
-    return check in LONG_CHECKS and compressor not in FIRST_OF_CLASS.values()
+    return check in LONG_CHECKS and compressor not in ONE_OF_EACH_KIND
 
 
 def cases() -> list[Any]:

@@ -193,6 +193,7 @@ def test_a_damaged_payload_is_refused(text: str, byte: int) -> None:
 # Without asserts
 
 
+@pytest.mark.slow
 @WITH_KERNELS
 def test_asserts_are_not_what_refuses() -> None:
     code = """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
+import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from jobs import JOBS, OPTIMIZERS, cross_entropy
 from ranks import run_ranks
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import MeasuredCollective
@@ -31,8 +31,9 @@ ALL_REDUCE = CollectiveKind.ALL_REDUCE
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def forget() -> None:
+    """Let the next job measure its own step; what compressors cost on this machine stays known."""
+    shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)
 
 
 def with_links(gb_per_s: float) -> CostTable:
@@ -105,9 +106,7 @@ def test_a_step_beside_a_much_slower_network_is_measured():
 
 
 def second_job(_: object = None) -> tuple[int, bool, bool, int]:
-    """Compile the same step three times, at last with an empty cache; return how often it was measured, and what of."""
-    if dist.get_rank() == 0:
-        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    """Compile the same step three times, at last with its file gone; return how often it was measured, and what of."""
     earlier_jobs.NOISE_US = math.inf  # of a small message on a busy machine
     asked: list[int] = []
     measure = measure_job.measure_step
@@ -129,7 +128,7 @@ def second_job(_: object = None) -> tuple[int, bool, bool, int]:
     is_same = all(second.costs.compute[key].us == cost.us for key, cost in first.costs.compute.items())
     says_so = all("by an earlier job (20" in cost.source for cost in second.costs.compute.values())
     if dist.get_rank() == 0:
-        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+        shutil.rmtree(compat.cache_directory() / "jobs")
     compiled()
     return after_two, is_same, says_so, len(asked)
 

@@ -136,6 +136,7 @@ def step(request: pytest.FixtureRequest) -> tuple[str, Captured]:
     return job, captured_step(job, 1.0 if clipped else None)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])
 @pytest.mark.parametrize("name", PLANS)
 def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured], name: str, skip: bool):
@@ -166,6 +167,7 @@ def in_bf16() -> tuple[nn.Module, Captured]:
     return model, capture(Training.of(model, cross_entropy, optimizer), JOBS["mlp"].batch(0))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "momentum"), [*((name, 0.0) for name in PLANS), ("mixed", 0.9), ("hierarchical", 0.9)]
 )
@@ -181,6 +183,7 @@ def test_search_and_graph_agree_on_casts(in_bf16: tuple[nn.Module, Captured], na
     assert program.timeline.step_time_us == pytest.approx(searched, rel=0.01)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_search_and_graph_agree_on_what_a_live_scale_saves(name: str):
     model = JOBS["mlp"].build()
@@ -223,6 +226,7 @@ def test_search_and_graph_agree_where_gradients_are_cut(step: tuple[str, Capture
     assert emitted == pytest.approx(searched, rel=0.01)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])
 @pytest.mark.parametrize("name", ["mixed", "hierarchical", "agreements and states", *list(PLANS)[-6:]])
 def test_search_and_graph_agree_where_each_rank_keeps_its_own_momentum(
@@ -244,6 +248,7 @@ ON_ONE_PROCESSOR = replace(
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Captured], name: str):
     job, captured = step

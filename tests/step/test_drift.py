@@ -133,6 +133,7 @@ def test_compute_that_becomes_slower_is_named_and_put_right():
         assert measured == pytest.approx(predicted)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("jitter", [0.0, 0.05])
 def test_with_nothing_wrong_nothing_is_said(jitter: float):
     found = same(run_ranks(2, train, table(0.2), {}, 6 * JUDGED, AUTO, True, jitter))
@@ -199,6 +200,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
     return worst, owed, step.notes[1]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("commits", [False, True], ids=["", "a step is left out"])
 @pytest.mark.parametrize(
     ("ranks", "mode", "gbit", "factor", "owes"),

@@ -173,6 +173,7 @@ def simulate(names: list[str | None], device: Device, options: dict[str, int]) -
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("ranks", "names", "device", "options"),
     [
@@ -341,6 +342,7 @@ def mean_of(step: fxcomp.CompiledStep, what: str) -> Tensor:
     return flat
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("ranks", "names", "others", "cluster"),
     [

@@ -181,6 +181,7 @@ def trained(gbit: float, factor: float, options: dict[str, Any], steps: int = LO
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("gbit", "factor"), [(1.5, 0.5), (0.8, 1.0), (0.8, 2.0)], ids=["dear", "right", "cheap"])
 def test_the_race_ends_on_the_measured_best_whatever_the_table_says_of_compression(gbit: float, factor: float):
     """The table's compression is twice too dear, right, or twice too cheap."""
@@ -272,6 +273,7 @@ def drifted(replan: str, unexplained: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("replan", "unexplained", "stays_dense"),
     [("auto", 1.0, False), ("auto", 100.0, True), ("offer", 1.0, False)],
@@ -364,6 +366,7 @@ def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict
         }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("ranks", "cluster", "feedback"),
     [

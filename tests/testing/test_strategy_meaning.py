@@ -100,7 +100,8 @@ def is_sum(step: Step) -> bool:
     return isinstance(step, Collective) and step.kind.sums
 
 
-@pytest.mark.parametrize(("shape", "turn"), [("2x1", 0), ("2x2", 1), ("2x2", 2), ("1x2", 0), ("4x1", 1), ("1x4", 2)])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("shape", "turn"), [("2x2", 1), ("2x1", 0), ("1x2", 0), ("4x1", 1), ("2x2", 2), ("1x4", 2)])
 def test_every_published_path_keeps_to_its_meaning(shape: str, turn: int):
     """Compressors take turns, as the network is the same for all."""
     for number, choices in enumerate(zip(*map(published, COMPRESSORS), strict=True)):
@@ -115,6 +116,7 @@ def test_every_published_path_keeps_to_its_meaning_with_each_compressor(shape: s
         check(strategy, SHAPES, cluster(shape))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compressor", ["int4(block=16)", "topk(0.05)"])
 @pytest.mark.parametrize("shape", ["3x1", "2x3", "3x2", "2x2x2"])
 def test_published_paths_keep_to_their_meaning_on_more_ranks(shape: str, compressor: str):
