@@ -37,5 +37,6 @@ def test_a_public_model_trains_as_eager(family: str):
     assert trained(family) == ["identical", ""]
 
 
+@pytest.mark.slow
 def test_the_librarys_switch_for_checkpointing_is_followed_with_dropout():
     assert trained("gpt2", "checkpoints") == ["identical", ""]

@@ -140,6 +140,7 @@ def test_demo_gets_its_options(monkeypatch: pytest.MonkeyPatch):
     assert heard == {"inter": "loopback", "steps": None, "as_json": False}
 
 
+@pytest.mark.slow
 def test_a_pipe_that_closes_early_and_a_terminal_without_unicode_are_no_error():
     shown = f"{sys.executable} -m fxcomp explain {EXAMPLE} --inter 10mbit --step-ms 5"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}

@@ -102,6 +102,7 @@ def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
     assert answer.timeline.step_time_us >= answer.choice.step_us
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", [str(example) for example in examples()])
 def test_any_compressor_may_be_asked_about(text: str, job: Job):
     """On assumed costs here, which is quick; machine_costs measures every one in test_cost_measure.py."""

@@ -176,6 +176,7 @@ def test_dense_gradients_of_every_type_are_bitwise_those_of_ddp_on_two_ranks(on_
     assert [one.apart for each in on_two[: len(UNCOMPRESSED)] for one in each] == [0.0, 0.0] * len(UNCOMPRESSED)
 
 
+@pytest.mark.slow
 def test_on_four_ranks_sums_are_rounded_in_another_order(on_four: list[list[Trained]]):
     assert max(one.apart for each in on_four[: len(IN_ANOTHER_ORDER)] for one in each) < 0.02
 
@@ -198,6 +199,7 @@ def test_compressed_gradients_train(on_two: list[list[Trained]]):
     assert_trains(SENT[1], on_two[len(UNCOMPRESSED) + 1])
 
 
+@pytest.mark.slow
 def test_dense_hops_around_a_compressor_travel_in_the_gradients_type(on_four: list[list[Trained]]):
     found = on_four[-len(AROUND) :]
     assert found[0][0].sent["reduce_scatter", "intra"] == DENSE_BYTES

@@ -165,6 +165,7 @@ def follow(case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     [(ranks, plan) for ranks, cases in CASES.items() for plan in dict.fromkeys(c.plan for c in cases)],
