@@ -143,6 +143,7 @@ def check(everyone: list[dict[Case, Numbers]], case: Case) -> list[Numbers]:
     return numbers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("text", "places"),
     [

@@ -46,6 +46,7 @@ def joined(plan: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"steps": new.steps, "parameters": replica_fingerprint(new.training.model)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", [*SHARED, "int8(stochastic=true)"])
 def test_a_rank_without_a_state_joins_the_others(plan: str) -> None:
     first, *others = run_ranks(3, joined, plan, {})

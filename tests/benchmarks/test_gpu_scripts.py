@@ -20,6 +20,7 @@ def distances() -> dict[str, tuple[bool, str]]:
     return {plan: sharded_distance(plan, torch.device("cpu"), 3) for plan in SHARDED}
 
 
+@pytest.mark.slow
 def test_a_sharded_model_trains_as_natively():
     for found in run_ranks(2, distances):
         assert all(is_right for is_right, _ in found.values()), found

@@ -29,6 +29,7 @@ def train(kind: Any, options: dict[str, Any], **more: Any) -> tuple[list[Tensor]
     return [p.detach().clone() for p in parameters], copy.deepcopy(optimizer.state_dict()["state"]), step
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("more", [{"verify_every": 1}, {"verify_every": "never", "max_grad_value": 0.01}])
 @pytest.mark.parametrize(
     ("kind", "options"),

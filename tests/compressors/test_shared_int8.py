@@ -59,6 +59,7 @@ def _exchange(
     return out, total
 
 
+@pytest.mark.one_in(3)
 @WITH_KERNELS
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("stochastic", [True, False])

@@ -108,6 +108,7 @@ def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
         return [failed, planned()], stays, step.plan.digest
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("what", "when"),
     [

@@ -76,6 +76,7 @@ def dense(strategies: list[Strategy], cluster: Any) -> tuple[float, str]:
     return distance, replica_fingerprint(step.training.model)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("ranks", "strategies", "cluster"),
     [

@@ -209,6 +209,7 @@ def test_without_a_race_the_predicted_plan_is_followed():
     assert not found["notes"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "first"),
     [

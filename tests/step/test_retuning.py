@@ -110,6 +110,7 @@ TOPK = ["topk(0.05)", "topk(0.2)", "topk(0.01)"]
 RANKS = ["powersgd(2)", "powersgd(4)", "powersgd(1)"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("ranks", "texts", "compressors"),
     [
