@@ -57,6 +57,7 @@ def test_a_compressor_used_as_it_asks_trains_to_its_band(compressor: Compressor,
     assert band is None or loss / dense_loss - 1 in band
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["sign", "topk(0.01)"])
 def test_what_needs_error_feedback_is_lost_without(method: str, dense_loss: float) -> None:
     trial = Trial("logreg", "sgd", method, feedback=False)
@@ -75,6 +76,7 @@ def test_a_planted_mistake_shows_in_the_loss(name: str, dense_loss: float) -> No
     assert run_trial(trial)[1] / dense_loss - 1 in band
 
 
+@pytest.mark.slow
 def test_momentum_correction_wins_where_little_is_sent_and_changes_nothing_where_nothing_is_lost(
     dense_loss: float,
 ) -> None:
@@ -107,6 +109,7 @@ def bowl(size: int) -> Task:
     return Task("bowl", ((size,),), torch.zeros(size), 400, {"sgd": 0.01}, gradients, loss)
 
 
+@pytest.mark.slow
 def test_places_cut_to_16_bits_show_above_65536_values_only() -> None:
     right: Callable[[Task], Exchange] = lambda task: compressed(  # noqa: E731
         TopK(0.01), task.shapes, task.workers, feedback=True

@@ -112,6 +112,7 @@ def test_a_rank_that_raises_ends_the_others_and_the_hosts(script):
     assert held_namespaces() == set()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_finish_is_ended(script):
     pids: list[int] = []
     with pytest.raises(RankFailed, match=r"rank 0 did not finish within 5 s"):
@@ -145,6 +146,7 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(script):
     assert not is_running(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shaping")
 def test_namespaces_end_with_a_process_that_is_killed():
     kills_itself = """

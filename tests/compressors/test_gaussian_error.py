@@ -85,6 +85,7 @@ print(errors())
 """
 
 
+@pytest.mark.slow
 def test_every_processor_and_any_number_of_threads_finds_the_same_bits() -> None:
     """With and without vector instructions."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}

@@ -90,6 +90,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_namespaces_of_one_machine_are_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reason = shaped_hosts.why_not()
     if reason is not None:
