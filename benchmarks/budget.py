@@ -113,7 +113,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.model = arguments.model or list(BUDGET_TASKS)
     if arguments.timelines:
-        found = json.loads(arguments.timelines.read_text())
+        try:
+            found = json.loads(arguments.timelines.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--timelines takes a file that an earlier run wrote by --json: {error}")
         arguments.timelines = [Priced(**each) for each in (found["timelines"] if isinstance(found, dict) else found)]
     return arguments
 

@@ -147,15 +147,12 @@ def check(everyone: list[dict[Case, Numbers]], case: Case) -> list[Numbers]:
 @pytest.mark.parametrize(
     ("text", "places"),
     [
-        *((text, ("gpu", "cpu")) for text in COMPRESSORS if text not in REST),
-        *((text, ("gpu",)) for text in REST),
-        *(pytest.param(text, ("gpu", "cpu"), marks=pytest.mark.slow) for text in REST),
+        *((text, ("gpu", "cpu")) for text in COMPRESSORS),
         *((text, ("uniform",)) for text in ("int8", "powersgd(2)")),
     ],
     ids=str,
 )
 def test_all_ranks_hold_the_same_bits_wherever_it_runs_and_send_what_is_declared(text: str, places: tuple[str, ...]):
-    """The pool treats compressors of one kind alike."""
     cases = [(text, place) for place in places]
     everyone = run_ranks(2, train_all, cases)
     found = [numbers for case in cases for numbers in check(everyone, case)]
