@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -28,26 +29,38 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
 
 
 def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any] | None:
-    """Compile a whole region; None for one that has both kinds of random operators, and stays as it is.
+    """Compile a whole region; None for one with both kinds of random operators, or without work.
 
     A random fill of fresh memory runs before the region, unchanged: Inductor would replace it by an operator that fills
-    memory in another order. Other random operators keep their order inside.
+    memory in another order. Other random operators keep their order inside. What a region takes from a line's list of
+    tensors is taken before it, too.
     """
-    draws = [node for node in region.nodes if compat.is_random(node.target)]
+    draws = [node for node in region.nodes if compat.draws(node)]
     fills = [node for node in draws if _fills_fresh_memory(node)]
     if fills and len(fills) < len(draws):
         return None
-    inner = _without(region, fills)
+    taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
+    inner = _without(region, fills, taken)
+    if not inner.nodes:
+        return None
     module = region_module(gm, inner)
     fakes = [node.meta["val"] for node in inner.inputs]
     compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
-    wanted = [region.inputs.index(node) for node in inner.inputs if node not in fills]
+    place = {node: number for number, node in enumerate(region.inputs)}
+    wanted = [place[node] for node in inner.inputs if node in place]
+    items = [(place[cast("Node", node.args[0])], cast("int", node.args[1])) for node in taken]
 
     def run(*inputs: Any) -> Any:
-        results = compiled(*(inputs[place] for place in wanted), *map(_filled, fills))
+        given = [inputs[number] for number in wanted]
+        given += [inputs[number][item] for number, item in items]
+        results = compiled(*given, *map(_filled, fills))
         return results[0] if len(region.outputs) == 1 else results
 
     return run
+
+
+def _is_taken_from_a_list(node: Node, region: Region) -> bool:
+    return node.target is operator.getitem and node.args[0] in region.inputs
 
 
 def _fills_fresh_memory(node: Node) -> bool:
@@ -68,9 +81,9 @@ def _filled(node: Node) -> Any:
     return target(fresh, *node.args[1:], **node.kwargs)
 
 
-def _without(region: Region, fills: Sequence[Node]) -> Region:
-    """Leave the fills out of a region; their results become inputs."""
-    gone = {*fills, *(place for node in fills for place in node.all_input_nodes)}
+def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Region:
+    """Leave the fills, and what is taken from lists, out of a region; their results become inputs."""
+    gone = {*fills, *taken, *(place for node in fills for place in node.all_input_nodes)}
     kept = Region.of(region.name, [node for node in region.nodes if node not in gone])
     inputs = [node for node in kept.inputs if node not in gone]
-    return Region(region.name, kept.nodes, (*inputs, *fills), region.outputs)
+    return Region(region.name, kept.nodes, (*inputs, *taken, *fills), region.outputs)

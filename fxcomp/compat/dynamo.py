@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,8 +132,12 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     patches: dict[str, Any] = {"fallback_random": True}
     if keeps_order:
         patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    given: dict[str, Any] = {"options": {"config_patches": patches}}
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
     with torch.no_grad():
-        return compile_graph(
-            module, list(fakes), dynamic_shapes="from_example_inputs", options={"config_patches": patches}
-        )
+        if mode is None:
+            return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs", **given)
+        # In a mode of its own Inductor would take two sizes for one where they were equal while tracing.
+        with tracing(TracingContext(mode)):
+            return compile_graph(module, list(fakes), dynamic_shapes="from_tracing_context", **given)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from fxcomp.graph.edit import gradients, is_collective, with_parts
 from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.graph.ops import WAIT
+from fxcomp.graph.regions import regions
 from fxcomp.graph.work import is_sequence
 
 
@@ -27,7 +28,10 @@ def check(gm: GraphModule) -> list[Violation]:
     labelled = [node for node in gm.graph.nodes if has_info(node)]
     if len(labelled) < len(gm.graph.nodes):
         return []  # not labelled yet: nothing can be said
-    return [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
+    found = [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
+    if any(info(node).stream is None for node in labelled):
+        return found  # nothing runs it yet
+    return [*found, *_torn_apart(gm)]
 
 
 def _unawaited(gm: GraphModule) -> list[Violation]:
@@ -91,6 +95,15 @@ def _early_updates(gm: GraphModule) -> list[Violation]:
         if updated and info(node).role in _BEFORE_UPDATES and node.op == "call_function":
             found.append(Violation(node.name, "computes with parameters that have been updated already"))
     return found
+
+
+def _torn_apart(gm: GraphModule) -> list[Violation]:
+    """No region hands on several results as one: a region that is compiled returns tensors and numbers."""
+    torn = [(region, node) for region in regions(gm) for node in region.outputs if is_sequence(node.meta.get("val"))]
+    return [
+        Violation(node.name, f"its results are taken apart outside of {region.name}, which makes them")
+        for region, node in torn
+    ]
 
 
 _BEFORE_UPDATES = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE, Role.GRADIENT, Role.PART)

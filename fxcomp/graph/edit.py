@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -86,6 +87,21 @@ def with_parts(gradient: Node) -> Iterator[Node]:
     for user in gradient.users:
         if has_info(user) and info(user).role is Role.PART:
             yield from with_parts(user)
+
+
+def result_of(node: Node) -> Node | None:
+    """Find the operator that a node is one of several results of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, Node) else None
+
+
+def last_result(node: Node) -> Node:
+    """Find the node after which whatever a node is one of several results of is taken apart."""
+    source = result_of(node) or node
+    results = [user for user in source.users if result_of(user) is source]
+    while node.next in results:
+        node = node.next
+    return node
 
 
 def is_collective(node: Node) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.buffers import last_writes
-from fxcomp.graph.edit import call
+from fxcomp.graph.edit import call, last_result
 from fxcomp.graph.info import NodeInfo, Role, Sharing, info
 from fxcomp.graph.ops import BROADCAST, PACK, WAIT
 from fxcomp.runtime.packing import packed_sizes
@@ -55,7 +55,7 @@ def _place(gm: GraphModule, shared: list[Node]) -> Node:
     after += [node for node in order if node.op in ("placeholder", "get_attr")]
     if info(shared[0]).sharing is Sharing.LATE:
         after += [node for node in order if info(node).role in _BODY]
-    return max(after, key=order.__getitem__)
+    return last_result(max(after, key=order.__getitem__))
 
 
 def _broadcast(gm: GraphModule, known: dict[Node, Node], after: Node) -> None:

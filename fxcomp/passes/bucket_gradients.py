@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp.errors import UnsynchronizedGradient
-from fxcomp.graph.edit import call, collective_of, gradients, wait_of
+from fxcomp.graph.edit import call, collective_of, gradients, last_result, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
 from fxcomp.plan.element_type import ElementType
@@ -93,7 +93,7 @@ def _cut(graph: Graph, name: str, local: Node, extents: Sequence[range]) -> dict
     """Take parts of a gradient: rows where a part is whole rows, else elements of the flat gradient."""
     shape = local.meta["val"].shape
     found: dict[int, Node] = {}
-    last, flat = local, None
+    last, flat = last_result(local), None
     for extent in extents:
         label = NodeInfo(Role.PART, name, start=extent.start)
         shaped = part_shape(shape, extent)
@@ -118,7 +118,7 @@ def _gather_bucket(
     members = [found[name] for name in bucket.names]
     own = [gradient.parts[start] for gradient, start in zip(members, bucket.starts, strict=True)]
 
-    with graph.inserting_after(max(members, key=lambda gradient: order[gradient.local]).last):
+    with graph.inserting_after(last_result(max(members, key=lambda gradient: order[gradient.local]).last)):
         pack = call(graph, PACK, (own, 1.0), NodeInfo(Role.PACK, bucket=number), name=f"pack_{number}")
     with graph.inserting_after(pack):
         label = NodeInfo(Role.COLLECTIVE, bucket=number)

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp.errors import UnsupportedFeature
-from fxcomp.graph.edit import call, collective_of, gradients, wait_of
+from fxcomp.graph.edit import call, collective_of, gradients, last_result, result_of, wait_of
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
 
@@ -28,23 +28,27 @@ WORLD = "world"
 def canonicalize_sync(gm: GraphModule, world_size: int) -> GraphModule:
     if world_size == 1:
         return gm
+    behind: dict[Node, Node] = {}  # all results of an operator come before the collective of one of them
     for name, gradient in gradients(gm).items():
         reduction = collective_of(gradient)
         if reduction is None:
-            _insert_mean(gm, gradient, name)
+            source = result_of(gradient) or gradient
+            behind[source] = _insert_mean(gm, gradient, name, behind.get(source) or last_result(gradient))
         else:
             _adopt(gm, reduction, name, world_size)
     return gm
 
 
-def _insert_mean(gm: GraphModule, gradient: Node, name: str) -> None:
+def _insert_mean(gm: GraphModule, gradient: Node, name: str, after: Node) -> Node:
+    """Insert a collective and the wait for it, which it returns."""
     users, value = list(gradient.users), gradient.meta["val"]
-    with gm.graph.inserting_after(gradient):
+    with gm.graph.inserting_after(after):
         reduction = call(gm.graph, ALL_REDUCE, (gradient, "avg", WORLD), NodeInfo(Role.COLLECTIVE, name), value=value)
     with gm.graph.inserting_after(reduction):
         wait = call(gm.graph, WAIT, (reduction,), NodeInfo(Role.WAIT, name), value=value)
     for user in users:
         user.replace_input_with(gradient, wait)
+    return wait
 
 
 def _adopt(gm: GraphModule, reduction: Node, name: str, world_size: int) -> None:

@@ -22,10 +22,11 @@ Updates write parameters in place and come after all compute that reads them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch.fx import GraphModule, Node
 
+from fxcomp.graph.edit import result_of
 from fxcomp.graph.info import Role, Sharing, info
 from fxcomp.graph.ops import CAST, H2D
 from fxcomp.plan.plan import Plan
@@ -42,7 +43,7 @@ _BODY = (Role.COMPUTE, Role.COUNT, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE
 def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
     nodes = list(gm.graph.nodes)
     inputs = [n for n in nodes if n.op in ("placeholder", "get_attr")]
-    body = [n for n in nodes if _is_body(n)]
+    body = _with_results([n for n in nodes if _is_body(n)])
     order = [*inputs, *_launch_during(body, nodes, plan)]
     commits = [n for n in nodes if info(n).role in (Role.COMMIT, Role.ROLL_BACK)]
     placed = {*order, *commits}
@@ -78,6 +79,28 @@ def _is_body(node: Node) -> bool:
     return label.role in _BODY or (label.bucket is None and label.role in (Role.PACK, Role.COLLECTIVE))
 
 
+def _with_results(body: list[Node]) -> list[Node]:
+    """The body, where the results of an operator that has several follow it: no line of a bucket may part them."""
+    inside = set(body)
+    results: dict[Node, list[Node]] = {}
+    for node in body:
+        if (source := result_of(node)) in inside:
+            results.setdefault(source, []).append(node)
+    moved = {node for each in results.values() for node in each}
+    found: list[Node] = []
+    for node in body:
+        if node not in moved:
+            found.append(node)
+            found += _all_results(node, results)
+    return found
+
+
+def _all_results(node: Node, results: Mapping[Node, list[Node]]) -> Iterator[Node]:
+    for each in results.get(node, ()):
+        yield each
+        yield from _all_results(each, results)
+
+
 def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[Node]:
     """The body, with the stages of the buckets behind the regions where the plan starts them."""
     stages: dict[tuple[int, int], list[Node]] = {}
@@ -95,7 +118,10 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
         last = max((place[n] for n in body if info(n).role in _LOCAL and info(n).parameter in names), default=-1)
-        ends.append(max(last + 1, ends[-1]))
+        end = last + 1
+        while end < len(body) and result_of(body[end]) is not None:  # the bucket's last gradient is one of several
+            end += 1
+        ends.append(max(end, ends[-1]))
 
     done = 0
     for launch in plan.schedule():

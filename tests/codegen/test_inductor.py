@@ -1,15 +1,22 @@
 """Inductor may compile regions; what they compute stays the same, and what they draw."""
 
+import operator
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from jobs import cross_entropy
+from jobs import captured_step, cross_entropy
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.codegen import program
+from fxcomp.codegen.inductor import compile_with_inductor
+from fxcomp.graph.edit import call
+from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.regions import Region
 
 
 class Attending(nn.Module):
@@ -76,3 +83,36 @@ def test_sums_are_written_by_inductor_too(monkeypatch: pytest.MonkeyPatch):
     assert compiled_losses == pytest.approx(losses, rel=1e-5)
     for parameter, other in zip(compiled_parameters, parameters, strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-6)
+
+
+def test_sizes_that_are_equal_while_tracing_may_differ_later():
+    mode, _ = compat.fake_mode()
+    fake = compat.fake_with_dynamic_dims(mode, torch.zeros(4, 4), frozenset({0, 1}), "x")
+    traced = compat.trace(lambda x: (x * 2,), [fake])
+    double = compat.standalone_compile(traced, [fake], keeps_order=False)
+    for rows, columns in ((4, 4), (3, 7), (7, 3)):
+        value = torch.randn(rows, columns)
+        assert torch.equal(double(value)[0], 2 * value)
+
+
+def test_attention_without_dropout_draws_nothing():
+    assert not any(map(compat.draws, captured_step("transformer").graph.graph.nodes))
+
+
+def test_what_a_line_lists_is_taken_before_the_region():
+    """A region's inputs are tensors; what nothing is computed of needs no compiling."""
+    mode, _ = compat.fake_mode()
+    graph = Graph()
+    with mode:
+        values = [torch.empty(3), torch.empty(4)]
+    (listed := graph.placeholder("listed")).meta["val"] = values
+    first, second = (call(graph, operator.getitem, (listed, k), NodeInfo(Role.COMPUTE)) for k in (0, 1))
+    alone = Region.of("region_0", [first, second])
+    doubled = call(graph, torch.ops.aten.mul.Tensor, (second, 2.0), NodeInfo(Role.COMPUTE))
+    graph.output((first, doubled))
+    gm = GraphModule(nn.Module(), graph)
+    assert compile_with_inductor(gm, alone) is None
+    run = compile_with_inductor(gm, Region.of("region_0", [first, second, doubled]))
+    assert run is not None
+    given = [torch.ones(3), torch.ones(4)]
+    assert [each.tolist() for each in run(given)] == [[1.0] * 3, [2.0] * 4]

@@ -1,8 +1,11 @@
 """Planted mistakes are found and named; good graphs pass."""
 
+import operator
+
 import pytest
 import torch
 from graphs import TWO, linear_step, node_named, one_bucket
+from stages import priced
 from torch.fx import GraphModule
 
 from fxcomp.graph.check import check
@@ -15,6 +18,7 @@ from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
+from fxcomp.plan.streams import Stream
 
 aten = torch.ops.aten
 
@@ -82,6 +86,17 @@ def test_an_update_before_the_backward_pass_ends_is_found():
     with gm.graph.inserting_after(node_named(gm, "sub_")):
         call(gm.graph, aten.relu.default, (node_named(gm, "fc_weight"),), NodeInfo(Role.COMPUTE), name="late")
     assert said(gm) == ["%late: computes with parameters that have been updated already"]
+
+
+def test_results_that_are_taken_apart_in_another_region_are_found():
+    gm = priced(one_bucket("all_reduce@world"), TWO)
+    assert said(gm) == []
+    pack, bias = node_named(gm, "pack_0"), node_named(gm, "sum_1")
+    with gm.graph.inserting_before(pack):
+        halves = call(gm.graph, aten.split.Tensor, (bias, 2), NodeInfo(Role.COMPUTE, stream=Stream.COMPUTE))
+    with gm.graph.inserting_after(pack):
+        call(gm.graph, operator.getitem, (halves, 0), NodeInfo(Role.COMPUTE, stream=Stream.COMPUTE))
+    assert said(gm) == [f"%{halves.name}: its results are taken apart outside of region_0, which makes them"]
 
 
 def test_a_graph_without_labels_says_nothing():

@@ -1,16 +1,29 @@
 """Collectives start as early as the plan's schedule says, and waits come last."""
 
-from before_after import before_after
-from graphs import TWO, TWO_BY_TWO, linear_step, one_bucket, part, two_buckets
-from stages import priced
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 
-from fxcomp.graph.edit import is_collective
+import pytest
+import torch
+from before_after import before_after
+from captures import captured
+from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, part, two_buckets
+from jobs import JOBS
+from plans import plan_in_turns
+from stages import priced
+from torch.fx import Node
+
+from fxcomp.graph.edit import is_collective, last_result
 from fxcomp.graph.info import Role
 from fxcomp.graph.ops import BROADCAST, H2D
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.order_for_overlap import order_for_overlap
+from fxcomp.pipeline import Compiler, PassRunner
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Strategy
 
 DENSE = "all_reduce@world"
 INT4 = "compress(int4)@gpu > all_gather@world > decompress@gpu"
@@ -70,3 +83,30 @@ def test_buffers_start_on_their_way_during_backward():
     broadcast = next(n for n in order if n.target is BROADCAST)
     gradient = next(n for n in order if n.name == "mm")
     assert order.index(broadcast) < order.index(gradient)
+
+
+@pytest.mark.parametrize("per_bucket", [1, 2, 3])
+def test_the_results_of_one_operator_stay_together(per_bucket: int):
+    """A convolution's two gradients go into two buckets, and one of them in parts."""
+    job = JOBS["conv"]
+    model, step = job.build(), captured(job.build(), job.batch(0))
+    dense = [Strategy.parse(DENSE)]
+    plans = [plan_in_turns(model, dense, per_bucket), cut_in_halves(plan_in_turns(model, dense, 1), "0.weight")]
+    for plan in plans:
+        gm = Compiler(TWO).rewrite(step.graph, plan, COSTS, PassRunner())
+        (backward,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.convolution_backward.default)
+        assert last_result(backward) in backward.users
+        assert set(backward.users) == set(itertools.islice(following(backward), len(backward.users)))
+
+
+def following(node: Node) -> Iterator[Node]:
+    while node.op != "output":
+        node = node.next
+        yield node
+
+
+def cut_in_halves(plan: Plan, name: str) -> Plan:
+    (whole,) = (bucket for bucket in plan.buckets if bucket.names == (name,))
+    half = whole.sizes[0] // 2
+    halves = [replace(whole, sizes=(half,)), replace(whole, sizes=(whole.sizes[0] - half,), starts=(half,))]
+    return Plan(tuple(each for b in plan.buckets for each in (halves if b is whole else [b])))
