@@ -25,6 +25,7 @@ from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.members import Levels, Members
+from fxcomp.runtime.peers import Peers
 from fxcomp.runtime.transport import Groups, NullTransport, Transport
 
 T = TypeVar("T")
@@ -118,9 +119,12 @@ class Ranks:
         _check_store(store)
         what = members.key + what
         name = f"{what}_{next(_calls[what])}"
-        root = Agreement(store, name, members.place, len(members), timeout, members.numbers)
+        peers = Peers.of(name, members.numbers)
+        peers.at(f"beginning {what}")
+        root = Agreement(store, name, members.place, len(members), timeout, members.numbers, peers)
         while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
             root = root.named(f"{what}_{next(_calls[what])}")
+            peers.name = root.name
         return cls(members, root, cluster is None)
 
     @classmethod
@@ -167,6 +171,7 @@ class Ranks:
             yield
             talk.attempt("ending", lambda: None)
             talk.forget()
+            self._at(f"after {what}")
         except BaseException as error:
             if talk is not None and talk.knows(error) and not after_a_stop:
                 raise
@@ -195,12 +200,25 @@ class Ranks:
     def all_stops(self) -> list[Stop]:
         """List where each rank has stopped, in rank order; waits for those that have not noticed yet."""
         assert self._root is not None, "a rank that is alone does not stop"
-        keys = [f"stopped/{self._meetings}/{rank}" for rank in range(self.world_size)]
-        return [Stop(**self._root.read(key, "stopping", rank)) for rank, key in enumerate(keys)]
+        keys = {rank: f"stopped/{self._meetings}/{rank}" for rank in range(self.world_size)}
+        stops = self._root.read(keys, "stopping")
+        gone = next((stop["error"] for stop in stops if "error" in stop), None)
+        if gone is not None:
+            raise PeerFailed(gone)
+        return [Stop(**stop) for stop in stops]
 
     def knows(self, error: BaseException) -> bool:
         """Tell an error that all ranks raise at the same place."""
         return self._talk is not None and self._talk.knows(error)
+
+    def _at(self, doing: str) -> None:
+        if self._root is not None and self._root.peers is not None:
+            self._root.peers.at(doing)
+
+    def at_step(self, step: int | None) -> None:
+        """Let the others know, if they ask, which step this rank is in."""
+        if self._root is not None and self._root.peers is not None:
+            self._root.peers.at_step(step)
 
     def release(self) -> None:
         """Give process groups back; nobody else is asked."""
@@ -313,7 +331,8 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
     what = f"hosts of {','.join(map(str, members.numbers))}"
     name = f"{what}_{next(_calls[what])}"
     store, timeout = compat.default_store(), compat.group_timeout()
-    agreement = Agreement(store, name, members.place, len(members), timeout, members.numbers)
+    peers = Peers.of(name, members.numbers)
+    agreement = Agreement(store, name, members.place, len(members), timeout, members.numbers, peers)
     return Cluster.placed(_places(agreement.attempt("naming hosts", compat.host_name)), intra=intra, inter=inter)
 
 

@@ -71,7 +71,7 @@ def _tasks() -> tuple[str, ...]:
 def _let_threads_end() -> None:
     """Give the pool of a step that has just gone the time to end its thread."""
     for _ in range(100):
-        if threading.active_count() == 1:
+        if all(thread.name == "fxcomp-presence" for thread in threading.enumerate()[1:]):
             break
         time.sleep(0.05)
 

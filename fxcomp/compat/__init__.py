@@ -27,7 +27,8 @@ from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
     DeviceMesh, ProcessGroup, new_group,
     all_gather, count_groups_from, default_group, default_store, destroy_groups, group_name, group_timeout,
-    groups_made, is_lost_connection, is_of_another_process, outlives_restarts, process_group, reduce_scatter, set_once,
+    groups_made, is_lost_connection, is_of_another_process, is_store_gone, outlives_restarts, process_group,
+    reduce_scatter, set_once, store_host,
 )
 from fxcomp.compat.hooks import count_as_stepped, global_module_hooks, optimizer_hooks
 from fxcomp.compat.machine import (

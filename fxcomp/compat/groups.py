@@ -45,6 +45,20 @@ def default_store() -> dist.Store:
     return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
 
 
+def store_host() -> str | None:
+    """Name the machine that the default process group's store is on; None where no machine serves it."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def is_store_gone(error: Exception) -> bool:
+    """Ask if a store failed because whoever serves it has ended, and not because a key did not come."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistNetworkError) or not ("timeout" in text or "timed out" in text)
+
+
 def is_of_another_process(store: dist.Store) -> bool:
     """Tell whether another process has been this rank in a store: its answers to all may still be there."""
     return set_once(store, f"process/{dist.get_rank()}", _this_process()) != _this_process()

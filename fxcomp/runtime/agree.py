@@ -4,21 +4,36 @@ A collective that one rank never reaches blocks the others; a key that never app
 answer each topic in turn, and answers are numbered: rank 1's third answer is the third thing that the others wait for
 from it. So a rank that fails anywhere between two topics can tell them without knowing where they are: it answers
 whatever comes next with its error.
+
+A rank whose process has ended, or that waits for this one somewhere else, answers nothing. Whoever notices answers in
+its place, so that all others hear it at once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from fxcomp import compat
 from fxcomp.errors import ModelsDiffer, PeerFailed
+from fxcomp.runtime.peers import Look, Peers
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
+"""Between two looks for answers: short at first, and longer the more ranks ask one store."""
+
+PATIENCE_S = 0.5
+"""After so long, and again each time, processes that have not answered are asked after."""
+
+LINGER_S = 2.0
+"""A failed rank that may host the store waits for so long until the others have heard."""
 
 
 class Agreement:
@@ -32,12 +47,15 @@ class Agreement:
         world_size: int,
         timeout: timedelta,
         numbers: Sequence[int] | None = None,
+        peers: Peers | None = None,
     ):
         self.name = name
         self._numbers = numbers or range(world_size)
         """What errors call the ranks."""
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.store = store
+        self.peers = peers
+        """The processes of the ranks, where they can be asked after."""
         self._answered = 0
         """The number of answers that this rank has given to all."""
         self._told = 0
@@ -46,7 +64,7 @@ class Agreement:
 
     def named(self, name: str) -> Agreement:
         """Start another conversation of the same ranks."""
-        return Agreement(self.store, name, self.rank, self.world_size, self.timeout, self._numbers)
+        return Agreement(self.store, name, self.rank, self.world_size, self.timeout, self._numbers, self.peers)
 
     # Topics
 
@@ -55,17 +73,21 @@ class Agreement:
 
         `work` returns plain data. A rank whose work raises tells the others before it raises; they raise PeerFailed.
         """
+        if self.peers is not None:
+            self.peers.at(topic)
         try:
             mine = {"value": work()}
         except BaseException as error:
-            self._answer(self._failure(topic, error))
+            with suppress(PeerFailed):  # without a store there is nobody to tell
+                self._answer(self._failure(topic, error))
+                self._linger(f"{self._answered - 1}")
             if isinstance(error, PeerFailed):  # a collective broke off; another rank may know why
-                self._check(topic, self._answers(topic))
+                self._check(topic, self._answers(topic), f"{self._answered - 1}")
             self._known_to_all(error)
             raise
         self._answer({"topic": topic, **mine})
         answers = self._answers(topic)
-        self._check(topic, answers)
+        self._check(topic, answers, f"{self._answered - 1}")
         return [answer["value"] for answer in answers]
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
@@ -75,14 +97,16 @@ class Agreement:
             try:
                 answer = {"topic": topic, "value": work()}
             except BaseException as error:
-                self._tell(self._failure(topic, error))
+                with suppress(PeerFailed):
+                    self._tell(self._failure(topic, error))
+                    self._linger(f"told/{number}")
                 self._known_to_all(error)
                 raise
             self._tell(answer)
             return answer["value"]
         self._told += 1
-        answer = self.read(f"told/{number}", topic, 0)
-        self._check(topic, [answer])
+        answer = self.read({0: f"told/{number}"}, topic)[0]
+        self._check(topic, [answer], f"told/{number}")
         return answer["value"]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
@@ -126,7 +150,8 @@ class Agreement:
     @property
     def was_missed(self) -> bool:
         """True if another rank has waited here for this one in vain, and given up."""
-        return self.store.check([f"{self.name}/missed/{self.rank}"])
+        with self._store_lives("beginning"):
+            return self.store.check([f"{self.name}/missed/{self.rank}"])
 
     def forget(self) -> None:
         """Clear this rank's answers before its last one from the store: all ranks have read them."""
@@ -138,9 +163,12 @@ class Agreement:
 
     # The store
 
-    def _check(self, topic: str, answers: list[dict[str, Any]]) -> None:
-        """Raise PeerFailed for the first rank that failed, or is elsewhere."""
+    def _check(self, topic: str, answers: list[dict[str, Any]], number: str) -> None:
+        """Raise PeerFailed for the first rank that failed, or is elsewhere; `number` is the answers'."""
         failed = [answer for answer in answers if "error" in answer]
+        if failed:
+            with suppress(Exception):  # as a courtesy
+                self.store.set(f"{self.name}/heard/{number}/{self.rank}", "")
         failed.sort(key=lambda answer: answer["heard"])
         if failed:
             error = PeerFailed(failed[0]["error"])
@@ -159,29 +187,106 @@ class Agreement:
 
     def _answers(self, topic: str) -> list[dict[str, Any]]:
         number = self._answered - 1
-        return [self.read(f"{number}/{rank}", topic, rank) for rank in range(self.world_size)]
+        return self.read({rank: f"{number}/{rank}" for rank in range(self.world_size)}, topic)
 
     def _known_to_all(self, error: BaseException) -> None:
         if not isinstance(error, PeerFailed):  # a collective that broke off breaks off anywhere
             self._known = error
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        self.store.set(f"{self.name}/{self._answered}/{self.rank}", json.dumps(answer))
+        with self._store_lives(answer["topic"]):
+            self.store.set(f"{self.name}/{self._answered}/{self.rank}", json.dumps(answer))
         self._answered += 1
 
     def _tell(self, answer: dict[str, Any]) -> None:
-        self.store.set(f"{self.name}/told/{self._told}", json.dumps(answer))
+        with self._store_lives(answer["topic"]):
+            self.store.set(f"{self.name}/told/{self._told}", json.dumps(answer))
         self._told += 1
 
-    def read(self, key: str, topic: str, rank: int) -> dict[str, Any]:
-        """Read a rank's answer about a topic. Raises PeerFailed if it does not come in time."""
+    def _linger(self, number: str) -> None:
+        """Let the others hear of a failure before this process ends, and perhaps the store with it."""
+        if self._numbers[self.rank] != 0:
+            return
+        heard = [f"{self.name}/heard/{number}/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        until = time.monotonic() + LINGER_S
+        with suppress(Exception):
+            while not self.store.check(heard) and time.monotonic() < until:
+                time.sleep(LONGEST_PAUSE_S)
+
+    # Waiting
+
+    def read(self, keys: Mapping[int, str], topic: str) -> list[dict[str, Any]]:
+        """Read the answers of ranks about a topic.
+
+        Raises PeerFailed if one does not come in time, or if the store has gone. For a rank whose process has ended,
+        or that cannot come, its failure is read.
+        """
+        with self._store_lives(topic):
+            look = self.peers.look() if self.peers is not None else None
+            try:
+                self._wait(keys, topic, look)
+            finally:
+                if look is not None:
+                    look.close()
+            return [json.loads(self.store.get(f"{self.name}/{key}")) for key in keys.values()]
+
+    def _wait(self, keys: Mapping[int, str], topic: str, look: Look | None) -> None:
+        wanted = [f"{self.name}/{key}" for key in keys.values()]
+        start, pause, looks = time.monotonic(), FIRST_PAUSE_S, 0
+        longest = max(LONGEST_PAUSE_S, PAUSE_A_RANK_S * self.world_size)
+        while not self.store.check(wanted):  # not wait: it would keep other threads from the store
+            waited = time.monotonic() - start
+            if waited > self.timeout.total_seconds():
+                raise self._missed(self._missing(keys)[0], topic)
+            if look is not None and waited > PATIENCE_S * (looks + 1):
+                looks = int(waited / PATIENCE_S)
+                self._answer_for_others(keys, topic, look)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _missing(self, keys: Mapping[int, str]) -> list[int]:
+        """List the ranks that have not answered, those that come after this one first."""
+        missing = [rank for rank, key in keys.items() if not self.store.check([f"{self.name}/{key}"])]
+        return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
+
+    def _answer_for_others(self, keys: Mapping[int, str], topic: str, look: Look) -> None:
+        """Answer for ranks that never will; an answer of their own, given meanwhile, stays."""
+        missing = self._missing(keys)
+        here = f"rank {self._numbers[self.rank]}"
+        for rank, doing in look.gone(missing).items():
+            last = f"; it was last seen at: {doing}" if doing else ""
+            why = (
+                f"rank {self._numbers[rank]} has gone before it arrived at {topic}{last}.\n  Its process has ended, or"
+                f" has destroyed its process group: see its own output. {here} noticed it while it waited."
+            )
+            self._answer_for(rank, keys[rank], topic, why)
+        for rank, why in look.never(missing).items():
+            told = f"{why}, and {here} is at {topic}.\n  Make the same calls on every rank, in the same order."
+            self._answer_for(rank, keys[rank], topic, told)
+
+    def _answer_for(self, rank: int, key: str, topic: str, why: str) -> None:
+        if rank != self.rank:
+            failure = {"topic": topic, "error": why, "heard": True, "gone": True}
+            compat.set_once(self.store, f"{self.name}/{key}", json.dumps(failure))
+
+    def _missed(self, rank: int, topic: str) -> PeerFailed:
+        with suppress(Exception):
+            self.store.set(f"{self.name}/missed/{rank}", topic)
+        return PeerFailed(
+            f"rank {self._numbers[rank]} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
+            "  It may hang, or never made this call: every rank must. The timeout is init_process_group's."
+        )
+
+    @contextmanager
+    def _store_lives(self, topic: str) -> Generator[None]:
+        """Say so where the store does not answer."""
         try:
-            self.store.wait([f"{self.name}/{key}"], self.timeout)
-        except Exception as error:  # the store raises DistStoreError or RuntimeError, by version and kind
-            with suppress(Exception):
-                self.store.set(f"{self.name}/missed/{rank}", topic)
+            yield
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, PeerFailed) or not compat.is_store_gone(error):
+                raise
             raise PeerFailed(
-                f"rank {self._numbers[rank]} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
-                "  It may have died, or never made this call: every rank must. The timeout is init_process_group's."
+                f"the process that hosts the store has ended, while rank {self._numbers[self.rank]} was at {topic}.\n"
+                "  It is rank 0 of init_process_group, unless torchrun or another process serves the store: its own"
+                " output says why."
             ) from error
-        return json.loads(self.store.get(f"{self.name}/{key}"))

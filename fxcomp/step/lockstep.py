@@ -40,9 +40,11 @@ class Lockstep:
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)
         self._step, self._goes_on, self.has_begun = step, goes_on, False
+        self._ranks.at_step(step)
 
     def leave(self, error: BaseException, runtime: Runtime) -> None:
         """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
+        self._ranks.at_step(None)
         if isinstance(error, VerificationFailed | GroupsDiffer) or self._ranks.knows(error):
             runtime.settle()  # all ranks raise it, so what they have launched comes to its end
             return
