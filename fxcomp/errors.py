@@ -93,6 +93,10 @@ class DrawsInPython(CaptureFailed):
     """The step draws random numbers with Python or NumPy, which tracing would freeze."""
 
 
+class SeedsGenerator(CaptureFailed):
+    """The step makes, seeds, reads or sets a random generator in a way that would happen only while tracing."""
+
+
 class UnsynchronizedGradient(FxcompError):
     """The gradient of a trainable parameter never reaches a collective."""
 

@@ -22,7 +22,7 @@ from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import call, must_stay
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
 from fxcomp.graph.names import free_name
-from fxcomp.graph.ops import RNG_STATE, SET_RNG_STATE
+from fxcomp.graph.ops import RNG_STATE, SEED_RNG, SET_RNG_STATE
 
 _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -99,7 +99,7 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
 
 def _role(node: Node, others: Role) -> Role:
     """The role of a traced node; most have the role of their piece."""
-    if node.target in (RNG_STATE, SET_RNG_STATE):
+    if node.target in (RNG_STATE, SET_RNG_STATE, SEED_RNG):
         return Role.RANDOM_STATE
     return Role.EXCHANGE if compat.communicates(node.target) else others
 

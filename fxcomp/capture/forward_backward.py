@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import is_plain, name_of_class
 from fxcomp.capture.faithful import faithful
-from fxcomp.capture.random_state import check_draws_again, drop_idle_states, keeping_random_states
+from fxcomp.capture.random_state import check_draws_again, check_generators, drop_idle_states, keeping_random_states
 from fxcomp.capture.reach.restore import untouched
 from fxcomp.capture.step_inputs import StepInputs
 from fxcomp.capture.swap_tensors import swapped
@@ -111,6 +111,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             body = functional(traced, [value for part in inputs.fakes for value in part])
     _restore_random_order(body)
     drop_idle_states(body)
+    check_generators(body, training.model, training.loss_fn)
     return reshape_uncertain_views(body), found[0]
 
 

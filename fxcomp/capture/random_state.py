@@ -12,7 +12,11 @@
 
 No draw is paired with another: the graph has eager's draws and eager's states in eager's order. So several draws in a
 block, several blocks, blocks in blocks, and a recomputation that stops early come out as in eager PyTorch, and so does
-the generator's state after the step.
+the generator's state after the step. A seed becomes a node as well:
+
+    torch.manual_seed(7)  -->  seed_rng(7, cpu)
+
+Every call of a generator's methods is seen, whoever holds the generator; what becomes no node is refused.
 """
 
 # What is exchanged has half its types.
@@ -20,45 +24,86 @@ the generator's state after the step.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat, errors
-from fxcomp.graph.ops import RNG_STATE, SET_RNG_STATE
-
-CPU = torch.device("cpu")
+from fxcomp.capture.reach.walk import walk
+from fxcomp.graph.ops import RNG_STATE, SEED_RNG, SET_RNG_STATE
 
 
 @contextmanager
 def keeping_random_states() -> Generator[None]:
-    """While open, reading and setting a generator's state become nodes of the trace."""
-    stand_ins: dict[Any, dict[str, Any]] = {
-        torch: {"get_rng_state": _read_cpu, "set_rng_state": _set_cpu},
-        torch.random: {"get_rng_state": _read_cpu, "set_rng_state": _set_cpu},
-        torch.cuda: {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda},
-        torch.cuda.random: {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda},
-    }
-    before = {module: {name: getattr(module, name) for name in names} for module, names in stand_ins.items()}
+    """While open, reading, setting and seeding a default generator become nodes of the trace."""
+    stand_ins: dict[str, Any] = {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda}
+    before = {name: getattr(torch.cuda, name) for name in stand_ins}
+    modules = torch.cuda, torch.cuda.random  # their own functions copy states, and wait for CUDA to begin
     try:
-        for module, functions in stand_ins.items():
-            vars(module).update(functions)
-        yield
+        for module in modules:
+            vars(module).update(stand_ins)
+        with compat.calls_of_generators(_Followed().call):
+            yield
     finally:
-        for module, functions in before.items():
-            vars(module).update(functions)
+        for module in modules:
+            vars(module).update(before)
 
 
-def _read_cpu() -> Tensor:
-    return RNG_STATE(CPU)
+class _Followed:
+    """Turns calls of default generators into nodes; refuses those of others, which no node does again."""
+
+    def __init__(self) -> None:
+        self._seeds: dict[torch.device, int] = {}
+        """The seed that each device's generator has by now."""
+
+    def call(self, generator: torch.Generator, method: str, args: Sequence[Any]) -> Any:
+        """Do what a method does. Raises SeedsGenerator."""
+        device = compat.device_of_default(generator)
+        if device is None:
+            _refuse(f"calls .{method}() of a torch.Generator that is not the default one", compat.users_line())
+        if method == "get_state":
+            return RNG_STATE(device)
+        if method == "set_state":
+            self._seeds.pop(device, None)
+            SET_RNG_STATE(args[0], device)
+            return generator
+        if method == "manual_seed":
+            seed = self._seeds[device] = int(args[0]) % 2**64
+            SEED_RNG(seed if seed < 2**63 else seed - 2**64, device)
+            return generator
+        if method == "initial_seed" and device in self._seeds:
+            return self._seeds[device]
+        return _refuse(f"calls .{method}() of the default generator of {device}", compat.users_line())
 
 
-def _set_cpu(new_state: Tensor) -> None:
-    SET_RNG_STATE(new_state, CPU)
+def refusing_generators() -> AbstractContextManager[None]:
+    """While open, nothing of a generator but draws is traced."""
+    return compat.calls_of_generators(
+        lambda _, method, __: _refuse(f"calls .{method}() of a torch.Generator in the optimizer's step")
+    )
+
+
+def _refuse(what: str, at: str | None = None) -> NoReturn:
+    raise errors.SeedsGenerator(
+        f"the step {what}{f', at {at}' if at else ''}: a compiled step does not run that Python again.\n"
+        "  Seed the default generator by torch.manual_seed(...), between torch.random.fork_rng() if others draw from"
+        " it: a compiled step does that each time. Or draw outside, and pass the numbers in the batch or keep them in"
+        " a buffer. A generator that is made and seeded outside may be drawn from with generator=."
+    )
+
+
+def check_generators(body: GraphModule, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    """Refuse draws from a generator that the step makes: eager PyTorch makes a new one each time."""
+    for each in compat.generators_in(body):
+        if compat.device_of_default(each) is None and compat.is_as_made(each):
+            held = walk(model, {"loss_fn": loss_fn}).generators.values()
+            held = [generator for generator in held if isinstance(generator, torch.Generator)]
+            if not any(compat.is_same_generator(each, generator) for generator in held):
+                _refuse("draws from a torch.Generator that it makes itself")
 
 
 def _read_cuda(device: int | str | torch.device = "cuda") -> Tensor:
@@ -94,10 +139,12 @@ def _drop_some(body: GraphModule) -> bool:
     known: dict[Any, Node] = {}
     """The state that a device's generator has."""
     undrawn: dict[Any, Node] = {}
-    """The line that set it, as long as nothing was drawn since."""
+    """The line that set or seeded it, as long as nothing was drawn since."""
     for node in body.graph.nodes:
         if node.target is RNG_STATE:
             device = node.args[0]
+            if device not in known:
+                undrawn.pop(device, None)  # the seed that it comes from
             node.replace_all_uses_with(known.setdefault(device, node))
         elif node.target is SET_RNG_STATE:
             state, device = node.args
@@ -107,6 +154,12 @@ def _drop_some(body: GraphModule) -> bool:
             if device in undrawn:
                 idle.append(undrawn[device])
             known[device], undrawn[device] = state, node
+        elif node.target is SEED_RNG:
+            device = node.args[1]
+            if device in undrawn:
+                idle.append(undrawn[device])
+            known.pop(device, None)
+            undrawn[device] = node
         elif compat.draws(node):
             known.clear()
             undrawn.clear()
@@ -119,15 +172,19 @@ def check_draws_again(body: GraphModule, loss: Node) -> None:
     """Refuse a backward pass that draws other numbers than the forward pass did.
 
     `loss` ends the forward pass. A state belongs to the forward pass if it was read there, or while one that does was
-    replayed: a block inside a block.
+    replayed: a block inside a block. So does a seed that was set there.
     """
-    of_forward: set[Node] = set()
+    of_forward: set[Any] = set()
     seen_loss, replays = False, False
     for node in body.graph.nodes:
         if node.target is RNG_STATE and (replays or not seen_loss):
             of_forward.add(node)
         elif node.target is SET_RNG_STATE:
             replays = seen_loss and node.args[0] in of_forward
+        elif node.target is SEED_RNG:
+            replays = seen_loss and node.args in of_forward
+            if not seen_loss:
+                of_forward.add(node.args)
         elif seen_loss and not replays and compat.draws(node):
             raise errors.RandomRecomputation(
                 f"the backward pass draws random numbers ({node.target}) that are not the forward pass's: activation"

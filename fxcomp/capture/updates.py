@@ -13,6 +13,7 @@ from fxcomp import compat
 from fxcomp.capture.check_update import check_decisions, check_update
 from fxcomp.capture.optimizer import Owned, live_numbers, state_tensors, with_live
 from fxcomp.capture.probe import Habits, named
+from fxcomp.capture.random_state import refusing_generators
 from fxcomp.capture.shadow import plain_options, shadow_of, step_alone
 from fxcomp.capture.step_inputs import StepInputs
 from fxcomp.capture.training import Training
@@ -81,7 +82,7 @@ def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModul
     tensors = [inputs.of_update(value) for value in given.values()]
     shapes = inputs.update_shapes
     decided = compat.decisions(shapes)
-    with inputs.update_mode, compat.without_locations(), named(owner.optimizer):
+    with inputs.update_mode, compat.without_locations(), refusing_generators(), named(owner.optimizer):
         live = {**{f"{owner.group}.{key}": v for key, v in numbers.items()}, **counted_as(owner, counts)}
         symbols = [compat.live_number(shapes, float(value), name) for name, value in live.items()]
         traced = compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))

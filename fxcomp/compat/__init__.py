@@ -2,6 +2,7 @@
 
 - tracing, symbols, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
+- generators: every call of a random generator's methods.
 - dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
 - groups, collectives: process groups, and the collectives of a user's loss function.
 - source_lines, machine, files: the user's line, the machine, atomic writes.
@@ -22,6 +23,9 @@ from fxcomp.compat.files import cache_directory, write_atomically
 from fxcomp.compat.fsdp import (
     Scatter, ShardedModule, at_end_of_backward, group_rank, group_ranks, group_size, is_mean, is_sum,
     largest, local_part, rank_in_job, sharded_modules, stream_of, wait_for_stream,
+)
+from fxcomp.compat.generators import (
+    calls_of_generators, device_of_default, generators_in, is_as_made, is_same_generator,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
@@ -48,6 +52,6 @@ from fxcomp.compat.symbols import (
 )
 from fxcomp.compat.tensors import is_fake, is_subclass, strides, suggested_format
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, plain_values, real_tensors, trace,
-    trace_functional, without_autocast, without_onednn,
+    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, plain_values,
+    real_tensors, trace, trace_functional, without_autocast, without_onednn,
 )

@@ -26,7 +26,11 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 FakeMode = FakeTensorMode
 """The mode under which tensors have shapes and no values."""
@@ -72,6 +76,11 @@ def real_tensors() -> Generator[None]:
     """
     with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
         yield
+
+
+def is_traced_here() -> bool:
+    """Ask if operators that this thread calls now are traced."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:

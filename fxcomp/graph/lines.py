@@ -42,6 +42,7 @@ from fxcomp.graph.ops import (
     RNG_STATE,
     ROLL_BACK,
     SAVE,
+    SEED_RNG,
     SET_RNG_STATE,
     TURN,
     WAIT,
@@ -267,6 +268,7 @@ BY_OPERATOR: dict[Any, Line] = {
     ),
     ALL_FINITE: Line("all_finite", _as_in_graph, CostKind.PACK, _looking, has_buffer=False),
     RNG_STATE: Line("rng_state", _with_device_by_name, has_buffer=False, is_free=True),
+    SEED_RNG: Line("seed_rng", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),
     SET_RNG_STATE: Line("set_rng_state", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),
 }
 

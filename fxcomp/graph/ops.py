@@ -16,7 +16,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
 from fxcomp.runtime.moves import pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
-from fxcomp.runtime.random_state import rng_state, set_rng_state
+from fxcomp.runtime.random_state import rng_state, seed_rng, set_rng_state
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 
@@ -117,6 +117,10 @@ def _set_rng_state_fake(state: Tensor, device: torch.device) -> None:
     del state, device
 
 
+def _seed_rng_fake(seed: int, device: torch.device) -> None:
+    del seed, device
+
+
 def _move(kind: str) -> None:
     """Define a collective over parts that each rank owns: `place` is this rank's place in its group."""
     pattern = pattern_of(kind)
@@ -173,7 +177,7 @@ _define(
 )
 # A bucket of gradients that a backward pass outside of the graph has made, so many us after the one before.
 _define("arrive(int bucket, float compute_us) -> Tensor[]", _arrive, _arrive)
-# The state of a device's random generator. The tag keeps both where they are: draws depend on them without a value.
+# The state of a device's random generator. The tag keeps all where they are: draws depend on them without a value.
 _define("rng_state(Device device) -> Tensor", rng_state, _rng_state_fake, [torch.Tag.nondeterministic_seeded])
 _define(
     "set_rng_state(Tensor state, Device device) -> ()",
@@ -181,6 +185,7 @@ _define(
     _set_rng_state_fake,
     [torch.Tag.nondeterministic_seeded],
 )
+_define("seed_rng(int seed, Device device) -> ()", seed_rng, _seed_rng_fake, [torch.Tag.nondeterministic_seeded])
 
 # Parts between ranks, each of its own size; the first rank is the root of the last three.
 for _kind in ("all_to_all", "all_gather", "reduce_scatter", "gather", "reduce", "broadcast"):
@@ -202,6 +207,7 @@ EXCHANGE = torch.ops.fxcomp.exchange.default
 ARRIVE = torch.ops.fxcomp.arrive.default
 RNG_STATE = torch.ops.fxcomp.rng_state.default
 SET_RNG_STATE = torch.ops.fxcomp.set_rng_state.default
+SEED_RNG = torch.ops.fxcomp.seed_rng.default
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

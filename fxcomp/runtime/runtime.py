@@ -21,13 +21,14 @@ from fxcomp.compressors import Compressor, pieces
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.pieces import Segments, as_pieces
 from fxcomp.runtime import arithmetic
+from fxcomp.runtime.buffers import Buffers
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.flight import Flight, Launch
 from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
-from fxcomp.runtime.packing import copy_scaled, packed_dtype, packed_sizes, slots
-from fxcomp.runtime.random_state import rng_state, set_rng_state
+from fxcomp.runtime.packing import copy_scaled
+from fxcomp.runtime.random_state import rng_state, seed_rng, set_rng_state
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
 
@@ -60,45 +61,6 @@ class Counters:
     def count(self, kind: str, level: str, sent: int) -> None:
         """Add the bytes of one collective."""
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
-
-
-class Buffers:
-    """Memory that one step hands to the next, keyed by the lines' names."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
-
-    def take(
-        self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
-    ) -> Tensor:
-        """The buffer of a line, zeros at the first call. Another capture may use the name for another size."""
-        key = (name, elements, dtype)
-        buffer = self._known.get(key)
-        if buffer is None:
-            buffer = self._known[key] = torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned)
-        return buffer
-
-    def take_packed(
-        self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The buffer that gradients are packed into, of a type if one is wanted, and the slot of each in it."""
-        dtype = packed_dtype(gradients, wanted)
-        flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
-        types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)
-        parts = self._slots.get((name, types))
-        if parts is None:
-            parts = self._slots[name, types] = slots(flat, gradients, wanted)
-        return flat, parts
-
-    def lend(self, name: str, memory: Tensor) -> None:
-        """Let a line write into somebody else's memory, which lasts until the end of the step."""
-        self._known[name, memory.numel(), memory.dtype] = memory
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._known.clear()
-        self._slots.clear()
 
 
 class Runtime:
@@ -319,6 +281,10 @@ class Runtime:
     def set_rng_state(self, state: Tensor, device: str) -> None:
         """Let a device's random generator go on from a state."""
         set_rng_state(state, torch.device(device))
+
+    def seed_rng(self, seed: int, device: str) -> None:
+        """Let a device's random generator begin again with a seed."""
+        seed_rng(seed, torch.device(device))
 
     def see(
         self,

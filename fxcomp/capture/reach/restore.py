@@ -46,8 +46,9 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
     if moved:
         line = draws.line(moved)
         raise errors.DrawsInPython(
-            f"the loss function or a forward pass draws from {' and '.join(moved)}{f', at {line}' if line else ''}: a"
-            " compiled step does not run that Python again, and would repeat today's numbers for ever.\n"
+            f"the loss function or a forward pass seeds or draws from {' and '.join(moved)}"
+            f"{f', at {line}' if line else ''}: a compiled step does not run that Python again, and would repeat"
+            " today's numbers for ever.\n"
             "  Draw outside and pass the numbers in the batch, as tensors; or draw with torch.rand, and select with"
             " torch.where."
         )
@@ -170,12 +171,19 @@ def _write(owner: Any, key: str, value: Any) -> None:
 # Random numbers
 
 
+_GLOBAL: Mapping[str, Any] = {
+    "random": random,
+    "numpy.random": np.random,
+    "torch.default_generator": torch.default_generator,  # draws are nodes: this one stays, but for seeding unseen
+}
+
+
 class _Generators:
     """The states of all generators and iterators that Python code can reach."""
 
     def __init__(self, reach: Reach):
         self._reach = reach
-        self._generators: Mapping[str, Any] = {"random": random, "numpy.random": np.random, **reach.generators}
+        self._generators: Mapping[str, Any] = {**_GLOBAL, **reach.generators}
         self._before = {name: _state(generator) for name, generator in self._generators.items()}
 
     def put_back(self) -> list[str]:
@@ -236,6 +244,8 @@ def _comparable(state: Any) -> Hashable:
         return tuple((key, _comparable(value)) for key, value in cast("Mapping[str, Any]", state).items())
     if isinstance(state, np.ndarray):
         return cast("np.ndarray[Any, Any]", state).tobytes()
+    if isinstance(state, Tensor):
+        return state.numpy().tobytes()
     if isinstance(state, tuple | list):
         return tuple(map(_comparable, cast("tuple[Any, ...]", state)))
     return state

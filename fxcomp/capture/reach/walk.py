@@ -55,7 +55,7 @@ _PLAIN_TOO = (np.generic, torch.dtype, torch.device, torch.Size, slice, range)
 _ROUNDS = 5
 """The most walks: code that is found last may name attributes that were passed by first."""
 
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def is_iterator(value: object) -> bool:

@@ -146,7 +146,7 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
 def _same_constants(captured: GraphModule) -> Generator[None]:
     """Put back tensors and generators outside of the model that a step writes, as a teacher's statistics."""
     tensors = [(tensor, tensor.detach().clone()) for tensor in _written(captured)]
-    generators = [(generator, generator.get_state()) for generator in _generators(captured)]
+    generators = [(generator, generator.get_state()) for generator in compat.generators_in(captured)]
     try:
         yield
     finally:
@@ -179,8 +179,3 @@ def _root(node: Node) -> Node:
     while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
-
-
-def _generators(captured: GraphModule) -> list[torch.Generator]:
-    constants = [getattr(captured, str(n.target)) for n in captured.graph.nodes if n.op == "get_attr"]
-    return [constant for constant in constants if isinstance(constant, torch.Generator)]

@@ -1,0 +1,49 @@
+"""Memory that one step hands to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
+
+
+class Buffers:
+    """Memory that one step hands to the next, keyed by the lines' names."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
+
+    def take(
+        self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+    ) -> Tensor:
+        """The buffer of a line, zeros at the first call. Another capture may use the name for another size."""
+        key = (name, elements, dtype)
+        buffer = self._known.get(key)
+        if buffer is None:
+            buffer = self._known[key] = torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned)
+        return buffer
+
+    def take_packed(
+        self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The buffer that gradients are packed into, of a type if one is wanted, and the slot of each in it."""
+        dtype = packed_dtype(gradients, wanted)
+        flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
+        types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)
+        parts = self._slots.get((name, types))
+        if parts is None:
+            parts = self._slots[name, types] = slots(flat, gradients, wanted)
+        return flat, parts
+
+    def lend(self, name: str, memory: Tensor) -> None:
+        """Let a line write into somebody else's memory, which lasts until the end of the step."""
+        self._known[name, memory.numel(), memory.dtype] = memory
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._known.clear()
+        self._slots.clear()
