@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzzing.campaign import Job, Record, run_all, shrink, write_page
-from fuzzing.draw import draw
+from fuzzing.draw import SMALL, draw
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "fuzz.md"
 
@@ -27,14 +27,21 @@ def main() -> int:
     if arguments.seed is not None:
         return one(arguments)
     record = Record(Path(arguments.record))
-    jobs = [Job(seed, 2) for seed in range(arguments.first, arguments.first + arguments.ranks2)]
-    first = arguments.first + arguments.ranks2
-    jobs += [Job(seed, 1) for seed in range(first, arguments.first + arguments.programs)]
+    jobs = jobs_of(arguments.first, arguments)
+    if arguments.small:
+        jobs += jobs_of(SMALL + arguments.first, arguments)
     run_all(jobs, record, arguments.workers, arguments.timeout)
     print(record.summary(jobs))
     if arguments.page:
         write_page(PAGE, record, jobs)
     return int(bool(record.findings(jobs)))
+
+
+def jobs_of(first: int, arguments: argparse.Namespace) -> list[Job]:
+    """The programs from a seed on: those on three ranks, then on two, then on one."""
+    three, two = first + arguments.ranks3, first + arguments.ranks3 + arguments.ranks2
+    bounds = (3, first, three), (2, three, two), (1, two, first + arguments.programs)
+    return [Job(seed, ranks) for ranks, begin, end in bounds for seed in range(begin, end)]
 
 
 def one(arguments: argparse.Namespace) -> int:
@@ -56,6 +63,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=200, help="so many in all")
     parser.add_argument("--ranks2", type=int, default=0, help="of which so many run on two ranks")
+    parser.add_argument("--ranks3", type=int, default=0, help="and so many on three")
+    parser.add_argument("--small", action="store_true", help="and as many small ones, each about one theme")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a program hangs")

@@ -6,12 +6,14 @@ import faulthandler
 import json
 import multiprocessing
 import re
+import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fuzzing.draw import draw
+from fuzzing.draw import draw, theme_of
 from fuzzing.follow import FINDINGS, Ranks, follow
 
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -47,6 +49,8 @@ class Result:
     steps: int = 0
     where: str = ""
     seconds: float = 0.0
+    commit: str = ""
+    """Of fxcomp, when it ran."""
 
     @property
     def is_finding(self) -> bool:
@@ -80,11 +84,17 @@ class Record:
         if self.path is None:
             return
         program = str(draw(job.seed, job.ranks).without(job.without))
+        self.results[job] = result = replace(result, commit=self.commit)
         line = {"seed": job.seed, "ranks": job.ranks, "result": asdict(result), "program": program}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if result.is_finding:
             print(f"{program}\n  {result.kind} at step {result.steps}: {result.text}", flush=True)
+
+    @cached_property
+    def commit(self) -> str:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
 
     def findings(self, jobs: Iterable[Job]) -> list[Job]:
         return [job for job in jobs if job in self.results and self.results[job].is_finding]
@@ -96,20 +106,30 @@ class Record:
         refused = Counter(_refusal(result.text) for _, result in held if result.kind == "refused")
         return {
             "programs": len(held),
-            "on_two_ranks": sum(job.ranks > 1 for job, _ in held),
+            "on_several_ranks": sum(job.ranks > 1 for job, _ in held),
+            "on_three_ranks": sum(job.ranks > 2 for job, _ in held),
             "steps": sum(result.steps for _, result in held),
             "process_seconds": round(sum(result.seconds * job.ranks for job, result in held)),
             "torch": torch.__version__,
+            "commits": len({result.commit for _, result in held}),
             "kinds": dict(kinds.most_common()),
+            "themes": {theme: dict(ended.most_common()) for theme, ended in sorted(_by_theme(held).items())},
             "refused": dict(refused.most_common()),
         }
 
     def summary(self, jobs: Sequence[Job]) -> str:
         counts = self.counts(jobs)
-        lines = [f"{counts['programs']} programs, {counts['on_two_ranks']} on two ranks, {counts['process_seconds']} s"]
+        lines = [f"{counts['programs']} programs, {counts['on_several_ranks']} on several ranks, {counts['process_seconds']} s"]
         lines += [f"{number:6} {kind}" for kind, number in counts["kinds"].items()]
         lines += ["refused:"] + [f"{number:6} {text}" for text, number in counts["refused"].items()]
         return "\n".join(lines)
+
+
+def _by_theme(held: Iterable[tuple[Job, Result]]) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    for job, result in held:
+        found.setdefault(theme_of(job.seed, job.ranks) or "whole", Counter())[result.kind] += 1
+    return found
 
 
 def _refusal(text: str) -> str:
@@ -268,13 +288,18 @@ _BEGIN, _END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 def write_page(page: Path, record: Record, jobs: Sequence[Job]) -> None:
     """Put a record's numbers between the marks of a page, and beside it as JSON."""
     counts = record.counts(jobs)
-    rows = [f"| {kind} | {number} |" for kind, number in counts["kinds"].items()]
+    kinds = list(counts["kinds"])
+    rows = [
+        f"| {theme} | {sum(ended.values())} | " + " | ".join(str(ended.get(kind, 0)) for kind in kinds) + " |"
+        for theme, ended in (*counts["themes"].items(), ("all", counts["kinds"]))
+    ]
     refused = [f"| {text.replace('|', '/')} | {number} |" for text, number in counts["refused"].items()]
     said = (
-        f"{counts['programs']} programs, {counts['on_two_ranks']} of them on two ranks, {counts['steps']} steps,"
+        f"{counts['programs']} programs, {counts['on_several_ranks']} of them on two or three ranks, {counts['steps']} steps,"
         f" {counts['process_seconds']} s of processes' time, torch {counts['torch']}."
     )
-    table = ["| ended | programs |", "|---|---:|", *rows, "", "| refused with | programs |", "|---|---:|", *refused]
+    table = [f"| about | programs | {' | '.join(kinds)} |", "|---|---:|" + "---:|" * len(kinds), *rows, ""]
+    table += [ "| refused with | programs |", "|---|---:|", *refused]
     before, _, rest = page.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
     page.write_text("\n".join([f"{before}{_BEGIN}", said, "", *table, f"{_END}{after}"]))

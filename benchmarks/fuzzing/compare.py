@@ -49,6 +49,7 @@ def first_difference(ours: World, theirs: World, results: tuple[Any, Any], batch
         or _models(ours.model, theirs.model, tolerance)
         or _states(ours, theirs, tolerance)
         or _options(ours, theirs)
+        or _differ("the program's own generators", ours.more(), theirs.more(), 0.0)
         or ("" if torch.equal(ours.generator_state, theirs.generator_state) else "the generator's state differs")
     )
 
@@ -103,8 +104,14 @@ def _leaves_differ(x: Any, y: Any, tolerance: float) -> str:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         same = type(x) is type(y) and (x == y or (isinstance(x, float) and math.isnan(x) and math.isnan(y)))
         return "" if same else f"{x!r} ({type(x).__name__}), eager has {y!r} ({type(y).__name__})"
-    if x.dtype != y.dtype or x.shape != y.shape:
+    if x.dtype != y.dtype or (not x.is_nested and x.shape != y.shape):
         return f"{x.dtype}{tuple(x.shape)}, eager has {y.dtype}{tuple(y.shape)}"
+    if type(x) is not type(y) or x.layout != y.layout:
+        return f"a {type(x).__name__} of {x.layout}, eager has a {type(y).__name__} of {y.layout}"
+    if _is_odd(x):
+        return ""
+    if x.dtype == torch.complex32:
+        x, y = x.to(torch.complex64), y.to(torch.complex64)
     x, y = x.detach(), y.detach()
     if torch.equal(x, y):
         return ""
@@ -117,6 +124,12 @@ def _leaves_differ(x: Any, y: Any, tolerance: float) -> str:
     if difference <= tolerance * largest + (NOISE if tolerance else 0.0):
         return ""
     return f"differs by {difference:.3g} where eager reaches {largest:.3g}"
+
+
+def _is_odd(x: Tensor) -> bool:
+    """Whether a tensor of a batch is of a kind that has no comparison."""
+    is_plain = type(x) in (Tensor, nn.Parameter, nn.Buffer) and x.layout == torch.strided
+    return not is_plain or x.is_meta or x.is_quantized or x.is_nested
 
 
 def _fakes(model: nn.Module) -> Generator[str]:

@@ -13,12 +13,19 @@ from fuzzing.changes import HOW_OFTEN
 from fuzzing.losses import AUXILIARY, LOSSES, TERMS, WEIGHTS
 from fuzzing.models import INPUTS, TRAITS
 from fuzzing.odd_layers import SELDOM
-from fuzzing.program import Feature, Program
+from fuzzing.program import Add, Feature, Program
+from fuzzing.themes import THEMES, themes_of
 from fuzzing.training import OPTIMIZERS, OPTIONS, SCHEDULES
 
 STRUCTURES = ("tuple", "dict", "nested", "aliased", "list")
 LAYOUTS = ("transposed", "strided", "expanded")
 LENGTHS = ("two", "changing", "down_to_one")
+SMALL = 1_000_000
+"""From this seed on programs are small, and each is about one theme."""
+
+BETWEEN = ("seed", "evaluate", "train_pass", "checkpoint", "load_model", "clear_optimizer", "option")
+"""What may happen between two steps of any small program."""
+
 PLANS = ("int8", "topk(0.05)", "sign", "bf16", "powersgd(2)", "int4")
 
 
@@ -27,11 +34,14 @@ def draw(seed: int, ranks: int = 1) -> Program:
     r = random.Random(f"{seed}")
     found: list[Feature] = []
 
-    def add(slot: str, names: Sequence[str], probability: float = 1.0) -> None:
+    def add(slot: str, names: Sequence[str], probability: float = 1.0, *, step: int | None = None) -> None:
         name = r.choice(list(names))
         if r.random() < probability:
-            found.append(Feature(slot, name))
+            found.append(Feature(slot, name, step))
 
+    if theme := theme_of(seed, ranks):
+        steps = _draw_small(r, theme, add, ranks)
+        return Program(seed, ranks, steps, tuple(found), theme)
     add("input", tuple(INPUTS))
     _draw_blocks(r, INPUTS[found[0].name], add)
     for trait in TRAITS:
@@ -59,6 +69,22 @@ def draw(seed: int, ranks: int = 1) -> Program:
         name = r.choices(list(HOW_OFTEN), list(HOW_OFTEN.values()))[0]
         found.append(Feature(f"change.{number}", name, r.randrange(1, steps)))
     return Program(seed, ranks, steps, tuple(found))
+
+
+def theme_of(seed: int, ranks: int) -> str:
+    """What a program is about; empty for a whole one."""
+    return themes_of(ranks)[seed % len(themes_of(ranks))] if seed >= SMALL else ""
+
+
+def _draw_small(r: random.Random, theme: str, add: Add, ranks: int) -> int:
+    """A theme's own choices, and a few that go with every theme."""
+    steps = THEMES[theme].draw(r, add, ranks)
+    if theme not in ("alone", "decisions"):
+        add("optimizer", ("sgd", "sgd", "adamw"))
+        add("option.momentum", ("momentum",), 0.2)
+        add("change.0", BETWEEN, 0.25, step=r.randrange(1, steps))
+        add("plan", PLANS, 0.2 if ranks > 1 else 0.0)
+    return steps
 
 
 def _draw_blocks(r: random.Random, kind: str, add: Callable[..., None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import traceback
@@ -17,11 +18,16 @@ import fxcomp
 from fuzzing.changes import CHANGES
 from fuzzing.compare import first_difference
 from fuzzing.program import Program
-from fuzzing.world import World, around, equal_models
+from fuzzing.themes import make_world
+from fuzzing.world import World, equal_models
 from fxcomp.errors import FxcompError, VerificationFailed
 
 FINDINGS = ("wrong", "unverified", "foreign", "unraised", "hung", "died", "generator")
 """How a program must not end."""
+
+
+class CompilingDrewError(Exception):
+    """Random numbers after compiling are not those that would have been drawn without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ def follow(program: Program, ranks: Ranks | None = None) -> Outcome:
             warnings.simplefilter("ignore")
             for _ in range(2):
                 try:
-                    worlds.append(World(program, ranks.rank))
+                    worlds.append(make_world(program, ranks.rank))
                 except Exception as error:
                     return Outcome("generator", _said(error), where=traceback.format_exc())
             assert equal_models(worlds[0].model, worlds[1].model), "a program builds the same model twice"
@@ -110,12 +116,19 @@ class _Run:
         for change in self.program.all("change"):
             if change.step == step and (outcome := self._change(change.slot, change.name, step)):
                 return outcome
-        batches = ours.batch(step), theirs.batch(step)
+        for world in (ours, theirs):
+            world.before_step(step)
+        try:
+            batches = ours.batch(step), theirs.batch(step)
+        except Exception as error:
+            return Outcome("generator", _said(error), step, traceback.format_exc())
+        twin = self._twin(step)
         expected, eager_error = None, ""
         if not self.lossy:
             with theirs.random_numbers(step):
                 try:
-                    expected = theirs.eager_gradients(batches[1])
+                    with theirs.around(step, eager=True):
+                        expected = theirs.eager_gradients(batches[1])
                 except Exception as error:
                     eager_error = _said(error)
         with ours.random_numbers(step):
@@ -129,14 +142,38 @@ class _Run:
         if any(everyone):
             return Outcome("wrong", f"this rank went on where another one failed: {everyone}", step)
         if self.lossy:
+            ours.after_step()
             return self._replicas_differ(step)
         theirs.eager_update()
-        ours.after_step()
-        theirs.after_step()
-        wrong = first_difference(ours, theirs, (result, expected), batches)
-        wrongs = self.ranks.share(f"after step {step}", wrong)
-        wrong = wrong or next(filter(None, wrongs), "")
-        return Outcome("wrong", wrong, step) if wrong else None
+        if theirs.micro == 0:
+            ours.after_step()
+            theirs.after_step()
+        wrong = first_difference(ours, theirs, (result, expected), batches) or self._twin_differs(twin, step)
+        # Where one rank changed what replicas share, eager ranks part; ours may not.
+        wrongs = self.ranks.share(f"after step {step}", f"{int(theirs.parted)}{wrong}")
+        wrong = "" if any(said[0] == "1" for said in wrongs) else wrong or "".join(said[1:] for said in wrongs)
+        return Outcome("wrong", wrong, step) if wrong else self._replicas_differ(step)
+
+    def _twin(self, step: int) -> Any:
+        """A copy of everything, to be compiled for this step's batch alone."""
+        if not self.program.has("fresh") or step == 0 or self.ours.step is None:
+            return None
+        return copy.deepcopy((self.ours.model, self.ours.optimizer)), self.ours.generator_state
+
+    def _twin_differs(self, twin: Any, step: int) -> str:
+        """What a fresh capture does otherwise than one that is used again."""
+        if twin is None or self.ours.group > 1:
+            return ""
+        (model, optimizer), state = twin
+        batch, after = self.ours.batch(step), torch.get_rng_state()
+        compiled = fxcomp.compile_step(model, self.ours.loss_fn, optimizer, batch, max_grad_norm=self.ours.clip,
+                                       verify_every="never")  # fmt: skip
+        torch.set_rng_state(state)
+        compiled(batch)
+        torch.set_rng_state(after)
+        pairs = zip(model.parameters(), self.ours.model.parameters(), strict=True)
+        differs = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+        return "a fresh capture of this batch gives other parameters" if differs else ""
 
     def _change(self, slot: str, name: str, step: int) -> Outcome | None:
         errors: list[str] = []
@@ -156,16 +193,19 @@ class _Run:
     def _compiled(self, step: int, batch: Any) -> tuple[Any, Outcome | None]:
         ours = self.ours
         try:
-            with around(self.program):
+            with ours.around(step, eager=False):
                 if ours.step is None:
                     ours.step = self._compile(batch)
                 return ours.step(batch), None
         except VerificationFailed as error:
-            return None, Outcome("unverified", _said(error), step)
+            # One rank alone has changed what replicas share: verification is what finds it.
+            kind = "refused" if self.program.theme == "alone" and self.program.all("alone") else "unverified"
+            return None, Outcome(kind, _said(error), step)
         except FxcompError as error:
             return None, _refused(error, step)
         except Exception as error:
-            return None, Outcome("foreign", _said(error), step, traceback.format_exc())
+            kind = "wrong" if isinstance(error, CompilingDrewError) else "foreign"
+            return None, Outcome(kind, _said(error), step, traceback.format_exc())
 
     def _compile(self, batch: Any) -> Any:
         program, ours = self.program, self.ours
@@ -173,17 +213,19 @@ class _Run:
         state = torch.get_rng_state()
         step = fxcomp.compile_step(
             ours.model, ours.loss_fn, ours.optimizer, batch, plan=plan, max_grad_norm=ours.clip,
-            skip_nonfinite=program.has("skip_nonfinite"), verify_every=_verify(program),
+            skip_nonfinite=program.has("skip_nonfinite"), verify_every=_verify(program), accumulate=ours.group,
         )  # fmt: skip
-        assert torch.equal(state, torch.get_rng_state()), "compiling drew random numbers"
+        if not torch.equal(state, torch.get_rng_state()):
+            raise CompilingDrewError("compiling left the default generator in another state")
         return step
 
     def _replicas_differ(self, step: int) -> Outcome | None:
-        """Whether ranks part under a compressed plan."""
-        self.ours.after_step()
+        """Whether ranks part."""
+        if self.program.ranks == 1 or self.ours.micro or self.ours.may_part(step, str(_verify(self.program))):
+            return None
         tensors = [*self.ours.model.parameters(), *self.ours.model.buffers()]
         held = b"".join(t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
-        everyone = self.ranks.share(f"after step {step}", hashlib.sha256(held).hexdigest())
+        everyone = self.ranks.share(f"replicas {step}", hashlib.sha256(held).hexdigest())
         return Outcome("wrong", "ranks hold other parameters or buffers", step) if len(set(everyone)) > 1 else None
 
 
@@ -191,8 +233,10 @@ def _verify(program: Program) -> Any:
     """How often the step verifies itself: mostly never, so that guards alone stand between us and a wrong step."""
     default = inspect.signature(fxcomp.compile_step).parameters["verify_every"].default
     chosen = program.get("verify")
-    if program.has("plan") or chosen == "1":
+    if (program.has("plan") and not program.theme) or chosen == "1":
         return 1
+    if chosen == "2":
+        return 2
     if chosen == "sampled" and isinstance(default, str):
         return default
     return "never" if isinstance(default, str) else 0

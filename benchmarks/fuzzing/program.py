@@ -7,8 +7,9 @@ dropping one leaves all others as they were: that is what makes a failing progra
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,14 @@ class Feature:
         return f"{self.slot}={self.name}" + (f"@{self.step}" if self.step is not None else "")
 
 
+class Add(Protocol):
+    """Choose one of these names for a slot, or with a probability none."""
+
+    def __call__(
+        self, slot: str, names: Sequence[str], probability: float = ..., *, step: int | None = ...
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Everything that a training run does."""
@@ -32,16 +41,19 @@ class Program:
     ranks: int
     steps: int
     features: tuple[Feature, ...]
+    theme: str = ""
+    """What a small program is about; a whole one has none."""
 
     def __str__(self) -> str:
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"seed {self.seed}{ranks}, {self.steps} steps: {' '.join(map(str, self.features))}"
+        theme = f", {self.theme}" if self.theme else ""
+        return f"seed {self.seed}{theme}{ranks}, {self.steps} steps: {' '.join(map(str, self.features))}"
 
     def without(self, slots: Iterable[str]) -> Program:
         """The same program with less in it."""
         dropped = set(slots)
         kept = tuple(f for f in self.features if f.slot not in dropped)
-        return Program(self.seed, self.ranks, self.steps, kept)
+        return Program(self.seed, self.ranks, self.steps, kept, self.theme)
 
     def get(self, slot: str, otherwise: str = "") -> str:
         """The name of the feature in a slot."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -25,8 +25,8 @@ class World:
     def __init__(self, program: Program, rank: int):
         self.program, self.rank, self.ranks = program, rank, program.ranks
         torch.manual_seed(program.seed)
-        self.model: Any = Net(program)
-        self.loss_fn, self.set_weight = make_loss(program)
+        self.model: Any
+        self.model, self.loss_fn, self.set_weight = self.build()
         self.optimizer = make_optimizer(program, self.model)
         schedule = program.get("schedule")
         self.schedule: Any = SCHEDULES[schedule](self.optimizer) if schedule else None
@@ -38,6 +38,39 @@ class World:
         self.saved = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
         torch.manual_seed(program.seed + 1 + rank)
         self.generator_state = torch.get_rng_state()
+        self.micro = 0
+        """Micro-batches since the last step."""
+        self.parted = False
+        """Whether eager replicas may differ from here on, because one changed something alone."""
+        self.finish_building()
+
+    # What small programs have of their own
+
+    def build(self) -> tuple[nn.Module, Any, Any]:
+        """The model, the loss function, and what sets a number in it."""
+        return Net(self.program), *make_loss(self.program)
+
+    def finish_building(self) -> None:
+        """Do what needs all of the rest."""
+
+    def before_step(self, step: int) -> None:
+        """Change something, on this rank perhaps alone."""
+
+    def around(self, step: int, *, eager: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """What surrounds a step; around eager's only what changes its numbers."""
+        return around(None if eager else self.program)
+
+    def may_part(self, step: int, verified: str) -> bool:  # noqa: ARG002
+        """Whether replicas may differ after a step without a word."""
+        return False
+
+    def forward_around(self) -> AbstractContextManager[Any]:
+        """What surrounds eager's forward pass alone, as a user does it with autocast."""
+        return around(self.program if self.program.get("around") == "autocast" else None)
+
+    def more(self) -> Any:
+        """What is compared beside model, optimizer and result."""
+        return None
 
     @contextmanager
     def random_numbers(self, step: int) -> Generator[None]:
@@ -67,9 +100,6 @@ class World:
         number = 0.5 if program.get("weight") == "batch" and step > 1 else 1.0
         return structured(program.get("structure", "tuple"), x, y, number)
 
-    def before_step(self) -> None:
-        self.optimizer.zero_grad()
-
     def after_step(self) -> None:
         if self.schedule is not None:
             self.schedule.step()
@@ -78,18 +108,29 @@ class World:
 
     def eager_gradients(self, batch: Any) -> Any:
         """What loss_fn returns; gradients are in `.grad`."""
-        self.optimizer.zero_grad()
+        if self.micro == 0:
+            self.optimizer.zero_grad()
         is_recurrent = any(isinstance(module, nn.LSTM) for module in self.model.modules())
-        autocast = around(self.program) if self.program.get("around") == "autocast" else around(None)
         # The captured LSTM is made of plain operators; oneDNN's rounds otherwise, in bf16 by much.
         with torch.backends.mkldnn.flags(enabled=False) if is_recurrent else nullcontext():
-            with autocast:
+            with self.forward_around():
                 result = self.loss_fn(self.model, batch)
             (result[0] if isinstance(result, tuple) else result).backward()
         return result
 
+    @property
+    def group(self) -> int:
+        """So many micro-batches make a step."""
+        return int(self.program.get("accumulate", "1"))
+
     def eager_update(self) -> None:
         """Average gradients as DistributedDataParallel does, and step; a gradient that is not finite may prevent it."""
+        self.micro = (self.micro + 1) % self.group
+        if self.micro:
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and self.group > 1:
+                parameter.grad /= self.group
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.ranks > 1:
             flat = torch.cat([p.grad.reshape(-1) for p in trained])

@@ -1,0 +1,46 @@
+"""What small programs are about, one theme each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fuzzing.alone import Alone, draw_alone
+from fuzzing.decisions import Decisions, draw_decisions
+from fuzzing.program import Add, Program
+from fuzzing.seeding import Seeding, draw_seeding
+from fuzzing.shapes import Shapes, draw_shapes
+from fuzzing.surroundings import Around, draw_around
+from fuzzing.tensor_kinds import Kinds, draw_kinds
+from fuzzing.world import World
+
+
+class Theme(NamedTuple):
+    """How a theme's programs are drawn, and what they train."""
+
+    draw: Callable[[random.Random, Add, int], int]
+    """Adds features; returns the number of steps."""
+    world: type[World]
+
+
+THEMES = {
+    "shapes": Theme(draw_shapes, Shapes),
+    "seeding": Theme(draw_seeding, Seeding),
+    "kinds": Theme(draw_kinds, Kinds),
+    "around": Theme(draw_around, Around),
+    "decisions": Theme(draw_decisions, Decisions),
+    "alone": Theme(draw_alone, Alone),
+}
+
+
+def themes_of(ranks: int) -> tuple[str, ...]:
+    """The themes of programs on so many ranks, as often as they are drawn."""
+    if ranks == 1:
+        return ("shapes", "shapes", "seeding", "kinds", "kinds", "around", "decisions")
+    return ("alone", "alone", "alone", "shapes", "seeding", "decisions", "kinds")
+
+
+def make_world(program: Program, rank: int) -> World:
+    """Everything that a program trains, on one rank."""
+    return THEMES[program.theme].world(program, rank) if program.theme else World(program, rank)
