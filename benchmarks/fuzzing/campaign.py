@@ -201,9 +201,14 @@ class Team:
             return None
         job, result = self.job, self._judged(seconds)
         self.job = None
-        if result.kind in ("hung", "died") or (self.ranks > 1 and result.kind != "equal"):
+        if result.kind in ("hung", "died") or (self.ranks > 1 and not self._ended_alike()):
             self.end()
         return job, result
+
+    def _ended_alike(self) -> bool:
+        """Whether all ranks came to the same end in order, so that they can go on together."""
+        kinds = {outcome["kind"] for outcome in self.outcomes.values()}
+        return len(self.outcomes) == self.ranks and kinds in ({"equal"}, {"refused"}, {"raised"})
 
     def _judged(self, seconds: float) -> Result:
         """All ranks' outcomes as one: the worst counts."""
@@ -262,7 +267,7 @@ def _run(job: Job, rank: int, port: int) -> Any:
     outcome = follow(program, Ranks(store, rank, job.ranks))
     if outcome.kind == "equal":
         dist.barrier()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     return outcome
 
 
