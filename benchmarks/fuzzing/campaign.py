@@ -119,7 +119,8 @@ class Record:
 
     def summary(self, jobs: Sequence[Job]) -> str:
         counts = self.counts(jobs)
-        lines = [f"{counts['programs']} programs, {counts['on_several_ranks']} on several ranks, {counts['process_seconds']} s"]
+        several = f"{counts['on_several_ranks']} on several ranks"
+        lines = [f"{counts['programs']} programs, {several}, {counts['process_seconds']} s"]
         lines += [f"{number:6} {kind}" for kind, number in counts["kinds"].items()]
         lines += ["refused:"] + [f"{number:6} {text}" for text, number in counts["refused"].items()]
         return "\n".join(lines)
@@ -300,11 +301,11 @@ def write_page(page: Path, record: Record, jobs: Sequence[Job]) -> None:
     ]
     refused = [f"| {text.replace('|', '/')} | {number} |" for text, number in counts["refused"].items()]
     said = (
-        f"{counts['programs']} programs, {counts['on_several_ranks']} of them on two or three ranks, {counts['steps']} steps,"
-        f" {counts['process_seconds']} s of processes' time, torch {counts['torch']}."
+        f"{counts['programs']} programs, {counts['on_several_ranks']} of them on two or three ranks,"
+        f" {counts['steps']} steps, {counts['process_seconds']} s of processes' time, torch {counts['torch']}."
     )
     table = [f"| about | programs | {' | '.join(kinds)} |", "|---|---:|" + "---:|" * len(kinds), *rows, ""]
-    table += [ "| refused with | programs |", "|---|---:|", *refused]
+    table += ["| refused with | programs |", "|---|---:|", *refused]
     before, _, rest = page.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
     page.write_text("\n".join([f"{before}{_BEGIN}", said, "", *table, f"{_END}{after}"]))

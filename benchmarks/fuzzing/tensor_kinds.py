@@ -135,7 +135,7 @@ KINDS: dict[str, Kind] = {
     "strided": lambda x: torch.stack((x, x + 1), -1)[..., 0],
     "flipped_strides": lambda x: torch.empty_strided((3, WIDTH), (1, 5)).copy_(x),
     "overlapping": lambda x: x.flatten().as_strided((3, WIDTH), (2, 1)),
-    "channels_last": lambda x: x.view(1, 1, 3, WIDTH).expand(2, 2, 3, WIDTH).contiguous(memory_format=torch.channels_last),
+    "channels_last": lambda x: x.view(1, 1, 3, WIDTH).repeat(2, 2, 1, 1).to(memory_format=torch.channels_last),
     "channels_last_of_one": lambda x: x.view(1, 1, 3, WIDTH).contiguous(memory_format=torch.channels_last),
     "requires_grad": lambda x: x.clone().requires_grad_(),
     "not_a_leaf": lambda x: x.clone().requires_grad_() * 2,
@@ -166,7 +166,7 @@ KINDS: dict[str, Kind] = {
     "read_only": _read_only,
     "resized": _resized,
     "subnormal": _subnormal,
-    "zero": lambda x: torch._efficientzerotensor((3, WIDTH)),  # type: ignore[attr-defined]
+    "zero": lambda x: torch._efficientzerotensor((3, WIDTH)),  # noqa: ARG005
     "shared_memory": lambda x: x.clone().share_memory_(),
     "zero_strides": lambda x: torch.as_strided(x.flatten(), (3, WIDTH), (0, 0)),
     "empty_dim": lambda x: x[:, :0],
