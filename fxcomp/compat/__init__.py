@@ -16,8 +16,8 @@ from fxcomp.compat.collectives import (
 )
 from fxcomp.compat.ddp import GradBucket, Wrapper, wrapper_of
 from fxcomp.compat.dynamo import (
-    RUN_WITH_RNG_STATE, before_backward, compile_training, gradient_places, graph_break, inside_ddp, run_eagerly,
-    source_name, standalone_compile,
+    RUN_WITH_RNG_STATE, backward_call, backward_node, before_backward, compile_training, gradient_places, graph_break,
+    inside_ddp, run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
 )
 from fxcomp.compat.files import cache_directory, write_atomically
 from fxcomp.compat.fsdp import (

@@ -33,6 +33,7 @@ def compile_training(
     """
 
     def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        _keep_what_is_saved()
         run: Any = backward(graph)
         run._boxed_call = True
         return run
@@ -51,15 +52,44 @@ def compile_training(
         return compiler(gm, inputs)
 
 
-def before_backward(results: Sequence[Any], call: Callable[[], None]) -> None:
-    """Call something each time before the backward pass of the compiled function runs that returned these."""
-    node = _compiled_node([value.grad_fn for value in results if isinstance(value, torch.Tensor)])
-    if node is not None:
+def _keep_what_is_saved() -> None:
+    """Allow backward(retain_graph=True): what is saved for the backward pass being compiled is never written into."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
-        def before(_: Sequence[Any]) -> None:
-            call()
 
-        node.register_prehook(before)
+def backward_node(results: Sequence[Any]) -> Any:
+    """Find the node of the compiled function that returned these, None if nothing can run backward through it."""
+    return _compiled_node([value.grad_fn for value in results if isinstance(value, torch.Tensor)])
+
+
+def before_backward(node: Any, call: Callable[[], None]) -> None:
+    """Call something each time before the backward pass of a node runs."""
+
+    def before(_: Sequence[Any]) -> None:
+        call()
+
+    node.register_prehook(before)
+
+
+def backward_call() -> int | None:
+    """Number the call of backward() that is under way; None outside of any."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
+def will_run_backward(node: Any) -> bool:
+    """Ask if the call of backward() that is under way runs a node, or has run it."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Ask if the call of backward() that is under way adds to a parameter's `.grad`."""
+    try:
+        return will_run_backward(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # gradients are returned, by torch.autograd.grad
+        return False
 
 
 def _compiled_node(nodes: Sequence[Any]) -> Any:

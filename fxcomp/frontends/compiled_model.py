@@ -20,6 +20,7 @@ from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.frontends.hook_program import slots_of
+from fxcomp.frontends.no_sync import Averaging
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.names import arguments_of
 from fxcomp.pipeline import Compiler
@@ -63,6 +64,7 @@ class CompiledModel:
     """The options as they were given: without a model, they tell one call of torch.compile from another."""
     runtime: Runtime = field(init=False)
     lockstep: Lockstep = field(init=False)
+    averaging: Averaging = field(default_factory=Averaging)
     source: str = ""
     """The backward pass that was emitted last."""
     passes: int = 0
@@ -170,7 +172,7 @@ class CompiledModel:
         return together
 
     def keeping(self, own: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
-        """Run a backward pass whose gradients stay on this rank until one that sends them."""
+        """Choose a backward pass whose gradients stay on this rank until one that sends them."""
         self._local_passes += 1
         self._is_owed = True
         return own
@@ -182,9 +184,14 @@ class CompiledModel:
         self._is_owed = False
         for name, reference in self.parameters.items():
             parameter = reference()
-            if parameter is not None and parameter.grad is not None:
-                self.state.also_owe({name: parameter.grad.detach().reshape(-1).float()})
-                parameter.grad = None
+            if parameter is None or parameter.grad is None:
+                continue
+            if not compat.will_accumulate(parameter):  # nothing would bring it back: it goes out with a later pass
+                self._is_owed = True
+                continue
+            gradient = parameter.grad.detach().reshape(-1)
+            self.state.also_owe({name: gradient.to(torch.promote_types(gradient.dtype, torch.float32))})
+            parameter.grad = None
 
     def _compare(self, averaged: Mapping[str, Tensor]) -> None:
         """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""

@@ -4,14 +4,20 @@
         loss_of(compiled, first).backward()     .grad has this rank's own gradients
     loss_of(compiled, second).backward()        .grad has the mean over the ranks of the sum of both
 
-As under DistributedDataParallel, the forward pass decides: a backward pass whose forward pass ran inside stays local,
-wherever it runs itself.
+As under DistributedDataParallel, forward passes decide, and one call of backward() averages everything or nothing: what
+it makes, and what has come together in `.grad` before it.
+
+    forward passes that it runs through         it averages
+    one or more ran outside                     always
+    all ran inside                              if one outside has run since gradients were last averaged
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -27,8 +33,8 @@ _local: list[frozenset[int]] = []
 def no_sync(model: nn.Module) -> Generator[None]:
     """Let backward passes of a model that torch.compile compiled reduce nothing if their forward pass runs inside.
 
-    The next backward pass whose forward pass ran outside reduces what has come together in `.grad`. All ranks must do
-    the same, as under DistributedDataParallel.
+    The next call of backward() that also runs through a forward pass outside reduces what has come together in `.grad`.
+    All ranks must do the same, as under DistributedDataParallel.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(f"no_sync takes the model that was compiled, a torch.nn.Module; it is a {type(model).__name__}")
@@ -40,21 +46,45 @@ def no_sync(model: nn.Module) -> Generator[None]:
         _local.remove(mine)
 
 
-class Passes:
-    """Tells the backward passes of one graph whether their forward pass ran inside `no_sync`."""
+@dataclass(slots=True)
+class Averaging:
+    """Tells which backward passes of one model average, for all graphs that torch makes of it."""
 
-    def __init__(self) -> None:
-        self._next_is_local = False
+    _is_open: bool = False
+    """A forward pass has run outside of `no_sync` since gradients were last averaged."""
+    _outside: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
+    """The nodes of forward passes that ran outside, as long as they may run backward."""
+    _local_in: int | None = None
+    """The call of backward() in which a node of a forward pass inside runs now."""
+    _decided: tuple[int | None, bool] = (None, True)
+    """The latest call of backward(), and whether it averages."""
 
     def forward_has_run(self, parameter: Any, results: Sequence[Any]) -> None:
-        """Remember with the results of a forward pass, which reads a parameter, that their gradients stay here."""
+        """Note a forward pass that reads a parameter, by its results."""
+        node = compat.backward_node(results)
+        if node is None:
+            return
         if any(id(parameter) in parameters for parameters in _local):
-            compat.before_backward(results, self._begin_local)
+            compat.before_backward(node, self._begin_local)
+        elif compat.backward_call() is None:  # else checkpointing runs it again
+            self._is_open = True
+            self._outside = [reference for reference in self._outside if reference() is not None]
+            self._outside.append(weakref.ref(node))
 
-    def take(self) -> bool:
-        """Tell if the backward pass that begins now stays on this rank."""
-        is_local, self._next_is_local = self._next_is_local, False
-        return is_local
+    def is_due(self) -> bool:
+        """Tell if the backward pass that begins now averages. Every pass of one call of backward() is told the same."""
+        call = compat.backward_call()
+        is_local, self._local_in = call is not None and self._local_in == call, None
+        if call is None or self._decided[0] != call:
+            self._decided = (call, not is_local or self._is_open or any(map(_will_run, self._outside)))
+        if self._decided[1]:
+            self._is_open = False
+        return self._decided[1]
 
     def _begin_local(self) -> None:
-        self._next_is_local = True
+        self._local_in = compat.backward_call()
+
+
+def _will_run(reference: weakref.ref[Any]) -> bool:
+    node = reference()
+    return node is not None and compat.will_run_backward(node)

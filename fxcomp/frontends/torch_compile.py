@@ -54,7 +54,7 @@ from fxcomp.errors import (
 )
 from fxcomp.frontends.backend_options import Options, check_pins, read_options
 from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, digests_of
-from fxcomp.frontends.no_sync import Passes
+from fxcomp.frontends.no_sync import Averaging
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 from fxcomp.pipeline import Compiler
@@ -90,7 +90,7 @@ def fxcomp_backend(
         return compat.compile_training(gm, example_inputs, reshape_uncertain_views, _run_eagerly)
     found = FoundParameters.of(gm, example_inputs, chosen.model)
     averaged: list[int] = []
-    passes = Passes()
+    models: list[CompiledModel] = []
 
     def compile_backward(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         with compat.real_tensors(), torch.no_grad():
@@ -99,10 +99,11 @@ def fxcomp_backend(
             if not averaged:
                 return own
             compiled, everywhere = _compile_backward(graph, found, chosen, options)
-            return lambda values: (compiled.keeping(own) if passes.take() else everywhere)(values)
+            models.append(compiled)
+            return lambda values: (everywhere if compiled.averaging.is_due() else compiled.keeping(own))(values)
 
     run = compat.compile_training(gm, example_inputs, reshape_uncertain_views, compile_backward)
-    return _for_one_model(run, found, averaged, passes) if averaged else run
+    return _for_one_model(run, found, averaged, models[0].averaging) if averaged else run
 
 
 def _has_others(process_group: Any) -> bool:
@@ -114,7 +115,7 @@ def _run_eagerly(backward: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _for_one_model(
-    run: Callable[..., Any], found: FoundParameters, places: Sequence[int], passes: Passes
+    run: Callable[..., Any], found: FoundParameters, places: Sequence[int], averaging: Averaging
 ) -> Callable[..., Any]:
     """Refuse other parameters: torch runs one graph for all models of the same code, shapes and options."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
@@ -128,7 +129,7 @@ def _for_one_model(
                     " torch._dynamo.reset() on all ranks."
                 )
         results = run(*inputs)
-        passes.forward_has_run(inputs[expected[0][0]], results)
+        averaging.forward_has_run(inputs[expected[0][0]], results)
         return results
 
     return checked
