@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from fxcomp.graph.ops import PACK
 from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.verify import compare
+from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.means import Means
 
 BATCH = JOBS["mlp"].batch(0)
@@ -311,6 +312,66 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_held_against_the_others():
     assert compare.difference(noise, other, 1e-4, absolute=compare.FLOOR * 1e-4 * 1.0) is None
 
 
+class WithSmall(nn.Module):
+    """A large gradient, and one of 1e-5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.small = nn.Linear(20, 10), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+def test_a_small_gradient_that_is_wrong_is_named_though_it_is_noise_of_the_largest():
+    weight = [1.0]
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) + weight[0] * 1e-5 * model.small.sum()
+
+    step = compiled(WithSmall(), loss)
+    step(BATCH)
+    with (
+        unseen_change(step, weight, 1.5),
+        pytest.raises(VerificationFailed, match=r"gradient of 'small' differs from eager by up to 5e-06, .* 1.5e-05"),
+    ):
+        step(BATCH)
+
+
+class Cancelling(nn.Module):
+    """A bias before a batch norm of small values: the sum of large terms is zero, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.fc = nn.LSTM(20, 8, batch_first=True), nn.Linear(8, 8)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.fc(self.recurrent(x.unsqueeze(0))[0][0])))
+
+
+def test_a_gradient_whose_terms_cancel_is_allowed_eager_s_own_rounding(monkeypatch: pytest.MonkeyPatch):
+    # Without a floor, rounding of an LSTM, whose eager kernel is another, is always more than noise.
+    monkeypatch.setattr("fxcomp.step.verify.differences.FLOOR", 0.0)
+    suspected: list[str] = []
+    judge = Differences.judge_suspects
+
+    def watched(self: Differences, rounding: Mapping[str, float]) -> dict[str, float]:
+        suspected.extend(self.suspects)
+        return judge(self, rounding)
+
+    monkeypatch.setattr(Differences, "judge_suspects", watched)
+    torch.manual_seed(0)
+    model = Cancelling()
+    step = compiled(model, optimizer="sgd")
+    for _ in range(3):
+        step(BATCH)
+    assert "fc.bias" in suspected
+    monkeypatch.setattr("fxcomp.step.verify.differences.ROUNDINGS", 1e-3)
+    with pytest.raises(VerificationFailed, match=r"the gradient of 'fc\.bias' differs from eager"):
+        step(BATCH)
+
+
 def test_an_update_is_held_against_its_movement():
     before = torch.tensor([1.0, -2.0])
     after = before - 1e-3
@@ -365,6 +426,15 @@ def on_two_ranks() -> list[str]:
         if rank == 0:
             patch.setattr("fxcomp.step.verify.verifier.run_eagerly", _fails)
         attempt(step)
+    for off in (1e-12, 1.0):  # one rank alone suspects a gradient, which is rounding, and which is not
+        step = made("dense")
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(
+                    Differences, "check_gradient", lambda self, *_, off=off: self.suspects.update(x=(off, "x"))
+                )
+                patch.setattr("fxcomp.step.verify.verifier.rounding_of", lambda *_: {"x": 1e-3})
+            attempt(step)
     return outcomes
 
 
@@ -383,6 +453,9 @@ def test_ranks_verify_together_and_fail_together():
     assert "the update of '0.bias' differs" in second[5] or "the update of '0.weight' differs" in second[5]
     for place in (6, 7):
         assert all("was not verified, for want of memory on some rank" in rank[place] for rank in (first, second))
+    assert first[8] == second[8] == ""
+    assert "another rank found a difference" in first[9]
+    assert ": x.\n  No parameter has been updated" in second[9]
 
 
 def test_a_weighted_sum_tells_a_mean_from_what_is_close_to_it():

@@ -20,6 +20,9 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FLOOR = 1e-2
 """Absolute tolerance of gradients over the relative one times the largest gradient: some are zero but for rounding."""
 
+ROUNDINGS = 16
+"""So many times as far as eager's own rounding moves a gradient, another order of operators may (assumed)."""
+
 UPDATE = 1e-4
 """Relative to the largest movement: an optimizer's few operators in float32, on the same numbers."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxcomp.graph.captured import Captured
-from fxcomp.step.verify.compare import FLOOR, difference, largest, tolerance_of
+from fxcomp.step.verify.compare import FLOOR, ROUNDINGS, difference, largest, tolerance_of
 from fxcomp.step.verify.eager import EagerResult
 
 
@@ -20,6 +20,8 @@ class Differences:
         self._captured = captured
         self.relative = tolerance_of(captured)
         self.first = ""
+        self.suspects: dict[str, tuple[float, str]] = {}
+        """Gradients whose difference may be rounding: how large it is, and the sentence."""
         self._is_exact = True
         """Everything so far was equal bit for bit: then whole numbers must be equal too."""
 
@@ -37,18 +39,31 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or a part of one from element `start` on.
 
-        One that is zero but for rounding is measured by the largest of all, a part by the largest of its whole.
+        One that is zero but for rounding is measured by the largest of all, a part by the largest of its whole. What
+        is more, but would be noise of the largest of all, is suspected: its terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
             part = expected.reshape(-1)[start : start + gradient.numel()].view(gradient.shape)
             noise += self.relative * largest(expected)
         off = self._off(gradient, part, noise)
-        if off is not None:
-            self.note(
-                f"the gradient of {name!r} differs from eager by up to {off:.3g}, where it reaches"
-                f" {largest(expected):.3g}"
-            )
+        if off is None:
+            return
+        said = (
+            f"the gradient of {name!r} differs from eager by up to {off:.3g}, where it reaches {largest(expected):.3g}"
+        )
+        if off > self.relative * largest_of_all:
+            self.note(said)
+        else:
+            self.suspects[name] = max((off, said), self.suspects.get(name, (0.0, "")))
+
+    def judge_suspects(self, rounding: Mapping[str, float]) -> dict[str, float]:
+        """Note a difference that is more than rounding, which moves each gradient so far; return what is allowed."""
+        allowed = {name: ROUNDINGS * rounding.get(name, 0.0) for name in self.suspects}
+        for name, (off, said) in self.suspects.items():
+            if not off <= allowed[name]:
+                self.note(said)
+        return allowed
 
     def check_aux(self, returned: Sequence[Any], eager: EagerResult) -> None:
         """Compare the auxiliary results."""

@@ -19,6 +19,7 @@ from fxcomp.capture.training import Training
 from fxcomp.capture.weighted_loss import WeightedLoss
 from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.captured import Captured
+from fxcomp.step.verify.compare import largest
 
 
 @dataclass(slots=True)
@@ -46,21 +47,12 @@ def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor
     parameters = dict(training.model.named_parameters())
     names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
     buffers: dict[str, Tensor] = {}
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        _same_random_numbers(training.model),
-        _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
-        _same_constants(captured.graph),
-    ):
+    with _undisturbed(training, captured, buffers):
         result = training.loss_fn(training.model, _copied(batch))
         returned, aux = result if captured.has_aux else (result, ())
         weighted = returned if isinstance(returned, WeightedLoss) else None
         loss: Any = weighted.sum if weighted else returned
-        with compat.without_autocast():
-            seeds = None if seed is None else [seed.to(loss.dtype)]
-            wanted = [parameters[name] for name in names]
-            found: Any = torch.autograd.grad([loss], wanted, seeds, allow_unused=True)
+        found = _gradients(loss, [parameters[name] for name in names], seed)
     leaves, aux_spec = pytree.tree_flatten(aux)
     own = [_written_into(g) if isinstance(g, Tensor) else g for g in found]
     gradients: dict[str, Tensor | None] = dict(zip(names, own, strict=True))
@@ -75,6 +67,55 @@ def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor
         tuple(name for name, gradient in gradients.items() if gradient is not None),
         buffers,
     )
+
+
+FACTORS = (0.7, 1.3, 0.9)
+"""Of the backward pass's seed: they move no exponent alone, so nothing rounds as it did."""
+
+
+def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> dict[str, float]:
+    """Tell how far rounding alone moves each gradient, relative to the largest of all.
+
+    The backward pass of one forward pass begins with multiples of its seed, which are divided out again. Gradients are
+    proportional to the seed, but for rounding.
+    """
+    parameters = dict(training.model.named_parameters())
+    names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
+    wanted = [parameters[name] for name in names]
+    with _undisturbed(training, captured, {}):
+        result = training.loss_fn(training.model, _copied(batch))
+        returned = result[0] if captured.has_aux else result
+        loss: Any = returned.sum if isinstance(returned, WeightedLoss) else returned
+        one = torch.ones_like(loss) if seed is None else seed
+        first = _gradients(loss, wanted, one, keep=True)
+        moved = dict.fromkeys(names, 0.0)
+        for factor in FACTORS:
+            again = _gradients(loss, wanted, one * factor, keep=True)
+            for name, value, other in zip(names, first, again, strict=True):
+                if value is not None and other is not None:
+                    moved[name] = max(moved[name], largest(_written_into(other) / factor - _written_into(value)))
+    scale = max((largest(value) for value in first if value is not None), default=0.0)
+    return {name: value / scale for name, value in moved.items()} if scale > 0 else {}
+
+
+def _gradients(loss: Tensor, wanted: Sequence[Tensor], seed: Tensor | None, *, keep: bool = False) -> list[Any]:
+    with compat.without_autocast():
+        seeds = None if seed is None else [seed.to(loss.dtype)]
+        return list(torch.autograd.grad([loss], wanted, seeds, retain_graph=keep or None, allow_unused=True))
+
+
+@contextmanager
+def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tensor]) -> Generator[None]:
+    """Run eager PyTorch and leave everything that it writes as it was; `buffers` gets what it made of them."""
+    parameters = dict(training.model.named_parameters())
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _same_random_numbers(training.model),
+        _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
+        _same_constants(captured.graph),
+    ):
+        yield
 
 
 def _written_into(gradient: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ class UpdateCheck:
         """On several ranks, where nothing is compressed: their means."""
         self.largest = 0.0
         """The largest magnitude of all expected gradients."""
+        self.rounding: Mapping[str, float] = {}
+        """How far gradients that are rounding alone may be off."""
         self.wrong: str = ""
         self.updated = 0
         """Number of parameters that were updated rightly."""
@@ -178,7 +180,8 @@ class UpdateCheck:
         expected = self.expected.pop(name, None)
         if expected is None:
             return True
-        off = difference(gradient, expected, self._relative, FLOOR * self._relative * self.largest)
+        noise = FLOOR * self._relative * self.largest + self.rounding.get(name, 0.0)
+        off = difference(gradient, expected, self._relative, noise)
         if off is not None:
             self.wrong = (
                 f"the gradient that updates {name!r} differs from eager's, clipped if asked for, by up to"

@@ -3,7 +3,8 @@
     eager PyTorch ─► loss, aux, gradients, buffers    on a copy of the batch; nothing of the user's changes
     the emitted step:
         each local gradient     is compared as it is made
-        before any update       the ranks agree; all of them raise, or none
+        before any update       the ranks agree; all of them raise, or none. Where a small difference may be rounding,
+                                eager PyTorch first tells how far rounding alone moves that gradient
         each update             is compared with the user's own optimizer on a copy of that parameter
         after the last line     aux and buffers are compared; the ranks agree again
 
@@ -39,7 +40,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.sums import Sums
 from fxcomp.step.verify.compare import largest
 from fxcomp.step.verify.differences import Differences
-from fxcomp.step.verify.eager import EagerResult, run_eagerly
+from fxcomp.step.verify.eager import EagerResult, rounding_of, run_eagerly
 from fxcomp.step.verify.means import square_sum
 from fxcomp.step.verify.update import UpdateCheck
 
@@ -130,6 +131,7 @@ class Verification:
             self._differences.relative,
             written_parameters(program.captured.graph),
         )
+        self._batch = batch
         self._eager = self._completed(self._run_eagerly(batch))
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0
 
@@ -148,15 +150,26 @@ class Verification:
     def _run_eagerly(self, batch: Any) -> EagerResult | None:
         """Run eager PyTorch; None if there is no room for its results, or if it raises."""
         try:
-            captured, sums, seed = self._program.captured, self._verifier.sums, None
-            if self._training.loss_scale is not None:
-                seed = sums.seed(is_weighted=captured.is_weighted)
-            return run_eagerly(self._training, captured, batch, seed)
+            return run_eagerly(self._training, self._program.captured, batch, self._seed())
         except compat.OUT_OF_MEMORY:
             compat.forget_freed_memory(self._training.device)
         except Exception as error:
             self._differences.note(f"eager PyTorch raises {type(error).__name__}: {error}")
         return None
+
+    def _seed(self) -> Tensor | None:
+        if self._training.loss_scale is None:
+            return None
+        return self._verifier.sums.seed(is_weighted=self._program.captured.is_weighted)
+
+    def _look_again(self) -> bool:
+        """Ask what suspected gradients are but rounding, and if any rank found a difference; every rank calls it."""
+        rounding: dict[str, float] = {}
+        with suppress(*compat.OUT_OF_MEMORY):
+            rounding = rounding_of(self._training, self._program.captured, self._batch, self._seed())
+        largest = self._updates.largest
+        self._updates.rounding = self._differences.judge_suspects({k: v * largest for k, v in rounding.items()})
+        return anywhere(self._training, self._runtime, bool(self._differences.first))[0]
 
     def _completed(self, eager: EagerResult | None) -> EagerResult | None:
         """Let eager's gradients be those of the whole group, weighed where the loss has a count."""
@@ -197,10 +210,10 @@ class Verification:
             if eager.unexpected:
                 found.note(f"{eager.unexpected[0]!r} has a gradient in eager PyTorch, and none here")
         out_of_memory = eager is None and not found.first
-        wrong, skipped, unplain = anywhere(
-            self._training, self._runtime, bool(found.first), out_of_memory, not self._is_plain
+        wrong, skipped, unplain, suspected = anywhere(
+            self._training, self._runtime, bool(found.first), out_of_memory, not self._is_plain, bool(found.suspects)
         )
-        if wrong:
+        if wrong or (suspected and self._look_again()):
             self._fail("No parameter has been updated; buffers and residuals may have.")
         if skipped:
             self._eager = None
