@@ -71,7 +71,8 @@ class StepFakes(compat.FakeMode):
 
     def __init__(self) -> None:
         # Constants of the model (tensors that are no buffers) may come into the graph.
-        super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        # Numbers that happen to be equal are symbols of their own: which are equal for good, tracing asks.
+        super().__init__(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
         self._ranges: dict[StorageWeakRef, Tensor] = {}
         self.unknown: dict[str, Unknown] = {}
         """The origins of numbers and sizes that only the data will tell, by symbol."""

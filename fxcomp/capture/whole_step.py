@@ -10,11 +10,7 @@ learning rate, momenta, betas, weight decay) are inputs of the graph, so that th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from fxcomp.capture.assemble import assemble
 from fxcomp.capture.forward_backward import check_forward_backward, trace_forward_backward
@@ -37,11 +33,7 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
     inputs = StepInputs(training, batch, varying)
     body, outputs = trace_forward_backward(training, inputs)
     if varying and outputs.mention(inputs.symbols):  # right for these sizes alone
-        return replace(capture(training, batch), guard=_fits_nothing_else)
+        return capture(training, batch)
     check_forward_backward(body, training.model)
     check_written(body, inputs.named)
     return assemble(body, outputs, training, inputs)
-
-
-def _fits_nothing_else(_: Sequence[Tensor]) -> bool:
-    return False

@@ -1,6 +1,6 @@
 """The private parts of torch that fxcomp needs, and what differs between torch 2.11 and 2.13 and between systems.
 
-- tracing, symbols, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
+- tracing, symbols, shape_guard, graphs: make_fx on fake tensors, symbolic numbers and sizes, torch.fx's internals.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
 - generators: every call of a random generator's methods.
 - dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
@@ -45,10 +45,11 @@ from fxcomp.compat.operators import (
     moves_tensors, multiplies_in_tf32, named_arguments, places_of_arguments, written_arguments,
 )
 from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_of
+from fxcomp.compat.shape_guard import SPECIAL_SIZES, ShapeGuard, shape_guard
 from fxcomp.compat.source_lines import users_level, users_line, users_source
 from fxcomp.compat.symbols import (
-    SYMBOLS, as_number, decisions, has_symbols, is_open, limit, live_number, shape_guard, size_hint, symbols,
-    unbacked_symbols, without_locations,
+    SYMBOLS, as_number, decisions, has_symbols, is_open, limit, live_number, size_hint, symbols, unbacked_symbols,
+    without_locations,
 )
 from fxcomp.compat.tensors import is_fake, is_subclass, strides, suggested_format
 from fxcomp.compat.tracing import (

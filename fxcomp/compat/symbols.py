@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -81,19 +81,6 @@ def size_hint(size: Any) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     return 1 if size.node.hint is None else int(size.node.hint)
-
-
-def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
-    """Make a test for other batch tensors: do they satisfy what tracing assumed about symbolic sizes?"""
-    tensors: list[Any] = [leaf for leaf in batch if isinstance(leaf, Tensor)]
-    if not any(isinstance(size, torch.SymInt) for leaf in tensors for size in leaf.shape):
-        return lambda _: True
-
-    def holds(leaves: Sequence[Any]) -> bool:
-        real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return shapes.evaluate_guards_for_args(tensors, real, ignore_static=False)
-
-    return holds
 
 
 @contextmanager

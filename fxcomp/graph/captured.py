@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
 from torch.fx import GraphModule
+
+from fxcomp import compat
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Captured:
     has_aux: bool
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
-    guard: Callable[[Sequence[Tensor]], bool]
-    """Tells if these batch tensors may run through the graph; always true unless it has symbolic shapes."""
+    guard: compat.ShapeGuard | None
+    """Tells batches of other sizes that may run through the graph; None if none may."""
     is_weighted: bool = False
     """The loss is a sum over elements that are counted."""
     densified: tuple[str, ...] = ()

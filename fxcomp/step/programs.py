@@ -1,8 +1,11 @@
 """Captures of one step for different batches and surroundings: find what fits, make what is missing, drop what is old.
 
     batch, plan, guard's key  ── seen before ────────────► that program
-                              └─ other lengths, same family ► the family's symbolic program, if its guard holds
+                              └─ other lengths, same family ► a symbolic program of it whose guard holds
                               └─ otherwise ───────────────► capture; from the third length on sizes become symbols
+
+A size of 0 or 1 is no symbol. So a family may have several symbolic programs: for batches of one row, for others, and
+for those in which two sizes happened to be equal where Python asked.
 
 Everything here is bounded: graphs, the keys that lead to them, and what is remembered of shapes.
 """
@@ -15,6 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, batch_change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
@@ -33,6 +37,9 @@ FAMILIES = 64
 STATIC_SHAPES = 2
 """So many shapes are captured as they are; from the next on, sizes that varied become symbols."""
 
+SYMBOLIC_TRIES = 2
+"""So often may tracing with symbols fail, for each kind of batches: it takes as long again."""
+
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
 """Captures and compiles for a batch, with the dimensions of batch tensors that may vary.
@@ -49,8 +56,28 @@ class _Family:
     captures: int = 0
     varying: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     """The dimensions of batch tensors, by leaf, that were not always the same."""
-    symbolic: Program | None = None
-    may_be_symbolic: bool = True
+    symbolic: list[Program] = field(default_factory=list[Program])
+    """Programs that may serve other sizes, the latest first."""
+    failures: int = 0
+    """So often tracing with symbols has failed."""
+
+    def open_dimensions(self, kind: BatchType) -> dict[int, frozenset[int]]:
+        """Choose the dimensions of a batch, by leaf, whose sizes become symbols."""
+        if self.captures <= STATIC_SHAPES or self.failures >= SYMBOLIC_TRIES:
+            return {}
+        chosen = {
+            leaf: frozenset(d for d in dimensions if (kind.shapes[leaf] or ())[d] not in compat.SPECIAL_SIZES)
+            for leaf, dimensions in self.varying.items()
+        }
+        return {leaf: dimensions for leaf, dimensions in chosen.items() if dimensions}
+
+    def serving(self, leaves: Sequence[Any]) -> Program | None:
+        """Find a symbolic program that these tensors may run through."""
+        return next((each for each in self.symbolic if _fits(each, leaves)), None)
+
+    def forget(self, program: Program) -> None:
+        """Let a symbolic program go."""
+        self.symbolic = [each for each in self.symbolic if each is not program]
 
     def add(self, kind: BatchType) -> None:
         """Count a batch type that is about to be captured."""
@@ -59,6 +86,12 @@ class _Family:
             differing = frozenset(d for d, (a, b) in enumerate(zip(was or (), now or (), strict=True)) if a != b)
             if differing:
                 self.varying[leaf] = self.varying.get(leaf, frozenset()) | differing
+
+
+def _fits(program: Program, leaves: Sequence[Any]) -> bool:
+    guard = program.captured.guard
+    assert guard is not None, "a program that serves other sizes says which"
+    return guard(leaves)
 
 
 class _Around(NamedTuple):
@@ -98,9 +131,11 @@ class Programs:
         if found is None:
             start = time.perf_counter()
             found = self._capture(batch, kind, around)
-            self._say_why(batch, kind, around, time.perf_counter() - start)
-            around = _Around(plan, self._guard.key())  # a model that sets itself up has changed it
+            seconds = time.perf_counter() - start
+            before, around = around, _Around(plan, self._guard.key())  # a model that sets itself up has changed it
             key = (str(kind.structure), kind.leaves, around)
+            if not self._offer(found, kind, around):
+                self._say_why(batch, kind, before, seconds)
         self._latest = kind, around
         self._remember(key, found)
         return found
@@ -128,8 +163,7 @@ class Programs:
         for key in [key for key, program in self._of_key.items() if program is known]:
             self._of_key[key] = other
         for family in self._families.values():
-            if family.symbolic is known:
-                family.symbolic = other
+            family.symbolic = [other if each is known else each for each in family.symbolic]
         self._kept = OrderedDict((id(each), each) for each in (other if p is known else p for p in self._kept.values()))
 
     def of_plan(self, plan: int) -> list[Program]:
@@ -148,24 +182,28 @@ class Programs:
 
     def _find_symbolic(self, kind: BatchType, leaves: Sequence[Any], around: Hashable) -> Program | None:
         family = self._families.get((kind.like(), around))
-        if family is None or family.symbolic is None or not family.symbolic.captured.guard(leaves):
-            return None
-        return family.symbolic
+        return None if family is None else family.serving(leaves)
 
     def _capture(self, batch: Any, kind: BatchType, around: Hashable) -> Program:
         family = self._family(kind, around)
         family.add(kind)
-        varying = family.varying if family.captures > STATIC_SHAPES and family.may_be_symbolic else {}
+        varying = family.open_dimensions(kind)
         try:
-            program = settled(self._guard, lambda: self._make(batch, varying))
+            return settled(self._guard, lambda: self._make(batch, varying))
         except CaptureFailed:
             if not varying:
                 raise
-            family.may_be_symbolic = False  # what does not trace with symbols may do so for each of its shapes
+            family.failures += 1  # what does not trace with symbols may do so for each of its shapes
             return settled(self._guard, lambda: self._make(batch, {}))
-        if varying:
-            family.symbolic = program
-        return program
+
+    def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
+        """Let a new program serve batches of other sizes; returns whether it is the first of its family to do so."""
+        guard = program.captured.guard
+        if guard is None or not guard.is_open:
+            return False
+        family = self._family(kind, around)
+        family.symbolic.insert(0, program)
+        return len(family.symbolic) == 1
 
     def _family(self, kind: BatchType, around: Hashable) -> _Family:
         key = (kind.like(), around)
@@ -180,7 +218,9 @@ class Programs:
         self._of_key.move_to_end(key)
         self._kept.move_to_end(id(program))
         if len(self._of_key) > KEYS:
-            self._of_key.popitem(last=False)
+            _, program = self._of_key.popitem(last=False)
+            if all(other is not program for other in self._of_key.values()):
+                self._drop(program)  # no plan's change would find it
         while len(self._kept) > CAPTURES * (1 + self.racing):
             self._drop(next(iter(self._kept.values())))
 
@@ -189,5 +229,4 @@ class Programs:
         for key in [key for key, known in self._of_key.items() if known is program]:
             del self._of_key[key]
         for family in self._families.values():
-            if family.symbolic is program:
-                family.symbolic = None
+            family.forget(program)

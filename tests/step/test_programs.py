@@ -82,3 +82,9 @@ def test_no_more_captures_are_kept_than_a_few_and_the_oldest_goes():
     assert len(built) == CAPTURES + 2, "what is used at every other step stays"
     assert len(step.in_force.programs._of_key) <= KEYS
     assert len(step.in_force.programs._families) <= FAMILIES
+
+
+def test_lengths_that_one_capture_serves_are_not_said():
+    step = compiled(small())
+    for length in (5, 6, 1, 7, 8, 9):
+        step(JOBS["mlp"].batch(0, length=length))
