@@ -15,6 +15,9 @@ from fxcomp.capture.change import Change
 from fxcomp.capture.shared_memory import memory_of
 from fxcomp.errors import UnsupportedBatch
 
+_SHOWN = 4
+"""So many tensors of a batch are named."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 """Values that nobody changes in place."""
 
@@ -61,6 +64,13 @@ class BatchType:
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """The shape of each leaf; None for a plain value."""
         return tuple(leaf.shape if isinstance(leaf, TensorType) else None for leaf in self.leaves)
+
+    @property
+    def text(self) -> str:
+        """Say it in a few words: `float32[8, 20], int64[8]`."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, TensorType)]
+        said = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in tensors]
+        return ", ".join(said[:_SHOWN] + [f"{len(said) - _SHOWN} more"] * (len(said) > _SHOWN)) or "no tensors"
 
     def like(self) -> Hashable:
         """Give the type without sizes, which batches of different lengths share."""

@@ -29,6 +29,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "free": explanation.workload.free_us / 1e3,
             "bound": None if bound_us is None else bound_us / 1e3,
         },
+        "batch": explanation.batch or None,
         "error": explanation.error,
         "estimate": explanation.costs.estimate or None,
         "compute": {

@@ -64,6 +64,8 @@ class Explanation:
     """The number of micro-batches whose gradients a step sums up."""
     moves: Sequence[Moved] = ()
     """How the plan has followed the gradients since."""
+    batch: str = ""
+    """The type of the batches that every time is of, predicted or measured; empty where it is not known."""
 
     @property
     def step_us(self) -> float:

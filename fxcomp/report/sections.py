@@ -97,6 +97,8 @@ def _headline(explanation: Explanation) -> str:
     parts.append(
         f"{count(len(workload.gradients), 'gradient')}{in_types(workload.types)}, {mb(workload.dense_bytes)} MB"
     )
+    if explanation.batch:
+        parts.append(f"batch {explanation.batch}")
     if explanation.micro_batches > 1:
         parts.append(f"{explanation.micro_batches} micro-batches a step")
     if explanation.budget is not None:

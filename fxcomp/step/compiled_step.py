@@ -65,6 +65,7 @@ class CompiledStep:
         self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
         self.steps = 0
+        self._steps_unlike_first = 0
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes: list[str] = list(site.ranks.notes)
@@ -130,6 +131,7 @@ class CompiledStep:
                 observer = verification if verifies else look or self._watch_of(kind)
                 result = self._run(program, leaves, observer)
         is_like_first = self._group.is_like_first and self.in_force.serves_first(kind)
+        self._steps_unlike_first += not is_like_first
         took = self._group.took((begin, self.monitor.times.look()))
         self._group.clear()
         self._count(took, timed=not verifies and look is None and is_like_first)
@@ -283,8 +285,8 @@ class CompiledStep:
 
     @property
     def timeline(self) -> Timeline:
-        """The predicted step."""
-        return self.in_force.program.timeline
+        """The predicted step, for batches like the first one."""
+        return self.in_force.predicted
 
     def graph(self, after: str | None = None) -> GraphModule:
         """The final graph, or the graph after a pass. Raises FxcompError naming the passes if there is no such one."""
@@ -313,6 +315,11 @@ class CompiledStep:
             )
         if self.errors is not None:
             notes.append(self.errors.said)
+        if self._steps_unlike_first:
+            notes.append(
+                f"{self._steps_unlike_first} of {self.steps} steps had other batches than the first, of"
+                f" {self.in_force.first_kind.text}: every time here, predicted or measured, is of batches like that"
+            )
         if self.skipped_steps:
             notes.append(f"{self.skipped_steps} of {self.steps} steps left out: a gradient was not finite")
         return tuple(notes)

@@ -52,10 +52,11 @@ class Explainer:
         is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
         return Explanation(
             plan=force.plan,
-            timeline=force.program.timeline,
+            timeline=force.predicted,
             workload=decision.workload,
             costs=decision.costs,
             cluster=self._site.cluster,
+            batch=force.first_kind.text,
             choice=decision.choice,
             mode=self._options.mode.value,
             flip_gbit=self._flip_gbit(decision),

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
+from fxcomp.cost.timeline import Timeline
 from fxcomp.pipeline import Compiler, Turns
 from fxcomp.plan.check_feedback import check_momentum, check_rates
 from fxcomp.plan.error_feedback import Stage
@@ -57,6 +58,8 @@ class PlanInForce:
         self._numbers = itertools.count(len(self.stages))
         self._followed: int = 0
         """The number of the plan that is followed: of a stage its place, of any later plan one of its own."""
+        self._warming: dict[int, Timeline] = {}
+        """The predicted step of each stage, for batches like the first one."""
         self._lanes: list[_Lane] = []
         """The plans that race, the one that was in force first; empty if none do."""
         self.state = self._fresh_state(decision.plan)
@@ -100,9 +103,19 @@ class PlanInForce:
         self.runtime.forget_buffers()
         return True
 
+    @property
+    def first_kind(self) -> BatchType:
+        """The type of the first batch, which predictions are for."""
+        return self._capture.kind
+
+    @property
+    def predicted(self) -> Timeline:
+        """The predicted step of the plan that is followed, for batches like the first one, whatever ran last."""
+        return self.standing.timeline if self.is_warm else self._warming[self._stage]
+
     def serves_first(self, kind: BatchType) -> bool:
         """Tell batches like the first one, which the prediction is for."""
-        return kind == self._capture.kind
+        return kind == self.first_kind
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch as everything else is now; capture here alone if there is none."""
@@ -313,6 +326,7 @@ class PlanInForce:
         if stage == self._stage:
             self.program = program
             """The program that ran last, or runs next."""
+        self._warming[stage] = program.timeline
         if stage == len(self.stages) - 1:
             self.standing = program
             """The first capture under the plan that stays: what predictions are of."""

@@ -88,3 +88,18 @@ def test_lengths_that_one_capture_serves_are_not_said():
     step = compiled(small())
     for length in (5, 6, 1, 7, 8, 9):
         step(JOBS["mlp"].batch(0, length=length))
+
+
+def test_a_report_is_about_batches_like_the_first_and_says_so():
+    step = compiled(small())
+    step(JOBS["mlp"].batch(0))
+    before = step.timeline
+    assert " · batch float32[4, 20], int64[4]" in " ".join(step.explain().split())
+    assert "other batches than the first" not in step.explain()
+    for length in (40, 4000):
+        step(JOBS["mlp"].batch(0, length=length))
+    assert step.in_force.program.timeline.step_time_us > before.step_time_us
+    assert step.timeline == before
+    text = " ".join(step.explain().split())
+    assert "2 of 3 steps had other batches than the first, of float32[4, 20], int64[4]" in text
+    assert f"{before.step_time_us / 1e3:.3g}"[:4] in text
