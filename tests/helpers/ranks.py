@@ -1,7 +1,7 @@
 """Run a function on real ranks: one process each, joined by gloo on this machine.
 
-Ranks are forked from one warm process per test session, which has imported torch and compiled a step (`warm_rank`).
-Each runs one function and ends, so that nothing that a test changes, hangs or kills reaches the next one.
+Ranks are forked from one warm process per test session, which has imported torch and compiled a step without autograd
+(`warm_rank`). Each runs one function and ends: nothing that a test changes, hangs or kills reaches the next one.
 """
 
 from __future__ import annotations

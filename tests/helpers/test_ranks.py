@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, try_ranks
+from ranks import run_alone, run_ranks, try_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxcomp import compat
 
@@ -50,6 +51,25 @@ def imported() -> tuple[bool, bool]:
 
 def test_ranks_start_with_everything_imported_and_no_thread_lost():
     assert run_ranks(2, imported) == [(True, True)] * 2
+
+
+def differentiated() -> list[float]:
+    value = torch.ones(2, requires_grad=True)
+    with FakeTensorMode():  # knows of accelerators where the build does
+        seen = torch.ones(2, requires_grad=True)
+        seen.sum().backward()
+    (3 * value).sum().backward()
+    assert value.grad is not None
+    return value.grad.tolist()
+
+
+def differentiated_alone_and_on_ranks() -> list[list[float]]:
+    return [differentiated(), *run_ranks(2, differentiated), differentiated()]
+
+
+def test_every_build_of_torch_differentiates_on_ranks_and_on_ranks_of_a_forked_process():
+    assert run_ranks(2, differentiated) == [[3.0, 3.0]] * 2
+    assert run_alone(differentiated_alone_and_on_ranks) == [[3.0, 3.0]] * 4
 
 
 def failing_on_one() -> None:
