@@ -3,7 +3,8 @@
     small("bert")  ->  Family: the task, the model's class, its shrunken configuration, a function that makes batches
 
 A family's own default configuration is shrunk by rules that go by the names of its numbers (`RULES`); where numbers
-must fit each other in a way that no rule knows, a family is named in `OVERRIDES`. Dropout stays as the library has it.
+must fit each other in a way that no rule knows, a family is named in `OVERRIDES`. Dropout stays as the library has it,
+but for what is `SWITCHED_OFF`.
 """
 
 from __future__ import annotations
@@ -158,6 +159,13 @@ RULES: tuple[tuple[str, Any], ...] = (
 """What a number of a configuration becomes, by its name; the first rule that matches. Smaller numbers stay."""
 
 
+SWITCHED_OFF: tuple[tuple[str, Any], ...] = (
+    (r"(.*_)?layerdrop", 0.0),  # a draw decides whether a layer runs
+    (r"apply_spec_augment", False),  # NumPy draws the masks
+)
+"""What a compiled step refuses by name, and these models train without."""
+
+
 def shrunken(config_class: Any, overrides: Mapping[str, Any]) -> Any:
     """A configuration of a class with small numbers."""
     return config_class(**_small_numbers(config_class, overrides))
@@ -170,6 +178,9 @@ def _small_numbers(config_class: Any, overrides: Mapping[str, Any]) -> dict[str,
         default = None
     found: dict[str, Any] = {}
     for key, value in (vars(default) if default is not None else {}).items():
+        for pattern, off in SWITCHED_OFF:
+            if re.fullmatch(pattern, key) and value:
+                found[key] = off
         rule = next((new for pattern, new in RULES if re.fullmatch(pattern, key)), None)
         if rule is None or value is None or isinstance(value, bool):
             continue

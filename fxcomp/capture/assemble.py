@@ -94,6 +94,7 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
         is_weighted=outputs.is_weighted,
         densified=outputs.densified,
         unused=unused,
+        prelude=outputs.prelude,
     )
 
 

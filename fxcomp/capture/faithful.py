@@ -56,6 +56,10 @@ _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 """Functions that make sparse gradients when they are asked to."""
 
 
+_COMPARES = (torch.equal, Tensor.equal)
+"""Functions that ask about values, in one operator that has no fake."""
+
+
 class _Refusing(TorchFunctionMode):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
@@ -85,11 +89,17 @@ class _Refusing(TorchFunctionMode):
                 f" precision.\n{_at()}"
                 "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
             )
+        if func in _COMPARES and not kwargs and _are_alike(*args):
+            return bool((args[0] == args[1]).all())
         if func in _LOOKS_UP and kwargs and kwargs.get("sparse"):
             name = self._names.get(id(args[1]))
             self.densified += [name] if name and name not in self.densified else []
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one is not other and one.shape == other.shape and one.dtype is other.dtype
 
 
 def _at() -> str:

@@ -4,6 +4,7 @@
     torch.rand([]) < 0.1         refused: the data decides
     torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
     batch_norm of a transpose    is contiguous: torch's fake lies as its input does
+    ctc_loss                     has a shape: torch has no fake where lengths are tensors
 
 A random value carries its range through arithmetic with plain numbers and through comparisons, all monotone; where both
 ends of a range agree, the value is one number, whatever is drawn.
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxcomp import compat
+from fxcomp.capture.questions import Questions
 
 aten = torch.ops.aten
 
@@ -71,8 +73,9 @@ class StepFakes(compat.FakeMode):
 
     def __init__(self) -> None:
         # Constants of the model (tensors that are no buffers) may come into the graph.
-        # Numbers that happen to be equal are symbols of their own: which are equal for good, tracing asks.
-        super().__init__(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+        super().__init__(shape_env=compat.AskingShapes(self._answer), allow_non_fake_inputs=True)
+        self.questions: Questions | None = None
+        """Answers what Python asks about values; None if nobody does."""
         self._ranges: dict[StorageWeakRef, Tensor] = {}
         self.unknown: dict[str, Unknown] = {}
         """The origins of numbers and sizes that only the data will tell, by symbol."""
@@ -92,6 +95,12 @@ class StepFakes(compat.FakeMode):
         if func is aten._grouped_mm.default:
             with self:
                 return _grouped_product(*args, **given)
+        if func is aten._ctc_loss.Tensor:
+            with self:
+                return _ctc_loss(compat.unknown_size(self.shapes), *args)
+        if func is aten._ctc_loss_backward.Tensor:
+            with self:
+                return torch.empty_like(args[1], memory_format=torch.contiguous_format)
         out: Any = super().dispatch(func, types, args, given)
         if func in _NORMALISES and out[0] is not None:
             out = (_as_batch_norm_lies(out[0], args[_NORMALISES[func]]), *out[1:])
@@ -99,6 +108,9 @@ class StepFakes(compat.FakeMode):
         if self._ranges or func in _UNIT or func in _UNIFORM:
             self._follow(func, args, given, out)
         return out
+
+    def _answer(self, expression: compat.Expression) -> Any:
+        return self.questions.answer(expression) if self.questions is not None else None
 
     # Ranges
 
@@ -186,6 +198,12 @@ def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
+
+
+def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Make the losses, and what the backward pass needs: as many states as the longest target takes."""
+    steps, rows = log_probs.shape[:2]
+    return log_probs.new_empty([rows]), log_probs.new_empty([rows, steps, states])
 
 
 def _grouped_product(

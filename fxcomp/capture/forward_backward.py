@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fxcomp.capture.user_collectives import keeping_collectives
 from fxcomp.capture.weighted_loss import WeightedLoss, split
 from fxcomp.graph.captured import Constant
 from fxcomp.graph.functional import functional
+from fxcomp.graph.prelude import Prelude
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
 
 
@@ -41,6 +42,8 @@ class Outputs:
     """The loss is followed by its count."""
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are sparse in eager PyTorch."""
+    prelude: Prelude | None = None
+    """What Python asked about values."""
 
     def mention(self, symbols: set[str]) -> bool:
         """Say if a text of the auxiliary result was made of a symbolic size: it holds the symbol's name."""
@@ -54,9 +57,14 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
     caches_casts = torch.is_autocast_cache_enabled()
     names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
 
+    def follow() -> None:
+        if (questions := inputs.mode.questions) is not None:
+            questions.follow(compat.current_tracer())
+
     def forward_backward(
         parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor], scale: list[Tensor]
     ) -> list[Tensor]:
+        follow()
         with (
             swapped(training.model, inputs.stand_ins(parameters, buffers)),
             faithful(inputs.names(parameters, buffers), caches_casts=caches_casts) as densified,
@@ -97,22 +105,24 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
     with (
         untouched(training.model, training.loss_fn),
         inputs.mode,
+        inputs.asked() as questions,
         explaining(inputs.mode),
         warnings.catch_warnings(),
         # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
         # operators. Other operators choose oneDNN when they run.
-        compat.without_onednn(),
+        compat.onednn(False),
     ):
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         with torch.enable_grad():
             traced = compat.trace(forward_backward, inputs.fakes)
         # Autocast and autograd are in the trace by now: a parameter may be written.
         with compat.without_autocast(), torch.no_grad():
-            body = functional(traced, [value for part in inputs.fakes for value in part])
+            body = functional(traced, [value for part in inputs.fakes for value in part], follow)
+        outputs = replace(found[0], prelude=questions.prelude())
     _restore_random_order(body)
     drop_idle_states(body)
     check_generators(body, training.model, training.loss_fn)
-    return reshape_uncertain_views(body), found[0]
+    return reshape_uncertain_views(body), outputs
 
 
 # The results of the loss function

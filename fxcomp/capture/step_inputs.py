@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.capture.fake_mode import StepFakes
+from fxcomp.capture.questions import Given, Questions
 from fxcomp.capture.shared_memory import distinct, first_places
 from fxcomp.capture.training import Training
+from fxcomp.graph.prelude import Feed
 
 Varying = Mapping[int, frozenset[int]]
 """The dimensions of batch tensors whose size may vary, by the index of the leaf."""
@@ -31,6 +35,7 @@ class StepInputs:
         self.buffers = [(name, b, self.of(b)) for name, b in training.model.named_buffers()]
         leaves, self.batch_spec = pytree.tree_flatten(batch)
         self.first_places = first_places(leaves)
+        self._model, self._leaves = training.model, leaves
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
             for i, leaf in enumerate(leaves)
@@ -44,6 +49,20 @@ class StepInputs:
             *([("the scale of the loss", scale.scale)] if scale is not None else []),
         ]
         """Every real input and the name that an error gives it; None instead of a tensor that came before."""
+
+    @contextmanager
+    def asked(self) -> Generator[Questions]:
+        """Answer questions about values while it is open; what answers them holds the batch."""
+        self.mode.questions = Questions(self._givens())
+        try:
+            yield self.mode.questions
+        finally:
+            self.mode.questions = None
+
+    def _givens(self) -> list[Given]:
+        batch = [Given(leaf, itemgetter(place)) for place, leaf in enumerate(self._leaves)]
+        model = [Given(value, _feed(self._model, name, value)) for name, value, _ in (*self.parameters, *self.buffers)]
+        return [*model, *batch, *(Given(fake, None) for fake in self.scale)]
 
     @property
     def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any], list[Tensor]]:
@@ -76,3 +95,12 @@ class StepInputs:
     def of_update(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor of the optimizer's update."""
         return self.update_mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+def _feed(model: nn.Module, name: str, value: Tensor) -> Feed | None:
+    """Find a buffer or a frozen parameter where it is at the time; None for what is trained."""
+    if value.requires_grad:
+        return None
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    return lambda _: getattr(module, attribute)

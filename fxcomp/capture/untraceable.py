@@ -21,6 +21,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
     except FxcompError:
         raise
     except Exception as error:
+        if fakes.questions and compat.is_raised_by_user(error):
+            raise  # what Python asked about the batch made it raise, as it does in eager PyTorch
         line = compat.users_source(error)
         at = f"  {line}\n" if line else ""
         looked_at = _looked_at(error, fakes)

@@ -1,6 +1,6 @@
 """The private parts of torch that fxcomp needs, and what differs between torch 2.11 and 2.13 and between systems.
 
-- tracing, symbols, shape_guard, graphs: make_fx on fake tensors, symbolic numbers and sizes, torch.fx's internals.
+- tracing, symbols, shape_guard, answers, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
 - generators: every call of a random generator's methods.
 - dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
@@ -11,6 +11,9 @@
 # ruff: noqa: F401, I001
 # pyright: reportUnusedImport=false
 # fmt: off
+from fxcomp.compat.answers import (
+    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, symbols_of, unknown_size,
+)
 from fxcomp.compat.collectives import (
     OBJECTS, carries_objects, finished_work, is_functional_collective, reduction, without_hidden_communication,
 )
@@ -46,13 +49,13 @@ from fxcomp.compat.operators import (
 )
 from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_of
 from fxcomp.compat.shape_guard import SPECIAL_SIZES, ShapeGuard, shape_guard
-from fxcomp.compat.source_lines import users_level, users_line, users_source
+from fxcomp.compat.source_lines import is_raised_by_user, users_level, users_line, users_source
 from fxcomp.compat.symbols import (
     SYMBOLS, as_number, decisions, has_symbols, is_open, limit, live_number, size_hint, symbols, unbacked_symbols,
     without_locations,
 )
 from fxcomp.compat.tensors import is_fake, is_subclass, strides, suggested_format
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, plain_values,
-    real_tensors, trace, trace_functional, without_autocast, without_onednn,
+    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, onednn, plain_values,
+    real_tensors, trace, trace_functional, uses_onednn, without_autocast,
 )

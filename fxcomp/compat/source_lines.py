@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import sys
@@ -28,6 +29,16 @@ def users_source(error: BaseException) -> str | None:
     """Name the user's line where an error came up, with its text: `train.py:41: if loss > 1:`."""
     place = _users_place(error)
     return f"{users_line(error)}: {linecache.getline(*place).strip()}" if place is not None else None
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Ask if a `raise` or an `assert` of the user's own code raised an error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or last.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        return False
+    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
 def users_level() -> int:

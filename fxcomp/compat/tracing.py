@@ -89,10 +89,11 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
         return make_fx(function, tracing_mode="real")(*inputs)
 
 
-def trace_functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Trace again without in-place operators and views of written tensors."""
+def trace_functional(traced: GraphModule, inputs: Sequence[Any], begun: Callable[[], None]) -> GraphModule:
+    """Trace again without in-place operators and views of written tensors; calls `begun` inside, first."""
 
     def run(*flat: Any) -> Any:
+        begun()
         return Interpreter(traced).run(*flat)
 
     return trace(torch.func.functionalize(run, remove="mutations"), inputs)
@@ -105,11 +106,16 @@ def without_autocast() -> Generator[None]:
         yield
 
 
+def uses_onednn() -> bool:
+    """Ask if operators may choose oneDNN."""
+    return torch._C._get_mkldnn_enabled()
+
+
 @contextmanager
-def without_onednn() -> Generator[None]:
-    """Trace what PyTorch does where it has no oneDNN. Its public switch sets TF32 as well, and warns."""
+def onednn(use: bool) -> Generator[None]:
+    """Let operators choose oneDNN, or do what PyTorch does without. Its public switch sets TF32 as well, and warns."""
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_mkldnn_enabled(use)
     try:
         yield
     finally:

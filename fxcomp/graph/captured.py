@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.graph.prelude import Prelude
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class Captured:
     """Parameters whose gradients are dense here and sparse in eager PyTorch."""
     unused: tuple[str, ...] = ()
     """Those of `gradient_names` that the loss does not depend on: their gradients are zeros."""
+
+    prelude: Prelude | None = None
+    """What the traced Python asked about values; another answer needs another capture."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         """The leaves of the auxiliary result, with what the graph has returned of them."""

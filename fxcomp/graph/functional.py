@@ -17,7 +17,7 @@ again under torch.func.functionalize, which takes as long as the first trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,8 +28,11 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 
 
-def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Rewrite a graph without operators that write, but for random fills of fresh memory and copies into inputs."""
+def functional(traced: GraphModule, inputs: Sequence[Any], retracing: Callable[[], None]) -> GraphModule:
+    """Rewrite a graph without operators that write, but for random fills of fresh memory and copies into inputs.
+
+    Calls `retracing` inside another trace, if that is needed.
+    """
     _look_instead_of_turning(traced)
     writes = [
         node for node in traced.graph.nodes if compat.is_operator(node.target) and compat.is_in_place(node.target)
@@ -37,7 +40,7 @@ def functional(traced: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     plain = _plain_writes(writes)
     if plain is None:
         _keep_strides(traced, writes)
-        return compat.trace_functional(traced, inputs)
+        return compat.trace_functional(traced, inputs, retracing)
     for node, (target, value) in plain.items():
         node.target = target
         node.meta["val"] = value

@@ -41,6 +41,7 @@ _CERTAIN = frozenset(
         *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
         *(aten.new_zeros.default, aten.new_empty.default, aten.new_full.default, aten.new_empty_strided.default),
         *(aten.bernoulli_.float, aten.slice_backward.default, aten.select_backward.default),
+        aten.constant_pad_nd.default,
     }
 )
 """Operators whose results lie where their fakes say, if their arguments do, as found on the CPU with 470 operators and

@@ -306,8 +306,10 @@ class CompiledStep:
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
-        """Notes on a race, on the warm-up, and on steps that were left out."""
+        """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
         notes = [self._steering.note_on_race] if self._steering.note_on_race else []
+        if (prelude := self.in_force.program.captured.prelude) is not None:
+            notes.append(prelude.said)
         if not self.in_force.is_warm:
             stages = self.in_force.stages
             notes.append(

@@ -1,7 +1,7 @@
 """Captures of one step for different batches and surroundings: find what fits, make what is missing, drop what is old.
 
-    batch, plan, guard's key  ── seen before ────────────► that program
-                              └─ other lengths, same family ► a symbolic program of it whose guard holds
+    batch, plan, guard's key  ── seen before ────────────► that program, if values give the answers that Python saw
+                              └─ other lengths, same family ► a symbolic program of it whose guard holds, likewise
                               └─ otherwise ───────────────► capture; from the third length on sizes become symbols
 
 A size of 0 or 1 is no symbol. So a family may have several symbolic programs: for batches of one row, for others, and
@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 
 from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, batch_change
+from fxcomp.capture.change import Change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
 from fxcomp.errors import CaptureFailed
+from fxcomp.graph.prelude import OtherAnswer, Prelude
 from fxcomp.step.recaptures import Recaptures
 
 CAPTURES = 8
@@ -40,6 +42,11 @@ STATIC_SHAPES = 2
 SYMBOLIC_TRIES = 2
 """So often may tracing with symbols fail, for each kind of batches: it takes as long again."""
 
+
+_ASK_LESS = (
+    "Ask less of the values: compare instead of reading a number, compute both sides and select with torch.where, or"
+    " pass what is decided in the batch."
+)
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
 """Captures and compiles for a batch, with the dimensions of batch tensors that may vary.
@@ -91,7 +98,8 @@ class _Family:
 def _fits(program: Program, leaves: Sequence[Any]) -> bool:
     guard = program.captured.guard
     assert guard is not None, "a program that serves other sizes says which"
-    return guard(leaves)
+    prelude = program.captured.prelude
+    return guard(leaves) and (prelude is None or prelude.other_answer(leaves) is None)
 
 
 class _Around(NamedTuple):
@@ -105,13 +113,20 @@ class _Around(NamedTuple):
 _Known = tuple[str, Hashable, _Around]
 """A batch's structure and leaves, and its surroundings."""
 
+_Answered = tuple[str, Hashable, _Around, Prelude | None]
+"""The same, and questions that are answered as they were while tracing."""
+
 
 class Programs:
     """The captures of one step, the least recently used of which go."""
 
     def __init__(self, guard: StepGuard, make: Make):
         self._guard, self._make = guard, make
-        self._of_key: OrderedDict[_Known, Program] = OrderedDict()
+        self._of_key: OrderedDict[_Answered, Program] = OrderedDict()
+        self._preludes: dict[_Known, list[Prelude | None]] = {}
+        """The questions of the programs for a batch's type, those that were answered last first."""
+        self._other_answer: OtherAnswer | None = None
+        """Why the program that ran last for this type of batch does not serve it."""
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._kept: OrderedDict[int, Program] = OrderedDict()
         self._latest: tuple[BatchType, _Around] | None = None
@@ -126,7 +141,7 @@ class Programs:
         """The program for a batch as everything else is now; captured here alone if there is none."""
         around = _Around(plan, self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
-        found = self._of_key.get(key) or self._find_symbolic(kind, leaves, around)
+        found = self._seen(key, leaves) or self._find_symbolic(kind, leaves, around)
         self._recaptures.count_step()
         if found is None:
             start = time.perf_counter()
@@ -149,12 +164,12 @@ class Programs:
 
     def clear(self) -> None:
         """Forget all of them."""
-        for known in (self._of_key, self._families, self._kept):
+        for known in (self._of_key, self._preludes, self._families, self._kept):
             known.clear()
 
     def forget_plan(self, plan: int) -> None:
         """Forget what follows a plan that is followed no more."""
-        others = [program for (_, _, around), program in self._of_key.items() if around.plan == plan]
+        others = [program for key, program in self._of_key.items() if key[2].plan == plan]
         for program in others:
             self._drop(program)
 
@@ -168,7 +183,7 @@ class Programs:
 
     def of_plan(self, plan: int) -> list[Program]:
         """List the programs that follow a plan."""
-        kept = {id(program) for (_, _, around), program in self._of_key.items() if around.plan == plan}
+        kept = {id(program) for key, program in self._of_key.items() if key[2].plan == plan}
         return [program for place, program in self._kept.items() if place in kept]
 
     def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
@@ -176,9 +191,27 @@ class Programs:
         if self._latest is None or self._latest[1].plan != around.plan:
             return
         was, before = self._latest
-        change = batch_change(batch, was, kind) or self._guard.change(before.key, around.key)
+        change = batch_change(batch, was, kind) or self._guard.change(before.key, around.key) or self._answer_change()
         if change is not None:
             self._recaptures.add(change, seconds)
+
+    def _answer_change(self) -> Change | None:
+        other = self._other_answer
+        if other is None:
+            return None
+        what = f"the answer of {other.question.where} ({other.question.text})"
+        return Change(what, str(other.question.answer), str(other.answer), _ASK_LESS)
+
+    def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
+        """The program that such a batch had before, when its values gave the same answers."""
+        self._other_answer = None
+        preludes = self._preludes.get(key, ())
+        for prelude in preludes:
+            other = prelude.other_answer(leaves) if prelude is not None else None
+            if other is None:
+                return self._of_key[*key, prelude]
+            self._other_answer = self._other_answer or other
+        return None
 
     def _find_symbolic(self, kind: BatchType, leaves: Sequence[Any], around: Hashable) -> Program | None:
         family = self._families.get((kind.like(), around))
@@ -213,20 +246,36 @@ class Programs:
             self._families.popitem(last=False)
         return family
 
-    def _remember(self, key: _Known, program: Program) -> None:
+    def _remember(self, known: _Known, program: Program) -> None:
+        prelude = program.captured.prelude
+        key = (*known, prelude)
         self._of_key[key] = self._kept[id(program)] = program
         self._of_key.move_to_end(key)
         self._kept.move_to_end(id(program))
+        preludes = self._preludes.setdefault(known, [])
+        if prelude not in preludes[:1]:
+            preludes[:] = [prelude, *(each for each in preludes if each is not prelude)]
         if len(self._of_key) > KEYS:
-            _, program = self._of_key.popitem(last=False)
-            if all(other is not program for other in self._of_key.values()):
-                self._drop(program)  # no plan's change would find it
+            self._drop_key(next(iter(self._of_key)))
         while len(self._kept) > CAPTURES * (1 + self.racing):
             self._drop(next(iter(self._kept.values())))
 
     def _drop(self, program: Program) -> None:
         self._kept.pop(id(program), None)
         for key in [key for key, known in self._of_key.items() if known is program]:
-            del self._of_key[key]
+            self._forget(key)
         for family in self._families.values():
             family.forget(program)
+
+    def _drop_key(self, key: _Answered) -> None:
+        program = self._of_key[key]
+        self._forget(key)
+        if all(other is not program for other in self._of_key.values()):
+            self._drop(program)  # no plan's change would find it
+
+    def _forget(self, key: _Answered) -> None:
+        del self._of_key[key]
+        known, prelude = key[:3], key[3]
+        self._preludes[known].remove(prelude)
+        if not self._preludes[known]:
+            del self._preludes[known]

@@ -19,7 +19,7 @@ def by_a_truth(model: nn.Module, batch: Tensor) -> Tensor:
 
 def by_a_number(model: nn.Module, batch: Tensor) -> Tensor:
     out = model(batch)
-    return out.sum() if batch.argmax().item() > 2 else out.mean()
+    return out.sum() if out.argmax().item() > 2 else out.mean()
 
 
 def by_a_draw(model: nn.Module, batch: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def by_a_draw(model: nn.Module, batch: Tensor) -> Tensor:
 
 def by_a_size(model: nn.Module, batch: Tensor) -> Tensor:
     out = model(batch)
-    return torch.stack([out[int(row)].sum() for row in (batch[:, 0] > 0).nonzero()]).sum()
+    return torch.stack([out[int(row)].sum() for row in (out[:, 0] > 0).nonzero()]).sum()
 
 
 def by_a_picked_size(model: nn.Module, batch: Tensor) -> Tensor:

@@ -1,0 +1,216 @@
+"""Answer what Python asks about values while it is traced, where they follow from the batch and buffers alone.
+
+Tracing gives a number that only the data will tell a symbol. Where Python decides by it, the part of the trace that
+makes the number is copied, run on the real batch, and kept: as a *prelude* of the step (`fxcomp.graph.prelude`), asked
+again before each one. What is asked is the smallest thing that Python wants to know: `lengths.max().item() <= 16` is
+true or false, whatever the number.
+"""
+
+# What is traced is of any type.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fxcomp import compat
+from fxcomp.capture.ancestry import ancestry, storages, written
+from fxcomp.capture.staging import Asked, staged
+from fxcomp.graph.prelude import Feed, Prelude
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What stands for one argument of the traced function."""
+
+    value: Any
+    feed: Feed | None
+    """None for what training changes: nothing may be decided by it before the step."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """The copies of a trace's nodes, which nothing writes: questions share them."""
+
+    tracer: Any = None
+    of: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    makers: dict[str, tuple[Node, int | None]] = field(default_factory=dict[str, tuple[Node, int | None]])
+    """By symbol, the node that made it, and the dimension if it is a size."""
+    seen: Node | None = None
+    """The last node that was searched for symbols."""
+
+
+class Questions:
+    """What was asked while one step was traced, and answered."""
+
+    def __init__(self, givens: Sequence[Given]):
+        self._givens = givens
+        self._uses_onednn = compat.uses_onednn()
+        self._graph, self._root = Graph(), nn.Module()
+        self._copies = _Copies()
+        self._known: dict[str, Node] = {}
+        """Copies by what they compute."""
+        self._values: dict[Node, Any] = {}
+        self._fed: dict[Node, Feed] = {}
+        self._parts: dict[Node, list[Node]] = {}
+        """Whatever a copy follows from where something is written on the way."""
+        self._asked: dict[str, Asked] = {}
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def follow(self, tracer: Any) -> None:
+        """Take what is asked from now on to be about another trace."""
+        self._copies = _Copies(tracer)
+
+    def answer(self, expression: compat.Expression) -> Any:
+        """Answer a question about symbols of the trace; None if it depends on what only the step itself will tell."""
+        evaluator = compat.evaluator(expression)
+        made = {name: self._number(name) for name in compat.symbols_of(expression)} if evaluator is not None else {}
+        if evaluator is None or None in made.values():
+            return None
+        numbers = {name: node for name, node in made.items() if node is not None}
+        text, answer_of = evaluator
+        values = {name: self._values[node] for name, node in numbers.items()}
+        answer = answer_of({n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()})
+        key = f"{text} {numbers}"
+        if key not in self._asked:
+            where = compat.users_line() or "the loss function"
+            nodes = self._made_by(numbers.values())
+            self._asked[key] = Asked(where, text, answer_of, numbers, answer, nodes)
+        return answer
+
+    def prelude(self) -> Prelude | None:
+        """Make what asks all of it again."""
+        if not self._asked:
+            return None
+        return staged(self._root, self._fed, list(self._asked.values()))
+
+    # Numbers
+
+    def _number(self, symbol: str) -> Node | None:
+        """Find the copy of what a symbol stands for: a tensor of one element, or a size."""
+        self._search()
+        maker, dim = self._copies.makers.get(symbol, (None, None))
+        if maker is None:
+            return None
+        if dim is None:
+            tensor = maker.args[0]
+            return self._copy_of(tensor, ancestry(maker)[:-1]) if isinstance(tensor, Node) else None
+        made = self._copy_of(maker, ancestry(maker))
+        return None if made is None else self._shared(aten.sym_size.int, (made, dim), {})
+
+    def _search(self) -> None:
+        """Note the makers of symbols among the nodes that have come since."""
+        copies = self._copies
+        if copies.tracer is None:
+            return
+        nodes = copies.tracer.graph._root
+        node = (copies.seen or nodes).next
+        while node is not nodes:
+            value = node.meta.get("val")
+            if node.target is aten._local_scalar_dense.default and (name := compat.as_symbol(value)):
+                copies.makers.setdefault(name, (node, None))
+            if isinstance(value, Tensor):
+                for dim, size in enumerate(value.shape):
+                    if name := compat.as_symbol(size):
+                        copies.makers.setdefault(name, (node, dim))
+            copies.seen, node = node, node.next
+
+    # Copies
+
+    def _copy_of(self, end: Node, nodes: Sequence[Node]) -> Node | None:
+        """Copy a node and what it follows from, and compute it; None if it follows from more than may be asked."""
+        if not all(map(self._may_be_asked, nodes)):
+            return None
+        changed = {place for node in nodes for place in written(node)}
+        entries = [node for node in nodes if node.op in ("placeholder", "get_attr") and changed & set(storages(node))]
+        if len({place for node in entries for place in storages(node)}) < len(entries):
+            return None  # two of them lie in the same memory
+        copies = {} if changed else self._copies.of
+        for node in nodes:
+            if node not in copies:
+                copies[node] = self._entry(node) if node.op != "call_function" else self._made(node, copies, changed)
+                if node in entries:
+                    copies[node] = self._computed(aten.clone.default, (copies[node],), {})
+        if changed:
+            self._parts[copies[end]] = [copies[node] for node in nodes]
+        return copies[end]
+
+    def _made_by(self, ends: Iterable[Node]) -> list[Node]:
+        """List all copies that some follow from, in order."""
+        needed = set[Node]()
+        left = list(ends)
+        while left:
+            node = left.pop()
+            if node not in needed:
+                needed.add(node)
+                left += [*node.all_input_nodes, *self._parts.get(node, ())]
+        return [node for node in self._graph.nodes if node in needed]
+
+    def _may_be_asked(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return self._givens[self._place(node)].feed is not None
+        if node.op == "get_attr":
+            return not getattr(self._constant(node), "requires_grad", True)
+        target: Any = node.target
+        if compat.is_higher_order(target) or compat.communicates(target) or compat.draws(node):
+            return False
+        return not compat.is_operator(target) or target.namespace in ("aten", "prims")
+
+    def _place(self, node: Node) -> int:
+        return self._copies.tracer.graph.find_nodes(op="placeholder").index(node)
+
+    def _constant(self, node: Node) -> Any:
+        return operator.attrgetter(str(node.target))(self._copies.tracer.root)
+
+    def _entry(self, node: Node) -> Node:
+        """Copy an input or a constant."""
+        if node.op == "placeholder":
+            place = self._place(node)
+            given, key = self._givens[place], f"input {place}"
+            if key not in self._known:
+                copy = self._known[key] = self._graph.placeholder(f"input_{len(self._fed)}")
+                self._values[copy], self._fed[copy] = given.value, given.feed  # pyright: ignore[reportArgumentType]
+            return self._known[key]
+        constant = self._constant(node)
+        key = f"constant {id(constant)}"
+        if key not in self._known:
+            name = f"constant_{len(self._known)}"
+            setattr(self._root, name, constant)
+            copy = self._known[key] = self._graph.get_attr(name)
+            self._values[copy] = constant
+        return self._known[key]
+
+    def _made(self, node: Node, copies: dict[Node, Node], changed: set[Any]) -> Node:
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        return (self._computed if changed else self._shared)(node.target, args, kwargs)
+
+    def _shared(self, target: Any, args: Any, kwargs: Any) -> Node:
+        """Compute what nothing writes, once."""
+        key = f"{target} {args} {kwargs}"
+        if key not in self._known:
+            self._known[key] = self._computed(target, args, kwargs)
+        return self._known[key]
+
+    def _computed(self, target: Any, args: Any, kwargs: Any) -> Node:
+        copy = self._graph.call_function(target, args, kwargs)
+        real_args, real_kwargs = map_arg((args, kwargs), self._values.__getitem__)
+        with (
+            compat.plain_values(),
+            compat.onednn(self._uses_onednn),
+            compat.without_autocast(),
+            torch.no_grad(),
+        ):
+            self._values[copy] = target(*real_args, **real_kwargs)
+        return copy

@@ -1,0 +1,122 @@
+"""Ask somebody who knows where torch's tracer cannot go on, because only the data will tell."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import (
+    SYMPY_INTERP,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    _constrain_range_for_size,
+)
+from torch.utils._sympy.printers import PythonPrinter
+
+Expression = Any
+"""What is asked: a SymPy expression of symbols."""
+
+
+class AskingShapes(ShapeEnv):
+    """torch's knowledge of symbols, which asks before it gives up. The answer None gives up."""
+
+    def __init__(self, ask: Callable[[Expression], Any]):
+        # Numbers that happen to be equal are symbols of their own: which are equal for good, tracing asks.
+        super().__init__(duck_shape=False)
+        self._ask = ask
+
+    def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: Any = None) -> Any:
+        """Evaluate a number, as torch does."""
+        try:
+            return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+        except GuardOnDataDependentSymNode:
+            answer = self._ask(sym_node.expr)
+            if answer is None:
+                raise
+            return answer
+
+
+def unknown_size(shapes: ShapeEnv) -> Any:
+    """Make a size that only the data will tell."""
+    size = shapes.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
+def current_tracer() -> Any:
+    """Find the tracer that the code around is traced by: its `graph` grows."""
+    mode = get_proxy_mode()
+    assert mode is not None, "only what is being traced asks for its tracer"
+    return mode.tracer
+
+
+def symbols_of(expression: Expression) -> list[str]:
+    """Name the symbols of an expression, in order."""
+    return sorted(map(str, expression.free_symbols))
+
+
+def as_symbol(number: Any) -> str | None:
+    """Name the one symbol that a number stands for, or a truth that asks whether it is 1; None for other numbers."""
+    if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    names = symbols_of(number.node.expr)
+    is_alone = isinstance(number, torch.SymBool) or number.node.expr.is_Symbol
+    return names[0] if len(names) == 1 and is_alone else None
+
+
+class _Printer(PythonPrinter):
+    def _print_Float(self, expr: Any) -> str:
+        return repr(float(expr))  # every digit
+
+
+def evaluator(expression: Expression) -> tuple[str, Callable[[Mapping[str, Any]], Any]] | None:
+    """Make Python of an expression, by the names of its symbols; None where Python would have computed otherwise.
+
+    SymPy puts sums and products in an order of its own, which is exact for integers alone.
+    """
+    if not _is_exact(expression):
+        return None
+    try:
+        text = _Printer().doprint(expression)
+    except (NotImplementedError, AssertionError):
+        return None
+    code = compile(text, "<question>", "eval")
+    return text, lambda values: eval(code, SYMPY_INTERP, values)
+
+
+def _is_exact(expression: Expression) -> bool:
+    if (expression.is_Add or expression.is_Mul or expression.is_Pow) and not expression.is_integer:
+        return False
+    return all(map(_is_exact, expression.args))
+
+
+def can_fail(node: Node) -> bool:
+    """Ask if a node may raise for some values, or must not run on some: anything but plain arithmetic and views."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not (torch.Tag.pointwise in target.tags or target in _HARMLESS or _is_view(target))
+
+
+def _is_view(target: Any) -> bool:
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+_aten = torch.ops.aten
+_HARMLESS = frozenset(
+    overload
+    for packet in (
+        *(_aten.max, _aten.min, _aten.amax, _aten.amin, _aten.any, _aten.all, _aten.sum, _aten.mean, _aten.prod),
+        *(_aten.cumsum, _aten.argmax, _aten.argmin, _aten.full, _aten.zeros, _aten.ones, _aten.arange, _aten.cat),
+        *(_aten.full_like, _aten.zeros_like, _aten.ones_like, _aten.lift_fresh_copy, _aten._to_copy, _aten.clone),
+        *(_aten.copy_, _aten.fill_, _aten.zero_, _aten.stack, _aten.diff, _aten.sym_size, _aten.scalar_tensor),
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
