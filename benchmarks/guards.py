@@ -1,151 +1,125 @@
-"""What looking for changes before every step costs, beside the guard of an earlier commit, measured in turns.
+"""What is asked before each step costs: this version beside an earlier one, each part timed alone, in turns.
 
-    python benchmarks/guards.py                     a table
-    python benchmarks/guards.py --json FILE         records: model, parameters, modules, case, guard, median_us, spread
+    python benchmarks/guards.py                            a table
+    python benchmarks/guards.py --json FILE --rounds 9     a record: part, model, case, version, median_us, spread_us
 
-Times are of the processor, not of the clock. `steady`: nothing has changed. `schedule`: the learning rate is another
-object at every step. `toggled`: train() and eval() in turns, which both guards know already. The earlier guard is read
-from git and looks at much less.
+Times are of the processor, not of the clock. `guard_parts.py` has the parts and the cases. The earlier version is read
+from git; each round runs both in processes of their own, one after the other.
 """
 
 import argparse
-import gc
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
-from fxcomp.capture.step_guard import StepGuard
-from fxcomp.capture.training import Training
-from fxcomp.commands.demo.gpt import GPT
+BEFORE = "f8a962b"
+HERE = Path(__file__).resolve().parent
 
-BEFORE = "22a9f62"
-HERE = Path(__file__).parent
+Key = tuple[str, str, str]
+"""A model, a part and a case."""
 
 
-def guard_of(commit: str) -> ModuleType:
-    """The guards of an earlier commit, as a module of their own."""
-    text = subprocess.run(
-        ["git", "show", f"{commit}:fxcomp/capture/step_guard.py"], cwd=HERE, check=True, capture_output=True, text=True
-    ).stdout
-    path = Path(tempfile.mkdtemp()) / f"guards_{commit}.py"
-    path.write_text(text)
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None, "a file has a spec"
-    assert spec.loader is not None, "and a loader"
-    module = sys.modules[path.stem] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tree_of(commit: str, folder: Path) -> Path:
+    """Unpack the package as it was at a commit."""
+    archive = subprocess.run(["git", "archive", commit, "fxcomp"], cwd=HERE.parent, check=True, capture_output=True)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    return folder
 
 
-class Block(nn.Module):
-    """Eleven parameters and some plain attributes, as blocks of language models have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, dropout=0.1)
-        self.up, self.down, self.dropout = nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Dropout(0.1)
-        self.scale, self.causal, self.name = 0.5, True, "block"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x, x, x)[0] * self.scale
-        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+def run(tree: Path) -> list[dict[str, Any]]:
+    """Time the parts of the version in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "guard_parts.py")]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert Path(found["fxcomp"]).is_relative_to(tree), f"{found['fxcomp']} was run, not what is in {tree}"
+    return found["records"]
 
 
-def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
-def training_of(model: nn.Module) -> Training:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Training.of(model, loss_fn, optimizer)
-
-
-def timed(ask: Callable[[], Any], change: Callable[[int], None], repeats: int, known: dict[Any, int]) -> list[float]:
-    """What asking and finding the answer takes, in µs, after a change each."""
-    taken: list[float] = []
-    for i in range(repeats):
-        change(i)
-        start = time.thread_time()
-        known.setdefault(ask(), 0)
-        taken.append(1e6 * (time.thread_time() - start))
-    return taken
-
-
-def measure(name: str, model: nn.Module, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    training = training_of(model)
-    group = training.optimizers[0].param_groups[0]
-    old = guard_of(BEFORE).StepGuard(model, training.optimizers[0], training.owned)
-    new = StepGuard(training)
-
-    def ask_old() -> Any:
-        old.check_identity()
-        return old.key()
-
-    cases: dict[str, Callable[[int], None]] = {
-        "steady": lambda _: None,
-        "schedule": lambda i: group.update(lr=1e-3 / (i + 1)),
-        "toggled": lambda i: model.train(i % 2 == 0) and None,
-    }
+def measure(trees: dict[str, Path], rounds: int) -> list[dict[str, Any]]:
+    """Run all versions in turns; returns a record for each model, part, case and version."""
+    taken: dict[tuple[str, Key], list[float]] = {}
+    absent: dict[tuple[str, str, str], str] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for number in range(rounds):
+        for version in sorted(trees, reverse=bool(number % 2)):
+            for record in run(trees[version]):
+                facts[record["model"]] = {key: record[key] for key in ("model", "parameters", "modules")}
+                if "absent" in record:
+                    absent[version, record["model"], record["part"]] = record["absent"]
+                    continue
+                key = record["model"], record["part"], record["case"]
+                taken.setdefault((version, key), []).append(statistics.median(record["us"]))
+        print(f"round {number + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
     records: list[dict[str, Any]] = []
-    for case, change in cases.items():
-        taken: dict[str, list[float]] = {"before": [], "now": []}
-        known: dict[str, dict[Any, int]] = {"before": {}, "now": {}}
-        for _ in range(rounds):
-            for which, ask in (("before", ask_old), ("now", new.key)):
-                timed(ask, change, 2, known[which])
-                taken[which].append(statistics.median(timed(ask, change, repeats, known[which])))
-        model.train()
-        for which, medians in taken.items():
-            records.append(
-                {
-                    "model": name,
-                    "parameters": sum(1 for _ in model.parameters()),
-                    "modules": sum(1 for _ in model.modules()),
-                    "case": case,
-                    "guard": which,
-                    "median_us": statistics.median(medians),
-                    "spread_us": [min(medians), max(medians)],
-                }
-            )
-    return records
+    for key in dict.fromkeys(key for _, key in taken):
+        model, part, case = key
+        for version in trees:
+            record = {**facts[model], "part": part, "case": case, "version": version}
+            if (medians := taken.get((version, key))) is not None:
+                spread = [round(min(medians), 1), round(max(medians), 1)]
+                record |= {"median_us": round(statistics.median(medians), 1), "spread_us": spread}
+            else:
+                record |= {"absent": absent.get((version, model, part), "not measured")}
+            records.append(record)
+    measured = {(version, model, part) for version, (model, part, _) in taken}
+    lost = [(*place, why) for place, why in absent.items() if all((v, *place[1:]) not in measured for v in trees)]
+    return records + [{**facts[m], "part": part, "version": v, "absent": why} for v, m, part, why in lost]
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Write the records as a table of a page."""
+    lines = ["| model | part | between steps | before | now |", "|---|---|---|---:|---:|"]
+    rows: dict[Key, dict[str, str]] = {}
+    for record in records:
+        key = record["model"], record["part"], record.get("case", "")
+        rows.setdefault(key, {})[record["version"]] = _shown(record)
+    lines += [f"| {' | '.join(key)} | {row.get('before', '')} | {row.get('now', '')} |" for key, row in rows.items()]
+    return "\n".join(lines)
+
+
+def _shown(record: dict[str, Any]) -> str:
+    if "absent" in record:
+        return "not there"
+    low, high = record["spread_us"]
+    return f"{record['median_us']:,.0f} ({low:,.0f}–{high:,.0f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write records into a file")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", default=BEFORE, help="the commit to compare with")
     arguments = parser.parse_args()
-    gc.disable()
-    torch.manual_seed(0)
-    models = {
-        "example GPT": GPT(),
-        "150 parameters": nn.Sequential(*(Block() for _ in range(17))),
-        "5,000 parameters": nn.Sequential(*(Block() for _ in range(556))),
-    }
-    records: list[dict[str, Any]] = []
-    for name, model in models.items():
-        found = measure(name, model, arguments.rounds, 20)
-        records += found
-        for before, now in zip(found[::2], found[1::2], strict=True):
-            print(
-                f"{name:18} {before['parameters']:5} parameters {before['modules']:5} modules  {before['case']:9}"
-                f" before {before['median_us']:8.0f} µs   now {now['median_us']:8.0f} µs"
-            )
+    load = [round(each, 1) for each in os.getloadavg()]
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {"before": tree_of(arguments.before, Path(folder)), "now": HERE.parent}
+        records = measure(trees, arguments.rounds)
+    print(table(records))
     if arguments.json is not None:
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
-        arguments.json.write_text(json.dumps({**facts, "before": BEFORE, "records": records}, indent=1) + "\n")
+        now = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, check=True, capture_output=True, text=True
+        )
+        facts = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.processor(),
+            "processors": os.cpu_count(),
+            "load": {"begin": load, "end": [round(each, 1) for each in os.getloadavg()]},
+            "before": arguments.before,
+            "now": now.stdout.strip(),
+            "rounds": arguments.rounds,
+        }
+        arguments.json.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
