@@ -1,7 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint format
+.PHONY: demo test test-all test-builds lint format
+
+# The builds of torch that test-builds makes an environment for: a version, which takes what pip takes on an ordinary
+# machine (the CUDA build on Linux), or `pinned`, which takes what constraints.txt and pip's own settings say.
+BUILDS ?= pinned 2.13.0
 
 demo: .venv/installed          ## install, then train a small GPT over a slow link with DDP, its hooks and fxcomp
 	$(BIN)/fxcomp demo
@@ -11,6 +15,13 @@ test: .venv/installed          ## install, then run the fast tests: within ten m
 
 test-all: .venv/installed      ## run the slow tests too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --slow
+
+test-builds: $(BUILDS:%=test-build-%)  ## run the fast tests with each of BUILDS; "make test-builds BUILDS='2.11.0 2.12.0'"
+
+test-build-pinned: test ;
+
+test-build-%: .venv-%/installed
+	.venv-$*/bin/python -m pytest -q -n 2 --dist worksteal
 
 lint: .venv/installed          ## style and types
 	$(BIN)/ruff check .
@@ -26,4 +37,14 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c 'from fxcomp.compressors import kernels; print(kernels.describe())'
+	touch $@
+
+.PRECIOUS: .venv-%/installed
+
+# torch's own versions ask for other versions of setuptools than ours.
+.venv-%/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	@echo 'Installing torch $* into .venv-$*, which takes minutes and gigabytes the first time.'
+	$(PYTHON) -m venv .venv-$*
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-$*/constraints.txt
+	PIP_FIND_LINKS= PIP_CONFIG_FILE=/dev/null .venv-$*/bin/pip install -q -c .venv-$*/constraints.txt torch==$* -e '.[dev]'
 	touch $@
