@@ -97,7 +97,7 @@ def _orthonormalise(factors, basis, work, scratch, matrices, IS_START: constexpr
             first += FOLD_WIDTH
         whole = tl.sqrt(_dot(vector, vector, length, scratch, HEIGHT, WIDTH))
         left = _clean(vector, work, index, length, scratch, HEIGHT, WIDTH)
-        if left <= NOTHING_LEFT * whole:
+        if left <= whole * NOTHING_LEFT:  # the interpreter keeps a product that begins with a constant from comparing
             tl.debug_barrier()
             low = mix(index.to(tl.uint32))
             high = mix(low)
