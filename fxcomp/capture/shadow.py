@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp import compat
 from fxcomp.capture.optimizer import refused
 
 _NOT_COPIED = ("param_groups", "state", "step")
@@ -32,6 +33,7 @@ def shadow_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             vars(shadow)[key] = _copied(optimizer, key, value, memo)
     shadow.state = defaultdict(dict)
     shadow.param_groups = []
+    compat.begin_in_step(shadow)
     return shadow
 
 

@@ -2,6 +2,7 @@
 
 - tracing, symbols, shape_guard, answers, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
+- optimizers: how torch's own begin.
 - generators: every call of a random generator's methods.
 - dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
 - groups, collectives: process groups, and the collectives of a user's loss function.
@@ -47,6 +48,7 @@ from fxcomp.compat.operators import (
     is_bound_by_memory, is_higher_order, is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view,
     moves_tensors, multiplies_in_tf32, named_arguments, places_of_arguments, written_arguments,
 )
+from fxcomp.compat.optimizers import begin_in_step
 from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_of
 from fxcomp.compat.shape_guard import SPECIAL_SIZES, ShapeGuard, shape_guard
 from fxcomp.compat.source_lines import is_raised_by_user, users_level, users_line, users_source
