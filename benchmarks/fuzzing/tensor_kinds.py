@@ -207,7 +207,7 @@ def as_numbers(x: Any) -> Tensor:
 
 LOOKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "none": lambda x, v: v,  # noqa: ARG005
-    "is_subclass": lambda x, v: v * 3 if type(x) is not Tensor else v,
+    "is_subclass": lambda x, v: v * 3 if isinstance(x, Doubling | Dispatched) else v,
     "is_marked": lambda x, v: v * 3 if isinstance(x, Marked | nn.Parameter) else v,
     "is_contiguous": lambda x, v: v * 3 if x.is_contiguous() else v,
     "stride": lambda x, v: v * (1 + x.stride(-1)) if x.layout == torch.strided and x.dim() else v,
@@ -222,7 +222,9 @@ LOOKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dim": lambda x, v: v * (x.dim() + 1),
     "grad": lambda x, v: v * (3 if x.is_leaf and x.requires_grad and x.grad is not None else 1),
     "is_inference": lambda x, v: v * 3 if x.is_inference() else v,
-    "storage": lambda x, v: v * (1 + x.untyped_storage().nbytes()) if type(x) is Tensor else v,
+    "storage": lambda x, v: (
+        v * (1 + x.untyped_storage().nbytes()) if x.layout == torch.strided and not isinstance(x, Dispatched) else v
+    ),
     "version": lambda x, v: v * (1 + x._version) if not x.is_inference() else v,
     "device": lambda x, v: v * 3 if x.device.type == "cpu" else v,
     "pointer": lambda x, v: v * 3 if x.layout == torch.strided and x.data_ptr() % 2 == 0 else v,

@@ -1,6 +1,7 @@
 """Put traced tensors in place of a model's parameters and buffers while its forward pass is traced.
 
-Tied tensors are exchanged in every place. A buffer that the forward pass replaces is written back by the graph.
+Tied tensors are exchanged in every place. A buffer that the forward pass replaces is written back by the graph, which
+wants it to be as large and of the same dtype.
 """
 
 # Tables of a module's tensors are private, and have no public way in.
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxcomp.errors import CaptureFailed
+
 Table = dict[str, Any]
 
 
@@ -22,16 +25,18 @@ Table = dict[str, Any]
 def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
     """Exchange the model's parameters and buffers for traced tensors, given by the id of the real ones."""
     saved: list[tuple[Table, Table]] = []
+    places: list[str] = []
     try:
-        for module in model.modules():
+        for place, module in model.named_modules():
             tables: list[Table] = [module._parameters, module._buffers]
             for table in tables:
                 saved.append((table, dict(table)))
+                places.append(place)
                 for name, tensor in saved[-1][1].items():
                     if tensor is not None:
                         table[name] = stand_ins[id(tensor)]
             _refresh_flat_weights(module)
-        held = [(table, dict(table)) for table, _ in saved]
+        held = [(place, table, dict(table)) for place, (table, _) in zip(places, saved, strict=True)]
         yield
         _write_back(held)
     finally:
@@ -42,14 +47,36 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
             _refresh_flat_weights(module)
 
 
-def _write_back(held: Sequence[tuple[Table, Table]]) -> None:
+def _write_back(held: Sequence[tuple[str, Table, Table]]) -> None:
     """Copy a tensor that the forward pass put in place of a buffer into the buffer that was there."""
     with torch.no_grad():
-        for table, original in held:
-            for name, tensor in original.items():
-                new = table.get(name)
-                if new is not tensor and isinstance(new, Tensor) and isinstance(tensor, Tensor):
-                    tensor.copy_(new)
+        for place, table, original in held:
+            for name in {**original, **table}:
+                was, now = original.get(name), table.get(name)
+                if now is was:
+                    continue
+                if _kind(was) != _kind(now):
+                    raise _replaced(f"{place}.{name}".removeprefix("."), was, now)
+                was.copy_(now)
+
+
+def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return (tuple(tensor.shape), tensor.dtype, tensor.device) if isinstance(tensor, Tensor) else None
+
+
+def _replaced(name: str, was: Tensor | None, now: Tensor | None) -> CaptureFailed:
+    return CaptureFailed(
+        f"the forward pass puts {_text(now)} where {name!r} was {_text(was)}: a compiled step writes into the buffers"
+        " that it knows.\n"
+        "  Keep a buffer's shape and dtype. If the model only sets itself up, let it do so before compile_step, by one"
+        " forward pass of the longest batch."
+    )
+
+
+def _text(tensor: Tensor | None) -> str:
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
+    )
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:

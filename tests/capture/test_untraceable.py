@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,3 +81,48 @@ def test_writing_into_a_tensor_that_is_not_the_models_is_refused_where_a_graph_c
     with pytest.raises(CaptureFailed, match=r"(?s)not belong to the model.*buffer of the model"):
         fxcomp.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 6))
     assert not queue.any()
+
+
+class Replacing(nn.Module):
+    """Put something else where a buffer was."""
+
+    def __init__(self, start: Tensor | None, change: Callable[[Tensor | None, Tensor], Tensor | None]):
+        super().__init__()
+        self.body, self.change = nn.Linear(4, 4), change
+        self.register_buffer("kept", start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.change(self.kept, x.detach())
+        return self.body(x)
+
+
+@pytest.mark.parametrize(
+    ("start", "change", "text"),
+    [
+        (torch.ones(3), lambda _, x: x.mean(), r"puts float32\[\] where 'inner\.kept' was float32\[3\]"),
+        (torch.ones(2, 4), lambda _, x: x.mean(0), r"puts float32\[4\] where 'inner\.kept' was float32\[2, 4\]"),
+        (torch.ones(3), lambda kept, _: kept.double(), r"puts float64\[3\] where"),
+        (torch.ones((), dtype=torch.long), lambda kept, _: kept * 1.5, r"puts float32\[\] where .* was int64\[\]"),
+        (torch.ones(1), lambda kept, x: torch.cat((kept, x[0])), r"puts float32\[5\] where"),
+        (None, lambda _, x: x.mean(0), r"where 'inner\.kept' was nothing"),
+        (torch.ones(3), lambda kept, x: None, r"puts nothing where"),  # noqa: ARG005
+    ],
+)
+def test_another_kind_of_tensor_in_a_buffers_place_is_refused(start: Any, change: Any, text: str):
+    model = nn.Sequential()
+    model.add_module("inner", Replacing(start, change))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureFailed, match=text):
+        fxcomp.compile_step(model, lambda m, x: m(x).square().sum(), optimizer, torch.ones(2, 4))
+
+
+def test_a_buffer_registered_in_the_forward_pass_is_refused():
+    class Late(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self.register_buffer("late", input.detach().mean(0))
+            return super().forward(input)
+
+    model = Late(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureFailed, match=r"puts float32\[4\] where 'late' was nothing"):
+        fxcomp.compile_step(model, lambda m, x: m(x).square().sum(), optimizer, torch.ones(2, 4))
