@@ -156,7 +156,7 @@ class _Run:
 
     def _twin(self, step: int) -> Any:
         """A copy of everything, to be compiled for this step's batch alone."""
-        if not self.program.has("fresh") or step == 0 or self.ours.step is None:
+        if not self.program.has("fresh") or self.ours.step is None or self.ours.reseed is not None:
             return None
         return copy.deepcopy((self.ours.model, self.ours.optimizer)), self.ours.generator_state
 

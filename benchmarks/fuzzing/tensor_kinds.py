@@ -293,7 +293,7 @@ class Kinds(World):
             related = program.get("relation", "alone") if is_odd else program.get("plain_relation", "alone")
             try:
                 return x, list(RELATIONS[related](made))
-            except (RuntimeError, NotImplementedError, TypeError):  # not every kind has views
+            except (RuntimeError, NotImplementedError, TypeError, IndexError):  # not every kind has views
                 return x, [made]
 
 

@@ -9,9 +9,9 @@ wants it to be as large and of the same dtype.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
-        for place, module in model.named_modules():
+        for place, module in _named_modules(model):
             tables: list[Table] = [module._parameters, module._buffers]
             for table in tables:
                 saved.append((table, dict(table)))
@@ -55,13 +55,13 @@ def _write_back(held: Sequence[tuple[str, Table, Table]]) -> None:
                 was, now = original.get(name), table.get(name)
                 if now is was:
                     continue
-                if _kind(was) != _kind(now):
+                if was is None or now is None or _kind(was) != _kind(now):
                     raise _replaced(f"{place}.{name}".removeprefix("."), was, now)
                 was.copy_(now)
 
 
-def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    return (tuple(tensor.shape), tensor.dtype, tensor.device) if isinstance(tensor, Tensor) else None
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def _replaced(name: str, was: Tensor | None, now: Tensor | None) -> CaptureFailed:
@@ -74,9 +74,11 @@ def _replaced(name: str, was: Tensor | None, now: Tensor | None) -> CaptureFaile
 
 
 def _text(tensor: Tensor | None) -> str:
-    return (
-        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
-    )
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # torch leaves its type open
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
