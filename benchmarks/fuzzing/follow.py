@@ -122,7 +122,7 @@ class _Run:
             batches = ours.batch(step), theirs.batch(step)
         except Exception as error:
             return Outcome("generator", _said(error), step, traceback.format_exc())
-        twin = self._twin(step)
+        twin = self._twin()
         expected, eager_error = None, ""
         if not self.lossy:
             with theirs.random_numbers(step):
@@ -154,7 +154,7 @@ class _Run:
         wrong = "" if any(said[0] == "1" for said in wrongs) else wrong or "".join(said[1:] for said in wrongs)
         return Outcome("wrong", wrong, step) if wrong else self._replicas_differ(step)
 
-    def _twin(self, step: int) -> Any:
+    def _twin(self) -> Any:
         """A copy of everything, to be compiled for this step's batch alone."""
         if not self.program.has("fresh") or self.ours.step is None or self.ours.reseed is not None:
             return None
