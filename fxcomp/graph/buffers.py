@@ -53,7 +53,7 @@ def last_writes(gm: GraphModule) -> dict[Node, Write]:
     own = set(buffers(gm).values())
     writes: dict[Node, Write] = {}
     for node in gm.graph.nodes:
-        for buffer in _written(node):
+        for buffer in written(node):
             if buffer in own:
                 writes[buffer] = Write(node, _value_of(node, buffer))
     return writes
@@ -74,8 +74,8 @@ def _value_of(node: Node, buffer: Node) -> Node:
     return value if copied.dtype is there.dtype and copied.shape == there.shape else buffer
 
 
-def _written(node: Node) -> Iterator[Node]:
-    """The nodes that a node writes into."""
+def written(node: Node) -> Iterator[Node]:
+    """Find the nodes that a node writes into."""
     target = node.target
     if target in _BATCH_NORMS and node.args[5]:
         yield from (argument for argument in node.args[3:5] if isinstance(argument, Node))

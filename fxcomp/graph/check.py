@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import gradients, is_collective, with_parts
+from fxcomp.graph.happens_before import races
 from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.graph.ops import WAIT
 from fxcomp.graph.regions import regions
@@ -31,7 +32,7 @@ def check(gm: GraphModule) -> list[Violation]:
     found = [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
     if any(info(node).stream is None for node in labelled):
         return found  # nothing runs it yet
-    return [*found, *_torn_apart(gm)]
+    return [*found, *_torn_apart(gm), *(Violation(race.second, race.problem) for race in races(gm))]
 
 
 def _unawaited(gm: GraphModule) -> list[Violation]:

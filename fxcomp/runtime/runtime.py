@@ -258,8 +258,13 @@ class Runtime:
         return self.pool.after(run, value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Tell whether parameters may change. Every rank sees the same values, and so finds the same."""
+        """Tell whether parameters may change. Every rank sees the same values, and so finds the same.
+
+        Where they may not, what the pool has changed is taken back, so the pool has come to its end.
+        """
         self.counters.skipped = not all(map(arithmetic.is_finite, values))
+        if self.counters.skipped:
+            self.pool.wait()
         return not self.counters.skipped
 
     def roll_back(self, residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:

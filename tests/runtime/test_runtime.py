@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -220,3 +221,15 @@ def test_what_waits_for_a_gradient_is_added_to_each_part_of_it(rt: Runtime):
     assert first.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert second.tolist() == [0.5, 2.5, 3.0]
     assert seen == [("a", 0), ("b", 0), ("a", 4)]
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_nothing_is_taken_back_while_the_pool_still_changes_it(value: float):
+    runtime = Runtime(NullTransport(), torch.device("cpu"))
+    held, changed = threading.Event(), threading.Event()
+    runtime.pool.submit(lambda: (held.wait(0.2), changed.set()))
+    assert runtime.all_finite([torch.tensor([value])]) is math.isfinite(value)
+    assert changed.is_set() is not math.isfinite(value), "a step that counts waits for nothing"
+    held.set()
+    runtime.finish()
+    runtime.close()

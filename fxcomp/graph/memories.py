@@ -1,0 +1,143 @@
+"""Say in which memory each value of a step lies: a buffer of the runtime's, an input, or what a region has made."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.buffers import written
+from fxcomp.graph.edit import collective_kind, is_collective
+from fxcomp.graph.info import Role, info
+from fxcomp.graph.lines import line_of
+from fxcomp.graph.ops import (
+    ACCUMULATE,
+    ALL_REDUCE,
+    D2H,
+    H2D,
+    IN_PLACE,
+    KEEP,
+    MASK_VELOCITY,
+    MOVES,
+    ROLL_BACK,
+    WAIT,
+)
+from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.streams import POOL
+
+Names = frozenset[str]
+"""Memories, each by the name of the line or value that it is made for. A value may lie in one of several."""
+
+_NOTHING: Names = frozenset()
+
+_MAY_BE_VIEWS = (
+    *(torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default, torch.ops.aten._to_copy.default),
+    *(torch.ops.aten._reshape_alias.default, torch.ops.aten._unsafe_view.default),
+)
+"""Operators that copy, or make a view where they can."""
+
+_REPLACED: dict[Any, int] = {ACCUMULATE: 0, KEEP: 0, MASK_VELOCITY: 1, ROLL_BACK: 0, IN_PLACE: 0, WAIT: 0}
+"""The argument in whose memory a line's result lies."""
+
+
+class Memories:
+    """The memories of one graph's values.
+
+    `is_asynchronous`: the device has memory of its own; else what is copied to the host or back is the memory itself.
+    """
+
+    def __init__(self, gm: GraphModule, is_asynchronous: bool) -> None:
+        self.is_asynchronous = is_asynchronous
+        self._graph = gm.graph
+        self.inputs = list(gm.graph.find_nodes(op="placeholder"))
+        self._known: dict[Node, Names] = {}
+        self.passing: set[str] = set()
+        """Memories that regions and exchanges have made, which live as long as somebody holds a value in them."""
+        for node in gm.graph.nodes:
+            self._known[node] = self._find(node)
+
+    def of(self, node: Node) -> Names:
+        return self._known.get(node, _NOTHING)
+
+    def of_all(self, nodes: Iterable[Node]) -> Names:
+        return frozenset(memory for node in nodes for memory in self.of(node))
+
+    def written_by(self, node: Node) -> Names:
+        """The memories that a line writes."""
+        if info(node).role is Role.COMPRESS:
+            replaced = [part for part in node.users if part.args[1] != 0]
+            return self.of_all([*replaced, *(part for part in node.users if part.args[1] == 0)])
+        if node.target is IN_PLACE:
+            return self.of(node) if node.args[-1] != 1.0 else _NOTHING
+        if node.target is ACCUMULATE:
+            return self.of_all(cast("tuple[Node, ...]", node.args[:2]))
+        if node.target is ROLL_BACK:
+            return self.of_all(cast("tuple[Node, ...]", node.args[:2]))
+        return self.of(node)
+
+    def lies_on_host(self, value: object) -> bool:
+        """Tell a value that lies in what the pool's lines keep: the main thread works on it by itself."""
+        mine = self.of(value) if isinstance(value, Node) else _NOTHING
+        return self.is_asynchronous and bool(mine) and mine <= self._of_pool
+
+    @cached_property
+    def _of_pool(self) -> Names:
+        """The memories of inputs that the pool's lines touch."""
+        lines = [node for node in self._graph.nodes if info(node).stream in POOL and node.op == "call_function"]
+        return self.of_all(source for node in lines for source in node.all_input_nodes if source.op == "placeholder")
+
+    def _find(self, node: Node) -> Names:
+        if node.op in ("placeholder", "get_attr"):
+            return frozenset([node.name])
+        if node.op != "call_function":
+            return _NOTHING
+        if node.target is operator.getitem:
+            return self._part(node)
+        line = line_of(node)
+        if line is None:
+            return self._plain(node)
+        replaced = _REPLACED.get(node.target)
+        if replaced is not None:
+            return self.of(cast("Node", node.args[replaced]))
+        if node.target in (D2H, H2D) and not self.is_asynchronous:
+            return self.of(cast("Node", node.args[0]))
+        if is_collective(node) and _works_in_place(node):
+            return self.of(cast("Node", node.args[0]))
+        if line.method == "restore":
+            return self.of(cast("Node", node.args[0]))
+        if line.has_buffer:
+            return frozenset([node.name])
+        return self._made(node)
+
+    def _part(self, node: Node) -> Names:
+        source, index = cast("tuple[Node, int]", node.args)
+        if info(source).role is not Role.COMPRESS or source.target is operator.getitem:
+            return self.of(source)
+        if index == 0:
+            return frozenset([node.name])
+        return self.of(cast("Node", source.args[1] if index == 1 else source.kwargs["state"]))
+
+    def _plain(self, node: Node) -> Names:
+        target: Any = node.target
+        places = [place for place in written(node) if place in self._known]
+        if places:
+            return self.of_all(places)
+        if compat.is_operator(target) and compat.is_view(target):
+            return self.of(node.all_input_nodes[0])
+        own = self._made(node)
+        return own | self.of(node.all_input_nodes[0]) if target in _MAY_BE_VIEWS else own
+
+    def _made(self, node: Node) -> Names:
+        self.passing.add(node.name)
+        return frozenset([node.name])
+
+
+def _works_in_place(collective: Node) -> bool:
+    """Tell an all_reduce, and a broadcast without parts: they overwrite what they are given."""
+    is_broadcast = collective_kind(collective) is CollectiveKind.BROADCAST and collective.target not in MOVES
+    return collective.target is ALL_REDUCE or is_broadcast
