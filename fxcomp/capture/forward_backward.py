@@ -45,10 +45,12 @@ class Outputs:
     prelude: Prelude | None = None
     """What Python asked about values."""
 
-    def mention(self, symbols: set[str]) -> bool:
-        """Say if a text of the auxiliary result was made of a symbolic size: it holds the symbol's name."""
-        texts = [constant.value for constant in self.aux if constant and isinstance(constant.value, str)]
-        return any(symbol in text for text in texts for symbol in symbols)
+    def results_of(self, body: GraphModule) -> list[Any]:
+        """List what a graph returns, with the constants of the auxiliary result in their places."""
+        returned: Any = body.graph.output_node().args[0]
+        values = iter(returned)
+        before = [next(values) for _ in range(1 + self.is_weighted)]
+        return [*before, *(next(values) if leaf is None else leaf.value for leaf in self.aux), *values]
 
 
 def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[GraphModule, Outputs]:

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.fx import GraphModule
+
 from fxcomp.capture.assemble import assemble
-from fxcomp.capture.forward_backward import check_forward_backward, trace_forward_backward
+from fxcomp.capture.forward_backward import Outputs, check_forward_backward, trace_forward_backward
 from fxcomp.capture.optimizer import check_optimizer
+from fxcomp.capture.same_with_numbers import same_with_numbers
 from fxcomp.capture.shared_memory import check_written
 from fxcomp.capture.step_inputs import FIXED_SIZES, StepInputs, Varying
 from fxcomp.capture.training import Training
+from fxcomp.errors import CaptureFailed
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.captured import Captured
 
@@ -26,14 +30,26 @@ from fxcomp.graph.captured import Captured
 def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> Captured:
     """Trace one training step on fake tensors; nothing of the user's is changed.
 
-    Outputs of the graph: the loss, then the auxiliary results; buffers and parameters change in place.
+    Outputs of the graph: the loss, then the auxiliary results; buffers and parameters change in place. Raises
+    CaptureFailed where sizes cannot vary.
     """
     for optimizer in training.optimizers:
         check_optimizer(optimizer)  # its options may have changed since the first capture
     inputs = StepInputs(training, batch, varying)
     body, outputs = trace_forward_backward(training, inputs)
-    if varying and outputs.mention(inputs.symbols):  # right for these sizes alone
-        return capture(training, batch)
+    if varying:
+        if not inputs.symbols:
+            raise CaptureFailed("the step makes a number of every size that varies; it is captured for each size alone")
+        _check_symbols(body, outputs, *trace_forward_backward(training, StepInputs(training, batch, FIXED_SIZES)))
     check_forward_backward(body, training.model)
     check_written(body, inputs.named)
     return assemble(body, outputs, training, inputs)
+
+
+def _check_symbols(body: GraphModule, outputs: Outputs, plain: GraphModule, told: Outputs) -> None:
+    """Refuse symbols where the step is another one with them. Raises CaptureFailed: numbers do."""
+    if not same_with_numbers(body, outputs.results_of(body), plain, told.results_of(plain)):
+        raise CaptureFailed(
+            "the step treats sizes that are symbols in another way than numbers, by their type or as text.\n"
+            "  It can be captured for each size alone."
+        )

@@ -76,6 +76,11 @@ def _as_constant(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
     return kinds[type(value)](expression)
 
 
+def hint(value: Any) -> Any:
+    """Turn a symbol into the number that it was traced with; None for one that only the data will tell."""
+    return value.node.hint
+
+
 def size_hint(size: Any) -> int:
     """Turn a symbolic size into the number that it was traced with; one that only the data will tell counts as 1."""
     if not isinstance(size, torch.SymInt):

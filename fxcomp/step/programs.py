@@ -39,8 +39,8 @@ FAMILIES = 64
 STATIC_SHAPES = 2
 """So many shapes are captured as they are; from the next on, sizes that varied become symbols."""
 
-SYMBOLIC_TRIES = 2
-"""So often may tracing with symbols fail, for each kind of batches: it takes as long again."""
+SYMBOLIC_TRIES = 4
+"""So often may tracing with symbols fail, for each kind of batches: it takes as long again. Other sizes may do."""
 
 
 _ASK_LESS = (
