@@ -35,6 +35,7 @@ from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.site import Site
 from fxcomp.state.inputs import Example, Inputs
+from fxcomp.state.rank_0s_state import share_optimizer_state
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.plan_in_force import PlanInForce
 
@@ -69,7 +70,8 @@ def compile_step(
     `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. A loss may be
     a `WeightedLoss(sum, count)`: gradients are then those of all ranks' sum over all ranks' count. The returned
     step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
-    Gradients are averaged over all ranks as DistributedDataParallel does it; parameters and buffers start as rank 0's.
+    Gradients are averaged over all ranks as DistributedDataParallel does it; parameters, buffers and the optimizer's
+    state start as rank 0's.
 
     `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
     `costs` replaces all measuring: a CostTable, or the path of a saved one, which rank 0 reads for all. `plan` replaces
@@ -117,6 +119,7 @@ def compile_step(
         table = costs_as_given(costs, ranks)
         site = Site.of(ranks, cluster, training.device)
         ranks.share(itertools.chain(model.parameters(), model.buffers()))
+        shared = share_optimizer_state(training, ranks)
 
         compiler = Compiler(site.cluster, site.rank, options.feedback, options.skip_nonfinite, options.accumulate)
         kinds = update_kinds(capture.first.graph)
@@ -128,7 +131,9 @@ def compile_step(
         site.make_groups_for(decision.plan)
         seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
         force = PlanInForce(decision, compiler, site, capture, inputs, seed)
-        return CompiledStep(force, planner, site, options)
+        step = CompiledStep(force, planner, site, options)
+        step.notes += shared
+        return step
 
 
 def _checked(given: dict[str, Any], optimizer: GivenOptimizers, ranks: Ranks) -> StepOptions:

@@ -1,0 +1,87 @@
+"""Let all ranks start from rank 0's optimizer state, as they do from its parameters and buffers.
+
+State that one rank alone has loaded is the common case: a checkpoint that rank 0 reads. Parameters would be the same at
+first, and drift from the first step on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fxcomp.capture.optimizer import Owned, is_number, state_tensors
+from fxcomp.capture.training import Training
+from fxcomp.ranks import Ranks
+from fxcomp.state.checksums import checksums
+
+
+def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
+    """Give every rank rank 0's optimizer state; returns notes on it. Nothing is sent if all have it already.
+
+    Raises ModelsDiffer where the ranks' optimizers keep other things for a parameter.
+    """
+    if ranks.world_size == 1:
+        return ()
+    ranks.check_same("comparing the optimizers' states", _facts(training.owned))
+    mine = _checks(training)
+    everyone = ranks.gather("comparing the optimizers' values", zlib.crc32(repr(sorted(mine.items())).encode()))
+    if len(set(everyone)) == 1:
+        return ()
+    theirs = ranks.from_rank_0("rank 0's optimizer state", lambda: _plain(training))
+    with torch.no_grad():
+        for owner in training.owned:
+            _share(owner, theirs[owner.name], training, ranks)
+    others = ", ".join(str(rank) for rank, check in enumerate(everyone) if check != everyone[0])
+    return (f"the optimizer's state of rank 0 was given to all: it was another one on rank {others}",)
+
+
+def _share(owner: Owned, theirs: Mapping[str, Any], training: Training, ranks: Ranks) -> None:
+    """Take one parameter's state from rank 0, and whether its first step is still to come."""
+    state, fresh = owner.state, cast("dict[str, object]", training.fresh_state)
+    for key, value in state_tensors(state).items():
+        sent = value.to(owner.parameter.device)  # a step counter may lie on the host
+        ranks.share([sent])
+        if sent is not value:
+            value.copy_(sent)
+    for key, number in theirs["numbers"].items():
+        state[key] = number
+    if theirs["fresh"]:
+        fresh[owner.name] = state
+    else:
+        fresh.pop(owner.name, None)
+
+
+def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
+    """Say what is kept for each parameter, where something is."""
+    kept = {owner.name: state_tensors(owner.state) for owner in owned}
+    return {
+        f"the optimizer's state of {name!r}": ", ".join(
+            f"{key} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for key, value in sorted(state.items())
+        )
+        for name, state in kept.items()
+        if state
+    }
+
+
+def _plain(training: Training) -> dict[str, Any]:
+    """The plain part of the state, for each parameter: its numbers, and whether it has been stepped."""
+    return {
+        owner.name: {
+            "numbers": {key: value for key, value in owner.state.items() if is_number(value)},
+            "fresh": training.fresh_state.get(owner.name) is owner.state,
+        }
+        for owner in training.owned
+    }
+
+
+def _checks(training: Training) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    tensors: dict[str, Tensor] = {
+        f"{key} of {owner.name}": value for owner in training.owned for key, value in state_tensors(owner.state).items()
+    }
+    sums = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
+    return {**sums, **{name: repr(sorted(plain.items())) for name, plain in _plain(training).items()}}
