@@ -143,6 +143,13 @@ class GroupsDiffer(FxcompError):
     """Ranks end a group of micro-batches after different numbers of them."""
 
 
+class ReplicasDiffer(FxcompError):
+    """Something that must be the same on all ranks is not: a learning rate, a parameter, the optimizer's state."""
+
+    is_everywhere = True
+    """All ranks raise it at the same line."""
+
+
 class GroupUnfinished(FxcompError):
     """Something that only the end of a group of micro-batches allows."""
 

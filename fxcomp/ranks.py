@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -19,13 +18,14 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level, check_is_cluster
 from fxcomp.cluster.link import Link
-from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart, StoreReused
+from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Agreement
 from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.peers import Peers
+from fxcomp.runtime.reused_store import check_store
 from fxcomp.runtime.transport import Groups, NullTransport, Transport
 
 T = TypeVar("T")
@@ -83,6 +83,8 @@ class Ranks:
         self._talks = 0
         self._meetings = 0
         """The number of times that ranks have met again after a stop."""
+        self._tellings = 0
+        """The number of times since then that ranks have told each other something outside of a conversation."""
         self._cluster: Cluster | None = None
         self._groups = Groups({})
         self._leases: dict[str, Lease] = {}
@@ -116,7 +118,7 @@ class Ranks:
             return cls(None, None, False)
 
         store, timeout = compat.default_store(), compat.group_timeout()
-        _check_store(store)
+        check_store(store)
         what = members.key + what
         name = f"{what}_{next(_calls[what])}"
         peers = Peers.of(name, members.numbers)
@@ -146,6 +148,11 @@ class Ranks:
         if self.members is None or self.members.is_whole_job:
             return ()
         return (f"gradients are averaged over {self.members}; the other ranks are left alone",)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The job's numbers of the ranks."""
+        return (0,) if self.members is None else self.members.numbers
 
     # Failing
 
@@ -235,7 +242,7 @@ class Ranks:
             raise RanksApart(f"{what} was called, but rank {stopped[0]} has stopped.\n{WHAT_TO_DO}")
         self.stopped = self.stopped or Stop(what, f"rank {stopped[0]} has stopped")
         self._abandon()
-        self._meetings = max(theirs.meetings for theirs in everyone) + 1
+        self._meetings, self._tellings = max(theirs.meetings for theirs in everyone) + 1, 0
         for lane in dict.fromkeys(lane for theirs in everyone for lane in theirs.lanes):
             self._borrow(lane)
         return True
@@ -266,6 +273,18 @@ class Ranks:
         """Raise ModelsDiffer unless all ranks bring the same facts."""
         if self._talk is not None:
             self._talk.check_same(topic, facts)
+
+    def tell(self, what: str, value: T, members: Sequence[int]) -> dict[int, T]:
+        """Tell some ranks, which all call it too, a value of plain data; returns theirs by the job's numbers."""
+        assert self._root is not None, "a rank that is alone tells nobody"
+        said = f"said/{self._meetings}/{self._tellings}"
+        self._tellings += 1
+        self._root.store.set(f"{self._root.name}/{said}/{self.rank}", json.dumps({"value": value}))
+        answers = self._root.read({rank: f"{said}/{rank}" for rank in members}, what)
+        gone = next((answer["error"] for answer in answers if "error" in answer), None)
+        if gone is not None:
+            raise PeerFailed(gone)
+        return {self.numbers[rank]: answer["value"] for rank, answer in zip(members, answers, strict=True)}
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Start from rank 0's values, as DistributedDataParallel does. After `transport`."""
@@ -353,25 +372,6 @@ def _places(names: Sequence[str]) -> list[int]:
     """A number for each host, in the order in which ranks name them."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
-
-
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-
-
-def _check_store(store: Any) -> None:
-    """Refuse what an earlier start of the job has left: ranks would take its answers for those of today."""
-    if compat.is_of_another_process(store):
-        raise StoreReused(
-            f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
-            " and process groups find addresses that are gone.\n"
-            f"  Start torchrun with {OWN_STORE} in its environment: each start then has a store of its own."
-        )
-    if (what := compat.outlives_restarts()) and dist.get_rank() == 0:
-        warnings.warn(
-            f"{what} starts dead ranks again with the store that they had: process groups may then find addresses that"
-            f" are gone, whoever makes them, and fxcomp refuses.\n  Start torchrun with {OWN_STORE} set.",
-            stacklevel=2,
-        )
 
 
 def _check_size(cluster: Cluster | None, world_size: int) -> None:

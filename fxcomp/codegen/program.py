@@ -17,6 +17,7 @@ from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.carriers import carriers_of
 from fxcomp.graph.info import Source, info
 from fxcomp.graph.lines import numbers_of
 from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
@@ -48,6 +49,8 @@ class Program:
     """The sources of the graph's inputs, in their order."""
     numbers: Numbers = AS_WRITTEN
     """What lines take in the place of what is written in the emitted source."""
+    carriers: frozenset[str] = frozenset()
+    """The collectives that take along what ranks compare."""
 
     @property
     def source(self) -> str:
@@ -70,4 +73,4 @@ def load_program(captured: Captured, graph: GraphModule, replay: Replay, timelin
     if captured.device.type in INDUCTOR_DEVICES:
         compile_regions(module, graph)
     inputs = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
-    return Program(captured, graph, replay, module, source, timeline, inputs)
+    return Program(captured, graph, replay, module, source, timeline, inputs, carriers=carriers_of(graph))

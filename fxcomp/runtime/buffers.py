@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
+from fxcomp.runtime.rider import ROOM
 
 
 class Buffers:
@@ -15,6 +16,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._rooms: dict[int, int] = {}
+        """The bytes of each buffer that has room behind it, by its place in memory."""
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     def take(
@@ -24,8 +27,18 @@ class Buffers:
         key = (name, elements, dtype)
         buffer = self._known.get(key)
         if buffer is None:
-            buffer = self._known[key] = torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned)
+            whole = torch.zeros(elements + ROOM, dtype=dtype, device=device, pin_memory=pinned)
+            buffer = self._known[key] = whole[:elements]
+            self._rooms[buffer.data_ptr()] = buffer.nbytes
         return buffer
+
+    def extended(self, name: str, value: Tensor, more: int) -> Tensor:
+        """The value with so many elements behind it, at most `ROOM`: where it lies if it is a buffer, else a copy."""
+        if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:
+            return value.as_strided((value.numel() + more,), (1,))
+        copy = self.take(f"{name}_extended", value.numel() + more, value.dtype, value.device)
+        copy[: value.numel()].copy_(value.view(-1))
+        return copy
 
     def take_packed(
         self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
@@ -41,9 +54,12 @@ class Buffers:
 
     def lend(self, name: str, memory: Tensor) -> None:
         """Let a line write into somebody else's memory, which lasts until the end of the step."""
+        if (known := self._known.get((name, memory.numel(), memory.dtype))) is not None:
+            self._rooms.pop(known.data_ptr(), None)
         self._known[name, memory.numel(), memory.dtype] = memory
 
     def clear(self) -> None:
         """Give the memory back."""
         self._known.clear()
         self._slots.clear()
+        self._rooms.clear()

@@ -30,10 +30,14 @@ class Launch:
     level: str
     how: str
     lane: str
+    rides: Callable[[Launch, Tensor, Transport], Flight] | None = None
+    """Starts it where something rides along (`runtime/rider.py`)."""
 
     def start(self, value: Tensor, transport: Transport, take: Take) -> Flight:
         """Start it and return at once."""
         try:
+            if self.rides is not None:
+                return self.rides(self, value, transport)
             output, work = self._started(value, transport, take)
         except LostTouch as lost:
             raise self.told(lost) from None

@@ -29,6 +29,7 @@ from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
 from fxcomp.runtime.packing import copy_scaled
 from fxcomp.runtime.random_state import rng_state, seed_rng, set_rng_state
+from fxcomp.runtime.rider import Rider
 from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
 
@@ -80,6 +81,10 @@ class Runtime:
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.numbers: Numbers = AS_WRITTEN
         """What lines take in the place of what is written in them; those of the program that runs."""
+        self.rider: Rider | None = None
+        """What ranks compare in the step under way, taken along by its collectives."""
+        self.updates = False
+        """True once a line of the step may have changed a parameter."""
         self.pool = HostPool()
         self._buffers = Buffers()
 
@@ -193,11 +198,12 @@ class Runtime:
         `cut` says which part each rank owns (`runtime/moves.py`), and is 1 for an all_reduce and a broadcast in place.
         `how` is what an all_reduce makes of the ranks' values: sum or max.
         """
-        cut = self.numbers.cuts.get(name, cut)
+        cut, rider = self.numbers.cuts.get(name, cut), self.rider
+        rides = functools.partial(rider.start, self._buffers) if rider and name in rider.carriers else None
         if isinstance(value, OnHost):
-            launch = Launch(name, kind, cut, level, how, "pool")
+            launch = Launch(name, kind, cut, level, how, "pool", rides)
             return HostFlight(self.pool.submit(functools.partial(self._start, launch), value))
-        return self._start(Launch(name, kind, cut, level, how, "main"), value)
+        return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
@@ -319,6 +325,7 @@ class Runtime:
         """The last line before parameters change: every gradient has been seen."""
         if self.on_update is not None:
             self.on_update(loss)
+        self.updates = True
 
     # Behind the lines
 

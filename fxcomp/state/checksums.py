@@ -18,8 +18,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     for place, each in enumerate(tensors):
         places.setdefault(each.device, []).append(place)
     for here in places.values():
-        found: list[int] = torch.stack([_sum(tensors[place]) for place in here]).tolist()  # pyright: ignore[reportUnknownMemberType]
-        for place, one in zip(here, found, strict=True):
+        found = torch.stack([_sum(tensors[place]) for place in here])
+        for place, one in zip(here, map(int, found.cpu()), strict=True):
             sums[place] = one
     return sums
 

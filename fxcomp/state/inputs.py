@@ -38,6 +38,8 @@ class Inputs:
         """The Python numbers that optimizers count in, by parameter."""
         self._stateless = set[str]()
         """Parameters for which the optimizer keeps nothing, as far as is known."""
+        self.numbers: Sequence[Mapping[str, float]] = ()
+        """The live numbers of each parameter group, as they were read for this step."""
         self._kept_by_optimizer: Mapping[str, Mapping[str, Any]] = {}
         """The state of each parameter, as it was looked up for this step."""
 
@@ -46,7 +48,7 @@ class Inputs:
         self._make_missing_state()
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in ARGUMENTS}
         buffers = dict(self.training.model.named_buffers())
-        numbers = self.live_numbers()
+        numbers = self.numbers = self.live_numbers()
         parameters, kept = self.parameters, self._kept_by_optimizer
         for source in program.inputs:
             match source.kind:

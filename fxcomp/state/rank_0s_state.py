@@ -42,7 +42,7 @@ def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
 def _share(owner: Owned, theirs: Mapping[str, Any], training: Training, ranks: Ranks) -> None:
     """Take one parameter's state from rank 0, and whether its first step is still to come."""
     state, fresh = owner.state, cast("dict[str, object]", training.fresh_state)
-    for key, value in state_tensors(state).items():
+    for value in state_tensors(state).values():
         sent = value.to(owner.parameter.device)  # a step counter may lie on the host
         ranks.share([sent])
         if sent is not value:
@@ -60,7 +60,8 @@ def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
     kept = {owner.name: state_tensors(owner.state) for owner in owned}
     return {
         f"the optimizer's state of {name!r}": ", ".join(
-            f"{key} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for key, value in sorted(state.items())
+            f"{key} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for key, value in sorted(state.items())
         )
         for name, state in kept.items()
         if state

@@ -27,6 +27,7 @@ from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given, state_dict
 from fxcomp.step.adaptation import Move
+from fxcomp.step.alike import Alike
 from fxcomp.step.applied_error import AppliedError
 from fxcomp.step.drift.watch import Watch
 from fxcomp.step.error_watch import ErrorWatch
@@ -76,6 +77,7 @@ class CompiledStep:
         self._verifier = Verifier(
             self.training, site.ranks, options.verified, inputs.is_fresh, self.notes.append, inputs.sums
         )
+        self._alike = Alike(self.training, site) if site.ranks.world_size > 1 else None
         self._finds_unused = FindsUnused(self.training, site) if options.find_unused_parameters else None
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
@@ -148,6 +150,8 @@ class CompiledStep:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())
         arguments = inputs.of(program, leaves, state)
         self._lockstep.has_begun = True
+        if self._alike is not None:
+            self._alike.begin(self.steps, program, runtime, inputs.numbers, self.in_force.programs.options)
         agreement = self._group.agree()
         runtime.before_packing = [] if agreement is None else [agreement.check]
         with self._holding_unused(program) as unused:

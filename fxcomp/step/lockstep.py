@@ -14,7 +14,7 @@ A step in which nothing is raised pays one look at an attribute.
 from __future__ import annotations
 
 from fxcomp import compat
-from fxcomp.errors import GroupsDiffer, PeerFailed, RanksApart, StepClosed, VerificationFailed
+from fxcomp.errors import GroupsDiffer, PeerFailed, RanksApart, ReplicasDiffer, StepClosed, VerificationFailed
 from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
 from fxcomp.runtime.runtime import Runtime
 
@@ -45,7 +45,8 @@ class Lockstep:
     def leave(self, error: BaseException, runtime: Runtime) -> None:
         """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
         self._ranks.at_step(None)
-        if isinstance(error, VerificationFailed | GroupsDiffer) or self._ranks.knows(error):
+        is_told = isinstance(error, ReplicasDiffer) and error.is_everywhere
+        if is_told or isinstance(error, VerificationFailed | GroupsDiffer) or self._ranks.knows(error):
             runtime.settle()  # all ranks raise it, so what they have launched comes to its end
             return
         had_stopped = self._ranks.stopped is not None
@@ -57,6 +58,8 @@ class Lockstep:
             isinstance(error, RuntimeError) and compat.is_lost_connection(error)
         )
         if was_left and stop is not None and not had_stopped:
+            if differs := stop.cause.partition(f"{ReplicasDiffer.__name__}: ")[2]:
+                raise ReplicasDiffer(differs) from None
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
     def check_open(self) -> None:

@@ -155,6 +155,11 @@ class Programs:
         self._remember(key, found)
         return found
 
+    @property
+    def options(self) -> Sequence[Hashable]:
+        """What the capture that was found last has baked in of each parameter group."""
+        return () if self._latest is None else self._latest[1].key.options
+
     def adopt(self, kind: BatchType, plan: int, key: Key, program: Program) -> None:
         """Take over a program that was built for such a batch, with the guard's key of that time."""
         around = _Around(plan, key)

@@ -1,5 +1,6 @@
 """Compare some of a compiled step's runs with eager PyTorch, and raise on every rank where they differ.
 
+    parameters, state       are compared between ranks
     eager PyTorch ─► loss, aux, gradients, buffers    on a copy of the batch; nothing of the user's changes
     the emitted step:
         each local gradient     is compared as it is made
@@ -42,6 +43,7 @@ from fxcomp.step.verify.compare import largest
 from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.eager import EagerResult, rounding_of, run_eagerly
 from fxcomp.step.verify.means import square_sum
+from fxcomp.step.verify.replicas import Replicas
 from fxcomp.step.verify.update import UpdateCheck
 
 MARGIN = 1.1
@@ -74,10 +76,14 @@ class Verifier:
     ) -> Verification | None:
         """Run eager PyTorch for a step that is about to run; None if some rank has no room for that.
 
+        Raises ReplicasDiffer on all ranks where parameters or the optimizer's state are not the same.
         `is_plain` says that updates get the mean of local gradients: nothing is compressed or undelivered.
         """
         spare, needed = compat.spare_bytes(self.training.device), needed_bytes(self.training, batch)
-        if anywhere(self.training, runtime, spare is not None and spare < needed)[0]:
+        replicas = Replicas(self.training, self.ranks)
+        is_full, *differing = anywhere(self.training, runtime, spare is not None and spare < needed, *replicas.flags)
+        replicas.check(differing, step)
+        if is_full:
             self.skip(step, needed)
             return None
         return Verification(self, batch, program, runtime, step, is_plain=is_plain)

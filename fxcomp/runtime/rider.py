@@ -1,0 +1,210 @@
+"""Send 32 bits along with collectives that are sent anyway, and find out whether they are the same on all ranks.
+
+    all_reduce   [ values | bits, their complements ]    a bit that is not the same everywhere leaves both above 0
+    all_gather   [ payload | digest ]                    each rank's own, behind its own part
+
+Buffers of lines have room behind them, so an all_reduce takes its bits along without a copy. A gather's parts arrive
+one behind the other and are put together again without the digests, which copies them: a small one is chosen to carry,
+by `graph/carriers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import mul
+from struct import Struct
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxcomp.runtime.flight import Flight, Launch
+from fxcomp.runtime.group import Work
+from fxcomp.runtime.moves import Move, pattern_of
+from fxcomp.runtime.transport import Transport
+
+_torch = cast("Any", torch)  # partly untyped
+
+BITS = 32
+ROOM = 2 * BITS
+"""The elements that fit behind every buffer."""
+
+_BOTH = Struct("<II")
+"""32 bits and their complements."""
+
+DIGEST_BYTES = _BOTH.size
+
+LATE = 2
+"""So many steps after it was sent a digest from a device is judged, on all ranks: the host waits for nothing new."""
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Memory(Protocol):
+    """The memory of a step's lines."""
+
+    def take(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def extended(self, name: str, value: Tensor, more: int) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Rider:
+    """A digest of what must be the same on all ranks."""
+
+    differs: Callable[[str, int], object]
+    """Called with the level at which it was found not to be the same, and how many steps later."""
+    digest: int = 0
+    carriers: frozenset[str] = frozenset()
+    """The lines that take it along, in the program that runs."""
+    _bits: Bytes = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
+    """The bits and their complements; `_sent` has them as a tensor of the same memory, and copies on devices."""
+    _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))
+    _sent: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
+    _good: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
+    """What arrives where all are the same, by line."""
+    _views: dict[str, _Views] = field(default_factory=dict[str, "_Views"])
+    _step: int = 0
+    _late: list[tuple[int, Launch, Tensor, Any]] = field(default_factory=list[tuple[int, Launch, Tensor, Any]])
+    """What arrived on a device: the step, its copy on the host, and the event after it."""
+
+    def carry(self, digest: int) -> None:
+        """Take another digest along from now on."""
+        self.digest = digest
+        raw = np.frombuffer(_BOTH.pack(digest, ~digest & 0xFFFFFFFF), np.uint8)
+        self._bytes[:], self._bits[:] = raw, np.unpackbits(raw)
+        self._good.clear()
+        for key in [key for key in self._sent if key[1].type != "cpu"]:
+            del self._sent[key]
+
+    def start(self, memory: Memory, launch: Launch, value: Tensor, transport: Transport) -> Flight:
+        """Start a collective that takes the digest along."""
+        if launch.kind == "all_reduce":
+            return self._reduced(memory, launch, value, transport)
+        return self._gathered(memory, launch, value, transport)
+
+    def begin(self, carriers: frozenset[str]) -> None:
+        """Begin a step in which these lines carry; judge what has come from a device since."""
+        self._step += 1
+        if carriers is not self.carriers:
+            self.carriers = carriers
+            self._good.clear()
+            self._views.clear()
+        while self._late and self._late[0][0] + LATE <= self._step:
+            _, launch, tail, event = self._late.pop(0)
+            event.synchronize()
+            self._judge(launch, tail, LATE)
+
+    def _reduced(self, memory: Memory, launch: Launch, value: Tensor, transport: Transport) -> Flight:
+        whole, elements = memory.extended(launch.name, value, ROOM), value.numel()
+        tail = whole[elements:]
+        tail.copy_(self._as_sent(self._bits, tail.device))
+        work = transport.all_reduce(whole, launch.level, launch.lane, launch.how)
+        return Flight(launch, whole[:elements], Ridden(work, lambda: self._arrived(launch, tail)))
+
+    def _gathered(self, memory: Memory, launch: Launch, value: Tensor, transport: Transport) -> Flight:
+        """Send bytes, of whatever type: what is in them is not looked at."""
+        views = self._views.get(launch.name)
+        if views is None or not views.are_of(launch, value):
+            views = _Views.of(memory, launch, value)
+            if views.is_in_place:
+                self._views[launch.name] = views
+        views.tail.copy_(self._as_sent(self._bytes, value.device))
+        work = transport.all_gather(Move(views.whole, views.out, views.cut, launch.level, launch.lane))
+
+        def arrived() -> None:
+            torch.cat(views.parts, out=views.together)
+            self._arrived(launch, torch.cat(views.digests))
+
+        return Flight(launch, views.together.view(value.dtype), Ridden(work, arrived))
+
+    def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
+        key = len(what), device
+        if key not in self._sent:
+            self._sent[key] = _torch.from_numpy(what).to(device)  # on the host the memory is the same
+        return self._sent[key]
+
+    def _arrived(self, launch: Launch, tail: Tensor) -> None:
+        if tail.device.type != "cuda":
+            self._judge(launch, tail)
+            return
+        host = torch.empty(tail.shape, dtype=tail.dtype, pin_memory=True).copy_(tail, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._late.append((self._step, launch, host, event))
+
+    def _judge(self, launch: Launch, tail: Tensor, late: int = 0) -> None:
+        good = self._good.get(launch.name)
+        if good is not None and torch.equal(tail, good):
+            return
+        if launch.kind == "all_reduce":
+            sums = _listed(tail)
+            is_same = not any(map(mul, sums[:BITS], sums[BITS:]))
+        else:
+            digests = bytes(_listed(tail))
+            is_same = digests == digests[:DIGEST_BYTES] * (len(digests) // DIGEST_BYTES)
+        if not is_same:
+            self.differs(launch.level, late)
+        self._good[launch.name] = tail.clone()
+
+
+def _listed(tail: Tensor) -> list[Any]:
+    return cast("Any", tail).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The memory of a gather that carries, in bytes. It stays as long as this does: an equal place is equal memory."""
+
+    launch: Launch
+    whole: Tensor
+    """The payload and the digest behind it."""
+    tail: Tensor
+    out: Tensor
+    cut: tuple[int, ...]
+    parts: tuple[Tensor, ...]
+    """The payloads in what arrives."""
+    digests: tuple[Tensor, ...]
+    together: Tensor
+    is_in_place: bool
+
+    @classmethod
+    def of(cls, memory: Memory, launch: Launch, value: Tensor) -> _Views:
+        size, own = value.element_size(), value.nbytes
+        whole = memory.extended(launch.name, value, DIGEST_BYTES // size).view(torch.uint8)
+        parts = [size * part for part in pattern_of(launch.kind).parts(launch.cut, value.numel())]
+        cut = tuple(part + DIGEST_BYTES for part in parts)
+        out = memory.take(f"{launch.name}_parts", sum(cut), torch.uint8, value.device)
+        together = memory.take(f"{launch.name}_together", sum(parts), torch.uint8, value.device)
+        pieces = torch.split_with_sizes(out, [each for part in parts for each in (part, DIGEST_BYTES)])
+        is_in_place = whole.data_ptr() == value.data_ptr()
+        payloads, digests = tuple(pieces[0::2]), tuple(pieces[1::2])
+        return cls(launch, whole, whole[own:], out, cut, payloads, digests, together, is_in_place)
+
+    def are_of(self, launch: Launch, value: Tensor) -> bool:
+        """Tell whether they serve a value: where it lies, as large, and cut in the same way."""
+        is_same_place = value.data_ptr() == self.whole.data_ptr()
+        return is_same_place and value.nbytes + DIGEST_BYTES == len(self.whole) and launch.cut == self.launch.cut
+
+
+@dataclass(slots=True, eq=False)
+class Ridden:
+    """A collective under way that carries a digest; whoever waits for it first has the digest looked at."""
+
+    work: Work
+    arrived: Callable[[], None]
+    _is_over: bool = False
+
+    def wait(self) -> None:
+        self.work.wait()
+        if not self._is_over:
+            self._is_over = True
+            self.arrived()
+
+    def get_future(self) -> Any:
+        """Return the backend's own, if it has one."""
+        found: Any = getattr(self.work, "get_future", lambda: None)
+        return found()

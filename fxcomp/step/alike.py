@@ -1,0 +1,106 @@
+"""Compare in every step what updates read on each rank: numbers and options of the optimizers' parameter groups.
+
+A learning rate that one rank schedules by its own loss lets replicas drift, and nothing else would tell. A digest of
+the numbers travels with a collective that the step sends anyway (`runtime/rider.py`). Where it differs, ranks write the
+numbers into the store, and all say whose are which.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+from fxcomp.capture.training import Training
+from fxcomp.cluster.cluster import Level
+from fxcomp.codegen.program import Program
+from fxcomp.errors import ReplicasDiffer
+from fxcomp.runtime.rider import Rider
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.site import Site
+
+WHAT_TO_DO = (
+    "  Give every rank the same: let schedulers and rules see what all ranks see, such as a loss that is averaged over"
+    " them\n  (torch.distributed.all_reduce), or set it on rank 0 and broadcast it."
+)
+
+_UPDATED = {
+    False: "no parameter had been updated yet; buffers and residuals may have",
+    True: "some parameters had been updated: load a state on all ranks before you go on",
+}
+
+Numbers = Sequence[Mapping[str, float]]
+"""The live numbers of each parameter group."""
+
+
+class Alike:
+    """What this rank's updates read, and the rider that takes its digest to the others."""
+
+    def __init__(self, training: Training, site: Site) -> None:
+        self._training, self._site = training, site
+        self._numbers: Numbers = ()
+        self._options: Sequence[Hashable] = ()
+        self._check_of_options = self._step = 0
+        self._runtime: Runtime | None = None
+        self.rider = Rider(self._differ)
+
+    def begin(
+        self, step: int, program: Program, runtime: Runtime, numbers: Numbers, options: Sequence[Hashable]
+    ) -> None:
+        """Let a step of several ranks compare its numbers, and the options that were baked into its capture."""
+        self._step, self._runtime = step, runtime
+        self.rider.begin(program.carriers)
+        if options != self._options:
+            self._options, self._numbers = options, ()
+            self._check_of_options = zlib.crc32(repr(_plain(options)).encode())
+        if numbers != self._numbers:
+            self._numbers = numbers
+            values = [value for group in numbers for value in group.values()]  # whose names are among the options
+            self.rider.carry(zlib.crc32(struct.pack(f"{len(values)}d", *values), self._check_of_options))
+        runtime.rider, runtime.updates = self.rider, False
+
+    def facts(self) -> dict[str, Any]:
+        """Name everything that is compared, with its value here."""
+        facts: dict[str, Any] = {}
+        for group, (numbers, (options, _)) in enumerate(zip(self._numbers, cast("Any", self._options), strict=True)):
+            facts |= {f"{name} in parameter group {group}": value for name, value in numbers.items()}
+            facts |= {f"{name} in parameter group {group}": repr(_plain(value)) for name, value in options}
+        return facts
+
+    def _differ(self, level: str, late: int) -> NoReturn:
+        """Raise ReplicasDiffer, on all ranks of this rank's group at a level; `late` counts the steps since."""
+        ranks = self._site.ranks
+        groups = self._site.cluster.groups(Level(level))
+        members = next(tuple(group) for group in groups if ranks.rank in group)
+        told = ranks.tell("comparing the optimizers' numbers", self.facts(), members)
+        assert self._runtime is not None, "a step is under way"
+        has_changed = late > 0 or self._runtime.updates
+        error = ReplicasDiffer(
+            f"{_first_difference(told)}: replicas would drift apart.\n{WHAT_TO_DO}\n"
+            f"  It was found in step {self._step}, where {_UPDATED[has_changed]}."
+        )
+        error.is_everywhere = len(members) == ranks.world_size
+        raise error
+
+
+def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
+    """Name what differs first between the first rank and another one, with both values."""
+    first, *others = told
+    for rank in others:
+        for name in {**told[first], **told[rank]}:
+            mine, theirs = (told[each].get(name, "nothing") for each in (first, rank))
+            if mine != theirs:
+                what, _, where = name.partition(" in ")
+                return f"rank {rank} has {what} {theirs} in {where}, rank {first} has {mine}"
+    return f"the optimizers of ranks {', '.join(map(str, told))} compute with different numbers"
+
+
+def _plain(value: Any) -> Any:
+    """Leave out what differs between processes by nature: the identities of tensors and of long collections."""
+    if not isinstance(value, tuple):
+        return value
+    items = cast("tuple[Any, ...]", value)
+    if len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], int) and items[1] > 1 << 20:
+        return items[0]
+    return tuple(map(_plain, items))
