@@ -26,11 +26,14 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+
+from fxcomp.compat.products import symbolic_products
 
 FakeMode = FakeTensorMode
 """The mode under which tensors have shapes and no values."""
@@ -85,7 +88,7 @@ def is_traced_here() -> bool:
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
     """Trace a function of fake inputs into ATen operators; the graph writes its Python only if somebody asks for it."""
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), symbolic_products(pytree.tree_leaves(inputs)):
         return make_fx(function, tracing_mode="real")(*inputs)
 
 
