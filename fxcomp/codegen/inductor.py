@@ -29,7 +29,7 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
 
 
 def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any] | None:
-    """Compile a whole region; None for one with both kinds of random operators, or without work.
+    """Compile a whole region; None for one without work, or whose draws it would change.
 
     A random fill of fresh memory runs before the region, unchanged: Inductor would replace it by an operator that fills
     memory in another order. Other random operators keep their order inside. What a region takes from a line's list of
@@ -37,7 +37,7 @@ def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any]
     """
     draws = [node for node in region.nodes if compat.draws(node)]
     fills = [node for node in draws if _fills_fresh_memory(node)]
-    if fills and len(fills) < len(draws):
+    if (fills and len(fills) < len(draws)) or any(map(_fills_out_of_order, draws)):
         return None
     taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
     inner = _without(region, fills, taken)
@@ -70,6 +70,15 @@ def _fills_fresh_memory(node: Node) -> bool:
     if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
         return False
     return len(node.all_input_nodes) == 1 and not compat.has_symbols(value)
+
+
+def _fills_out_of_order(node: Node) -> bool:
+    """Tell a draw into memory of varying size that does not lie row by row: Inductor would make it do so."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or not compat.has_symbols(value):
+        return False
+    sizes, strides = (list(map(compat.size_hint, each)) for each in (value.shape, value.stride()))
+    return not torch.empty_strided(sizes, strides, device="meta").is_contiguous()
 
 
 _EMPTY = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
