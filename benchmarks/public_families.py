@@ -161,7 +161,7 @@ RULES: tuple[tuple[str, Any], ...] = (
 
 SWITCHED_OFF: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?layerdrop", 0.0),  # a draw decides whether a layer runs
-    (r"apply_spec_augment", False),  # NumPy draws the masks
+    (r"mask_(time|feature)_prob", 0.0),  # NumPy draws what is masked
 )
 """What a compiled step refuses by name, and these models train without."""
 

@@ -8,6 +8,7 @@ weighted_loss.py                            a loss that is a sum over counted el
 forward_backward.py, updates.py             trace the loss and its gradients; clipping and the optimizer's updates
 assemble.py                                 one graph of the pieces
 swap_tensors.py, faithful.py                run the user's Python on traced tensors as eager would
+questions.py, ancestry.py, staging.py       answer what Python asks about values, and ask again before each step
 user_collectives.py, untraceable.py         keep its collectives; say why it does not trace
 shared_memory.py, shared_buffers.py         tensors in the same memory; buffers that ranks share
 step_guard.py, structure_guard.py           compare what a capture baked in, before each step

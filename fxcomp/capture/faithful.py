@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -60,6 +61,10 @@ _COMPARES = (torch.equal, Tensor.equal)
 """Functions that ask about values, in one operator that has no fake."""
 
 
+_TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
+"""Functions of one tensor whose sizes may be given as tensors, of which they take the values."""
+
+
 class _Refusing(TorchFunctionMode):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
@@ -91,6 +96,9 @@ class _Refusing(TorchFunctionMode):
             )
         if func in _COMPARES and not kwargs and _are_alike(*args):
             return bool((args[0] == args[1]).all())
+        if func in _TAKES_NUMBERS and args:
+            numbers, named = pytree.tree_map_only(Tensor, int, (tuple(args[1:]), kwargs or {}))
+            return func(args[0], *numbers, **named)
         if func in _LOOKS_UP and kwargs and kwargs.get("sparse"):
             name = self._names.get(id(args[1]))
             self.densified += [name] if name and name not in self.densified else []

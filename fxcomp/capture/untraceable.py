@@ -36,7 +36,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
             "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"
-            " autograd and Python that reads tensors' values do not trace."
+            " autograd, libraries that compute otherwise while traced, and Python that reads tensors' memory do"
+            " not trace."
         ) from error
 
 

@@ -47,6 +47,9 @@ _CERTAIN = frozenset(
 """Operators whose results lie where their fakes say, if their arguments do, as found on the CPU with 470 operators and
 the layouts that transposing, channels_last and expanding give. So do those that work value by value, but for a few."""
 
+_IN_ROWS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+"""Operators whose results lie row by row, wherever their arguments lie."""
+
 _UNCERTAIN = frozenset(
     {
         *(aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.hardswish_backward.default),
@@ -86,7 +89,7 @@ def _is_certain(node: Node, certain: set[Node]) -> bool:
     target, inputs_are = node.target, all(used in certain for used in node.all_input_nodes)
     if not compat.is_operator(target):  # getitem, arithmetic of sizes
         return inputs_are
-    if _lies_in_one_way(node.meta.get("val")):
+    if target in _IN_ROWS or _lies_in_one_way(node.meta.get("val")):
         return True
     known = target in _CERTAIN or compat.is_view(target) or (compat.is_pointwise(target) and target not in _UNCERTAIN)
     return known and inputs_are

@@ -75,6 +75,16 @@ def test_a_view_by_strides_of_what_may_lie_otherwise_is_refused():
     trains_as_eager(Between(lambda x: (x * 2).as_strided((3, 8, 5), (40, 1, 8))), square, [torch.randn(3, 5, 6)])
 
 
+def test_a_view_by_strides_of_a_padded_product_is_taken():
+    """Whatever lies in front of the product: it lies row by row, and so does what is padded."""
+
+    def windows(x: Tensor) -> Tensor:
+        product = normed(x).flatten(0, 1) @ torch.ones(5, 4)
+        return F.pad(product, (0, 0, 1, 1)).as_strided((3, 8, 5), (32, 4, 1))
+
+    trains_as_eager(Between(windows), square, [torch.randn(3, 5, 6)])
+
+
 def test_pooling_to_one_pixel_is_no_view_by_strides():
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3)
