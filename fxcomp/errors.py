@@ -50,11 +50,15 @@ class BadPayload(FxcompError):
 
 
 class UnsupportedBatch(FxcompError):
-    """A batch that holds something other than tensors and plain values."""
+    """A batch that holds something other than plain values and tensors of the kinds that are captured."""
 
 
 class UnsupportedModel(FxcompError):
-    """A model that is wrapped for data-parallel training by something else."""
+    """A model that is wrapped for data-parallel training by something else, or has buffers of a kind not captured."""
+
+
+class UnsupportedMode(FxcompError):
+    """A mode of torch is on around a step, and would not take part in it."""
 
 
 class UnsupportedResult(FxcompError):
@@ -70,7 +74,7 @@ class MixedDevices(FxcompError):
 
 
 class UnsupportedParameter(FxcompError):
-    """A trainable parameter that cannot be handled: its dtype, or a hook on it."""
+    """A parameter that cannot be handled: its kind, its dtype, or a hook on it."""
 
 
 class UnsupportedOptimizer(FxcompError):
@@ -109,7 +113,7 @@ class StepChanged(FxcompError):
 
 
 class NoProcessGroup(FxcompError):
-    """A cluster of several ranks was named, but torch.distributed is not initialised."""
+    """Several ranks are meant, but torch.distributed is not initialised, or is no longer."""
 
 
 class StoreReused(FxcompError):

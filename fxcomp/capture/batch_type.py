@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxcomp.capture.change import Change
 from fxcomp.capture.shared_memory import memory_of
+from fxcomp.capture.tensor_kind import PLAIN, kind_of, why_not
 from fxcomp.errors import UnsupportedBatch
 
 _SHOWN = 4
@@ -51,6 +52,8 @@ class TensorType(NamedTuple):
     """The first leaf that is the same tensor, which may be itself."""
     shares_with: int
     """The first leaf in the same memory, which may be itself: writing into one changes the other."""
+    kind: Hashable = PLAIN
+    """A layout, a class or a lazy view that is not the usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,15 @@ def _plain_text(leaf: Hashable) -> str:
 
 def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[int, int]) -> Hashable:
     if isinstance(leaf, Tensor):
+        if why := why_not(leaf):
+            raise UnsupportedBatch(f"tensor number {place} of the batch {why}")
         strides = None if leaf.is_contiguous() else leaf.stride()
         same_as = tensors.setdefault(id(leaf), place)
         shares_with = memories.setdefault(memory_of(leaf), place)
-        device = str(leaf.device)
-        return TensorType(tuple(leaf.shape), leaf.dtype, device, strides, leaf.requires_grad, same_as, shares_with)
+        return TensorType(
+            tuple(leaf.shape), leaf.dtype, str(leaf.device), strides, leaf.requires_grad, same_as, shares_with,
+            kind_of(leaf),
+        )  # fmt: skip
     if is_plain(leaf):
         return key_of(leaf)
     remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"

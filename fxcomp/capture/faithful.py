@@ -3,7 +3,8 @@
 One thing is done otherwise, and told: the gradient of `nn.Embedding(sparse=True)` is dense, as a bucket needs it.
 """
 
-# torch's overrides have no types.
+# torch's overrides have no types; entries of sparse tensors that may repeat have private names.
+# pyright: reportPrivateUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 """Ways to a tensor's memory past all operators; a traced tensor has none."""
 
 
+_ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._indices)
+"""Ways to the entries of a sparse tensor, of which a traced one has none: their number is data."""
+
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
 """Operators that autocast leaves alone, but not the operators that they call."""
 
@@ -87,6 +91,12 @@ class _Refusing(TorchFunctionMode):
             raise CaptureFailed(
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
                 "  Compute with torch instead, or pass the number in the batch, as a plain value."
+            )
+        if func in _ENTRIES and args[0].is_sparse:
+            raise CaptureFailed(
+                f"the step looks at the entries of a sparse tensor with .{func.__name__}(), whose number is data, which"
+                f" one graph cannot.\n{_at()}"
+                "  Pass indices and values in the batch, as tensors; products with it and .to_dense() are captured."
             )
         if func in _CASTS_INSIDE and torch.is_autocast_enabled(args[0].device.type):
             raise CaptureFailed(

@@ -119,7 +119,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             traced = compat.trace(forward_backward, inputs.fakes)
         # Autocast and autograd are in the trace by now: a parameter may be written.
         with compat.without_autocast(), torch.no_grad():
-            body = functional(traced, [value for part in inputs.fakes for value in part], follow)
+            body = functional(traced, [value for part in inputs.fakes for value in part], inputs.mode, follow)
         outputs = replace(found[0], prelude=questions.prelude())
     _restore_random_order(body)
     drop_idle_states(body)

@@ -16,6 +16,7 @@ from fxcomp.capture.change import Change
 from fxcomp.capture.optimizer import NOT_OF_THE_UPDATE, baked, class_name, is_torchs, live_numbers
 from fxcomp.capture.reach.snapshots import Snapshots
 from fxcomp.capture.structure_guard import StructureGuard
+from fxcomp.capture.surroundings import READ, surroundings
 from fxcomp.capture.training import Training
 from fxcomp.errors import StepChanged
 
@@ -48,7 +49,7 @@ class StepGuard:
         snapshot = self._snapshots.number(before_walk=self._structure.check_places)
         options = tuple(map(_baked_options, self._training.groups))
         attributes = tuple(map(_attributes, self._training.optimizers))
-        return Key(snapshot, options, attributes, _surroundings(), self._structure.frozen())
+        return Key(snapshot, options, attributes, surroundings(), self._structure.frozen())
 
     def change(self, old: Key, new: Key) -> Change | None:
         """Name the first thing that differs between two keys; None if nothing does."""
@@ -60,7 +61,7 @@ class StepGuard:
         for optimizer, was, now in zip(self._training.optimizers, old.attributes, new.attributes, strict=True):
             if was != now:
                 return Change(f"the attributes of the {class_name(optimizer)}", str(was), str(now))
-        for name, was, now in zip(_SURROUNDINGS, old.surroundings, new.surroundings, strict=True):
+        for name, was, now in zip(READ, old.surroundings, new.surroundings, strict=True):
             if was != now:
                 return Change(name, str(was), str(now))
         if old.frozen != new.frozen:
@@ -105,23 +106,3 @@ def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
 
 _NOT_BAKED = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """What no update reads: who is in the group, and schedulers' notes."""
-
-_SURROUNDINGS: dict[str, Callable[[], Hashable]] = {
-    "autocast on the CPU": lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-    "autocast on CUDA": lambda: (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
-    "the default dtype": torch.get_default_dtype,
-    "the default device": torch.get_default_device,
-    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "torch.backends.cudnn": lambda: (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic),
-    "which kernels attention may use": lambda: (
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    ),
-}
-
-
-def _surroundings() -> tuple[Hashable, ...]:
-    """Read torch's global settings that tracing bakes in."""
-    return tuple(read() for read in _SURROUNDINGS.values())

@@ -18,6 +18,7 @@ from fxcomp.capture.loss_scale import LossScale
 from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
+from fxcomp.capture.tensor_kind import check_model
 from fxcomp.plan.element_type import TRAINED_DTYPES
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -87,6 +88,7 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     for optimizer in optimizers:
         check_optimizer(optimizer)
     _check_is_bare(model)
+    check_model(model)
     _check_devices(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     group_of: dict[int, tuple[torch.optim.Optimizer, int, int]] = {}
@@ -155,11 +157,6 @@ def _check_devices(model: nn.Module) -> None:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if compat.is_subclass(parameter):
-        raise errors.UnsupportedParameter(
-            f"the parameter {name!r} is a {type(parameter.data).__name__}, which wraps other tensors; sharded and"
-            " otherwise wrapped parameters are not handled.\n  Build the model from plain parameters."
-        )
     if parameter.dtype not in TRAINED_DTYPES:
         raise errors.UnsupportedParameter(
             f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can be"

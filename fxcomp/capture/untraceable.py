@@ -31,7 +31,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
         if "mutating a non-functional tensor" in str(error):
             raise CaptureFailed(
                 "the step writes into views of a tensor that does not belong to the model, which one graph cannot"
-                f" follow.\n{at}  Register that tensor as a buffer of the model."
+                f" follow.\n{at}  Register that tensor as a buffer of the model, or make it a plain one that requires"
+                " no gradient."
             ) from error
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"

@@ -20,6 +20,7 @@ from fxcomp.capture.optimizer import check_optimizer
 from fxcomp.capture.same_with_numbers import same_with_numbers
 from fxcomp.capture.shared_memory import check_written
 from fxcomp.capture.step_inputs import FIXED_SIZES, StepInputs, Varying
+from fxcomp.capture.tensor_kind import check_model
 from fxcomp.capture.training import Training
 from fxcomp.errors import CaptureFailed
 from fxcomp.gc_paused import gc_paused
@@ -35,6 +36,7 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
     """
     for optimizer in training.optimizers:
         check_optimizer(optimizer)  # its options may have changed since the first capture
+    check_model(training.model)  # buffers may be others than at first
     inputs = StepInputs(training, batch, varying)
     body, outputs = trace_forward_backward(training, inputs)
     if varying:

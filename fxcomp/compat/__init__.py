@@ -3,7 +3,7 @@
 - tracing, symbols, shape_guard, answers, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
 - optimizers: how torch's own begin.
-- generators: every call of a random generator's methods.
+- generators, modes: every call of a random generator's methods, and what is around a thread.
 - dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
 - groups, collectives: process groups, and the collectives of a user's loss function.
 - source_lines, machine, files: the user's line, the machine, atomic writes.
@@ -21,7 +21,7 @@ from fxcomp.compat.collectives import (
 from fxcomp.compat.ddp import GradBucket, Wrapper, wrapper_of
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, backward_call, backward_node, before_backward, compile_training, gradient_places, graph_break,
-    inside_ddp, run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
+    inside_ddp, outside_dynamo, run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
 )
 from fxcomp.compat.files import cache_directory, write_atomically
 from fxcomp.compat.fsdp import (
@@ -36,12 +36,16 @@ from fxcomp.compat.groups import (
     DeviceMesh, ProcessGroup, new_group,
     all_gather, count_groups_from, default_group, default_store, destroy_groups, group_name, group_timeout,
     groups_made, is_lost_connection, is_of_another_process, is_store_gone, outlives_restarts, process_group,
-    reduce_scatter, set_once, store_host,
+    reduce_scatter, set_once, store_host, world,
 )
 from fxcomp.compat.hooks import count_as_stepped, global_module_hooks, optimizer_hooks
 from fxcomp.compat.machine import (
     OUT_OF_MEMORY, forget_freed_memory, host_name, machine_name, processor_name, processor_quota, processors,
     spare_bytes, synchronize, usable_processors,
+)
+from fxcomp.compat.modes import (
+    attention_order, cpu_libraries, default_device, determinism, dispatch_mode, float32_precision, function_mode,
+    has_saved_tensor_hooks, is_inside_transform, subclass_dispatch,
 )
 from fxcomp.compat.operators import (
     bare_name, communicates, direct_aten, draws, flops, functional_operator, has_effect, has_flop_formula, has_results,
@@ -56,7 +60,7 @@ from fxcomp.compat.symbols import (
     SYMBOLS, as_number, decisions, has_symbols, hint, is_open, limit, live_number, size_hint, symbols, unbacked_symbols,
     without_locations,
 )
-from fxcomp.compat.tensors import is_fake, is_subclass, strides, suggested_format
+from fxcomp.compat.tensors import is_fake, is_subclass, is_uninitialized, strides, suggested_format
 from fxcomp.compat.tracing import (
     DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, onednn, plain_values,
     real_tensors, trace, trace_functional, uses_onednn, without_autocast,

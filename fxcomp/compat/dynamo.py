@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._functorch import config as functorch_config
@@ -16,8 +16,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 RUN_WITH_RNG_STATE: Any = torch.ops.higher_order.run_with_rng_state
 """Takes a state, an operator and its arguments; the backward passes of activation checkpointing draw by it."""
+
+
+def outside_dynamo(function: F, why: str) -> F:
+    """Give a function at which torch.compile ends its graph, and into which it does not look.
+
+    `why` is told where a graph must not end.
+    """
+    disabled: Any = torch.compiler.disable(function, reason=why)
+    return disabled
 
 
 def compile_training(

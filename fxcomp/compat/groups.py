@@ -40,6 +40,11 @@ def default_group() -> Any:
     return dist.distributed_c10d._get_default_group()
 
 
+def world() -> Any:
+    """Give the default process group; None where there is none."""
+    return dist.GroupMember.WORLD
+
+
 def default_store() -> dist.Store:
     """Give the store of the default process group, with keys of our own."""
     return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 is_subclass = is_traceable_wrapper_subclass
@@ -23,6 +24,11 @@ suggested_format = suggest_memory_format
 def is_fake(tensor: Tensor) -> bool:
     """Ask if a tensor was made while tracing, or comes in as an argument; others are constants of the trace."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Ask if a lazy module has not given a tensor its shape yet."""
+    return is_lazy(tensor)
 
 
 def strides(tensor: Tensor) -> Sequence[Any]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,14 +92,56 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
         return make_fx(function, tracing_mode="real")(*inputs)
 
 
-def trace_functional(traced: GraphModule, inputs: Sequence[Any], begun: Callable[[], None]) -> GraphModule:
-    """Trace again without in-place operators and views of written tensors; calls `begun` inside, first."""
+def trace_functional(
+    traced: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, begun: Callable[[], None]
+) -> GraphModule:
+    """Trace again without in-place operators and views of written tensors; calls `begun` inside, first.
+
+    Constants come in beside the inputs meanwhile, as fakes of a mode: a tensor outside the model may be written too.
+    """
+    constants, given = _constants(traced), len(inputs)
 
     def run(*flat: Any) -> Any:
         begun()
-        return Interpreter(traced).run(*flat)
+        return _WithConstants(traced, dict(zip(constants, flat[given:], strict=True))).run(*flat[:given])
 
-    return trace(torch.func.functionalize(run, remove="mutations"), inputs)
+    fakes = [mode.from_tensor(value, static_shapes=True) for value in constants.values()]
+    found = trace(torch.func.functionalize(run, remove="mutations"), [*inputs, *fakes])
+    places = [node for node in found.graph.nodes if node.op == "placeholder"][given:]
+    for number, (place, value) in enumerate(zip(places, constants.values(), strict=True)):
+        if place.users:
+            name = f"_lifted_constant{number}"
+            setattr(found, name, value)
+            with found.graph.inserting_after(places[-1]):
+                constant = found.graph.create_node("get_attr", name)
+            constant.meta = dict(place.meta)
+            place.replace_all_uses_with(constant)
+    for place in places:
+        found.graph.erase_node(place)
+    found.recompile()
+    return found
+
+
+def _constants(traced: GraphModule) -> dict[str, Tensor]:
+    """Find the plain tensors that a graph names."""
+    named = {node: getattr(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"}
+    return {
+        str(node.target): value
+        for node, value in named.items()
+        if type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.requires_grad
+    }
+
+
+class _WithConstants(Interpreter):
+    """Runs a graph with other tensors in the place of constants."""
+
+    def __init__(self, traced: GraphModule, instead: Mapping[str, Tensor]):
+        super().__init__(traced)
+        self._instead = instead
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = self._instead.get(target)
+        return found if found is not None else super().get_attr(target, args, kwargs)
 
 
 @contextmanager

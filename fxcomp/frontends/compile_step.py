@@ -18,6 +18,7 @@ from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.optimizer import GivenOptimizers, all_optimizers
 from fxcomp.capture.shared_buffers import check_parameters_are_read
 from fxcomp.capture.step_capture import StepCapture, capture_first, facts_to_agree_on
+from fxcomp.capture.surroundings import surroundings
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
@@ -156,6 +157,7 @@ def _captured(
         if not callable(loss_fn):  # pyright: ignore[reportUnnecessaryComparison]
             raise BadOption(f"loss_fn is called with the model and a batch; it is a {type(loss_fn).__name__}")
         batch_type(batch)  # refuses what no batch may hold
+        surroundings()  # refuses modes under which no step is captured
         training = Training.of(
             model,
             loss_fn,

@@ -28,10 +28,13 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 
 
-def functional(traced: GraphModule, inputs: Sequence[Any], retracing: Callable[[], None]) -> GraphModule:
+def functional(
+    traced: GraphModule, inputs: Sequence[Any], mode: compat.FakeMode, retracing: Callable[[], None]
+) -> GraphModule:
     """Rewrite a graph without operators that write, but for random fills of fresh memory and copies into inputs.
 
-    Calls `retracing` inside another trace, if that is needed.
+    `mode` makes fakes of constants, which may be written as inputs are. Calls `retracing` inside another trace, if that
+    is needed.
     """
     _look_instead_of_turning(traced)
     writes = [
@@ -40,7 +43,7 @@ def functional(traced: GraphModule, inputs: Sequence[Any], retracing: Callable[[
     plain = _plain_writes(writes)
     if plain is None:
         _keep_strides(traced, writes)
-        return compat.trace_functional(traced, inputs, retracing)
+        return compat.trace_functional(traced, inputs, mode, retracing)
     for node, (target, value) in plain.items():
         node.target = target
         node.meta["val"] = value

@@ -17,7 +17,7 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import FxcompError
+from fxcomp.errors import FxcompError, UnsupportedFeature
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.report.plan_diff import note_on_another_plan
@@ -46,6 +46,12 @@ Observer = Watch | StepLook | AppliedError
 """Runs a step, and sees something of it."""
 
 
+_TO_DYNAMO = (
+    "an fxcomp step is compiled already, with its backward pass and optimizer, and cannot be part of another graph."
+    " Call it outside of torch.compile; or leave out fullgraph=True, and the graph ends before it"
+)
+
+
 class CompiledStep:
     """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
 
@@ -57,6 +63,7 @@ class CompiledStep:
     def __init__(self, force: PlanInForce, planner: Replanner, site: Site, options: StepOptions):
         self.in_force = force
         """The plan with its gradient state, runtime and programs."""
+        self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
         self._options, self._site = options, site
         self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
         self._loss_scale = force.inputs.training.loss_scale
@@ -87,9 +94,20 @@ class CompiledStep:
         if options.error_budget is not None and site.ranks.world_size > 1:
             self.watch_errors()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied and pickled. Raises UnsupportedFeature."""
+        raise UnsupportedFeature(
+            "a compiled step cannot be copied or pickled: it holds this process's groups, threads and traced code, and"
+            " trains the model that it was compiled for.\n"
+            "  Save state_dict() or checkpoint(), and call compile_step for the other model or in the other process."
+        )
+
     # Running
 
     def __call__(self, batch: Any, *, last: bool = False) -> Any:
+        return self._run_outside(self, batch, last=last)
+
+    def _call(self, batch: Any, *, last: bool) -> Any:
         self._lockstep.enter(self.steps, goes_on=self._group.has_begun)
         try:
             if self._loss_scale is not None:

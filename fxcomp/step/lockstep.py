@@ -13,8 +13,18 @@ A step in which nothing is raised pays one look at an attribute.
 
 from __future__ import annotations
 
+import weakref
+
 from fxcomp import compat
-from fxcomp.errors import GroupsDiffer, PeerFailed, RanksApart, ReplicasDiffer, StepClosed, VerificationFailed
+from fxcomp.errors import (
+    GroupsDiffer,
+    NoProcessGroup,
+    PeerFailed,
+    RanksApart,
+    ReplicasDiffer,
+    StepClosed,
+    VerificationFailed,
+)
 from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
 from fxcomp.runtime.runtime import Runtime
 
@@ -31,6 +41,8 @@ class Lockstep:
         self._ranks, self._closed = ranks, closed
         self._step, self._goes_on = 0, False
         self._is_closed = False
+        world = compat.world() if ranks.world_size > 1 else None
+        self._world = None if world is None else weakref.ref(world)
         self.has_begun = False
         """True if emitted code has run in the step under way, so that something may have changed."""
 
@@ -63,9 +75,16 @@ class Lockstep:
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
     def check_open(self) -> None:
-        """Raise StepClosed after `close`."""
+        """Raise StepClosed after `close`, and NoProcessGroup after `destroy_process_group`."""
         if self._is_closed:
             raise StepClosed(self._closed)
+        if self._world is not None and (compat.world() is None or compat.world() is not self._world()):
+            raise NoProcessGroup(
+                "the process group that ranks were compiled in has been destroyed (torch.distributed"
+                ".destroy_process_group), and its connections with it.\n"
+                "  Train before that; or after init_process_group call compile_step again on all ranks, and give the"
+                " new step the old one's state_dict()."
+            )
 
     def check(self) -> None:
         """Raise RanksApart if ranks have stopped, and StepClosed."""

@@ -70,11 +70,12 @@ def test_a_refusal_names_the_line_the_value_and_a_way_out(loss: Any, line: str, 
 
 
 def test_writing_into_a_tensor_that_is_not_the_models_is_refused_where_a_graph_cannot_follow():
-    queue = torch.zeros(6, 4)
+    queue = torch.zeros(6, 4, requires_grad=True)
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         out = model(batch)
-        queue.copy_(torch.cat([queue[3:], out.detach()]))
+        with torch.no_grad():
+            queue.copy_(torch.cat([queue[3:], out.detach()]))
         return (out @ queue.T).mean()
 
     model = nn.Linear(6, 4)

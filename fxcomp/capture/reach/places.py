@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp.capture.reach.bytecode import is_library
+from fxcomp.capture.tensor_kind import PLAIN, kind_of
 
 MISSING = object()
 """The content of a slot that is not there."""
@@ -97,17 +98,21 @@ class Signature:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    kind: str = ""
+    """A class, a layout or a lazy view that is not the usual one."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
         """Read a tensor's signature."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
-        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
+        kind = kind_of(tensor)
+        about = (tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
+        return cls(*about) if kind is PLAIN else cls(*about, str(kind))
 
     def __str__(self) -> str:
         grad = ", requires_grad" if self.requires_grad else ""
         kind = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-        return f"{kind} with strides {list(self.stride)} on {self.device}{grad}"
+        return f"{kind} with strides {list(self.stride)} on {self.device}{grad}{f' {self.kind}' * bool(self.kind)}"
 
 
 # Modules

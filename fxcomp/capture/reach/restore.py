@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fxcomp import compat, errors
 from fxcomp.capture.reach.callables import ClassPlace, FunctionPlace
-from fxcomp.capture.reach.places import COLLECTIONS, MISSING, NamespacePlace, Place, is_a, items, read
+from fxcomp.capture.reach.places import COLLECTIONS, MISSING, ModulePlace, NamespacePlace, Place, is_a, items, read
 from fxcomp.capture.reach.walk import DEPTH, Reach, has_no_parts, is_iterator, walk
 
 
@@ -55,8 +55,9 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
     if kept:
         raise errors.CaptureFailed(
             f"the forward pass stores a tensor in {kept[0]!r}, which a compiled step would not do again.\n"
-            "  Register it as a buffer, or return it beside the loss: (loss, aux). If the model only sets itself up at"
-            " its first call, call it once before compile_step."
+            "  Register it as a buffer, or return it beside the loss: (loss, aux). A module outside the model writes"
+            " its buffers in place: buffer.copy_(value). If the model only sets itself up at its first call, call it"
+            " once before compile_step."
         )
 
 
@@ -99,6 +100,9 @@ class _Content:
             self._tables.append((f"{place.name}[{{!r}}]", owner, dict(items(owner))))
         elif is_a(owner, (list, set, deque)):
             self._rows.append((place.name, owner, list(owner)))
+        if isinstance(place, ModulePlace):
+            buffers = owner._buffers
+            self._tables.append((f"{place.name}.{{}}", buffers, dict(buffers)))
         if not isinstance(place, NamespacePlace | ClassPlace) and type(owner).__dictoffset__:
             attributes: dict[str, Any] = owner.__dict__
             self._tables.append((f"{place.name}.{{}}", attributes, dict(attributes)))

@@ -52,7 +52,7 @@ class Watch:
         self._empty = tuple(view for p in reach.places if isinstance(p, ModulePlace) for view in p.empty())
         self._tables, self._keys, self._place_of_key = _columns(tables)
         self._owners, self._names, self._place_of_name = _columns(others)
-        self._tensors = tuple(reach.tensors)
+        self._tensors = tuple(tensor for tensor in reach.tensors if has_memory(tensor))
         self._arrays = (*(array for array in reach.arrays if array.size <= LARGE), *reach.numbers.values())
 
     def look(self) -> Seen:
@@ -108,6 +108,15 @@ class Watch:
     def _read_data(self) -> tuple[list[int], list[bool], list[bytes]]:
         flags: list[bool] = list(map(_GRADIENT_FLAG, self._tensors))
         return list(map(Tensor.data_ptr, self._tensors)), flags, [array.tobytes() for array in self._arrays]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Ask if a tensor lies in one place. Sparse and wrapped ones do not: only identity tells them."""
+    try:
+        tensor.data_ptr()
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _columns(slots: Sequence[tuple[Any, str, int]]) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[int, ...]]:
