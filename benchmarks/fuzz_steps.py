@@ -33,7 +33,7 @@ def main() -> int:
     run_all(jobs, record, arguments.workers, arguments.timeout)
     print(record.summary(jobs))
     if arguments.page:
-        write_page(PAGE, record, jobs)
+        write_page(PAGE, record, list(record.results))
     return int(bool(record.findings(jobs)))
 
 

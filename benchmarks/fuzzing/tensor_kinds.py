@@ -225,7 +225,6 @@ LOOKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "storage": lambda x, v: (
         v * (1 + x.untyped_storage().nbytes()) if x.layout == torch.strided and not isinstance(x, Dispatched) else v
     ),
-    "version": lambda x, v: v * (1 + x._version) if not x.is_inference() else v,
     "device": lambda x, v: v * 3 if x.device.type == "cpu" else v,
     "pointer": lambda x, v: v * 3 if x.layout == torch.strided and x.data_ptr() % 2 == 0 else v,
 }
@@ -273,7 +272,7 @@ class Kinds(World):
             value = model(x).sum()
             for other in others:
                 value = value * (1 + 0.1 * look(other, as_numbers(other)))
-            if through:  # the leaf itself goes through a layer
+            if through and not others[0].is_inference():  # eager cannot save one; the leaf itself goes through a layer
                 value = value + model(others[0]).sum()
             return value
 
