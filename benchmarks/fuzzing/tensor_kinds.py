@@ -211,7 +211,6 @@ LOOKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "is_marked": lambda x, v: v * 3 if isinstance(x, Marked | nn.Parameter) else v,
     "is_contiguous": lambda x, v: v * 3 if x.is_contiguous() else v,
     "stride": lambda x, v: v * (1 + x.stride(-1)) if x.layout == torch.strided and x.dim() else v,
-    "offset": lambda x, v: v * (1 + x.storage_offset()) if x.layout == torch.strided else v,
     "is_leaf": lambda x, v: v * 3 if x.is_leaf else v,
     "requires_grad": lambda x, v: v * 3 if x.requires_grad else v,
     "is_conj": lambda x, v: v * 3 if x.is_conj() else v,
@@ -221,7 +220,6 @@ LOOKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "attribute": lambda x, v: v * getattr(x, "weight", 1.0),
     "dim": lambda x, v: v * (x.dim() + 1),
     "grad": lambda x, v: v * (3 if x.is_leaf and x.requires_grad and x.grad is not None else 1),
-    "is_inference": lambda x, v: v * 3 if x.is_inference() else v,
     "storage": lambda x, v: (
         v * (1 + x.untyped_storage().nbytes()) if x.layout == torch.strided and not isinstance(x, Dispatched) else v
     ),
@@ -264,7 +262,8 @@ class Kinds(World):
 
     def build(self) -> tuple[Any, Any, Any]:
         look, write = LOOKS[self.program.get("look", "none")], WRITES[self.program.get("write", "none")]
-        through = self.program.has("through")
+        # Eager cannot save a tensor of inference mode.
+        through = self.program.has("through") and self.program.get("kind") != "inference"
 
         def compute(model: nn.Module, batch: Any) -> Any:
             x, others = batch
@@ -272,7 +271,7 @@ class Kinds(World):
             value = model(x).sum()
             for other in others:
                 value = value * (1 + 0.1 * look(other, as_numbers(other)))
-            if through and not others[0].is_inference():  # eager cannot save one; the leaf itself goes through a layer
+            if through:  # the leaf itself goes through a layer
                 value = value + model(others[0]).sum()
             return value
 

@@ -43,6 +43,8 @@ def why_not(tensor: Tensor) -> str | None:
         )
     if tensor.is_nested:
         return "is nested, whose sizes are data.\n  Pad it, and pass lengths beside it."
+    if compat.is_without_memory(tensor):
+        return "is zero without any memory, as autograd makes it.\n  Pass its .clone()."
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}), which does not trace.\n  Pass its .dequantize()."
     if tensor.layout is not torch.strided and not tensor.is_sparse:

@@ -1,6 +1,6 @@
 """Facts about tensors."""
 
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def is_fake(tensor: Tensor) -> bool:
 def is_uninitialized(tensor: Tensor) -> bool:
     """Ask if a lazy module has not given a tensor its shape yet."""
     return is_lazy(tensor)
+
+
+def is_without_memory(tensor: Tensor) -> bool:
+    """Ask if a tensor is one of autograd's zeros, which lie nowhere."""
+    return torch._is_zerotensor(tensor)
 
 
 def strides(tensor: Tensor) -> Sequence[Any]:

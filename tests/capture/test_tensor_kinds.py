@@ -105,6 +105,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     r"as sparse_bsc, ": lambda: ROWS[:2].to_sparse_bsc((2, 2)),
     r"as mkldnn, ": ROWS.to_mkldnn,
     r"is quantized \(torch.qint8\).*dequantize": lambda: torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8),
+    r"is zero without any memory.*clone": lambda: torch._efficientzerotensor((3, 6)),
     r"is not initialised": nn.UninitializedParameter,
 }
 
