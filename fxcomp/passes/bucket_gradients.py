@@ -43,8 +43,8 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     values = {name: node.meta["val"] for name, node in local.items()}
     types = {name: ElementType.of(value.dtype) for name, value in values.items()}
     plan.check_covers({name: value.numel() for name, value in values.items()}, types)
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     found = {name: _Gradient(gm.graph, name, node, plan.parts[name]) for name, node in local.items()}
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     for number, bucket in enumerate(plan.buckets):
         _gather_bucket(gm.graph, number, bucket, found, order)
     for name, gradient in found.items():
@@ -118,7 +118,7 @@ def _gather_bucket(
     members = [found[name] for name in bucket.names]
     own = [gradient.parts[start] for gradient, start in zip(members, bucket.starts, strict=True)]
 
-    with graph.inserting_after(last_result(max(members, key=lambda gradient: order[gradient.local]).last)):
+    with graph.inserting_after(max((last_result(each.last) for each in members), key=order.__getitem__)):
         pack = call(graph, PACK, (own, 1.0), NodeInfo(Role.PACK, bucket=number), name=f"pack_{number}")
     with graph.inserting_after(pack):
         label = NodeInfo(Role.COLLECTIVE, bucket=number)
