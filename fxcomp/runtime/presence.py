@@ -28,6 +28,9 @@ from fxcomp import compat
 ASK = b"?"
 END = b"\n"
 
+_REACHED = set[str]()
+"""Other machines that have let a connection in: where one of them refuses, the process has ended."""
+
 
 @dataclass(slots=True)
 class Place:
@@ -120,6 +123,8 @@ class Sight:
         except BlockingIOError:
             self._hear()
             return self._ask()
+        except ConnectionRefusedError:  # by the machine, as nobody listens there any more; or by a firewall
+            return self._host_name in (compat.host_name(), *_REACHED)
         except ConnectionError:
             return True
         except OSError:  # nobody answers at that address: that tells nothing of the process
@@ -140,6 +145,7 @@ class Sight:
             if hasattr(socket, option):
                 made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
         made.setblocking(False)
+        _REACHED.add(self._host_name)
         return made
 
     def _ask(self) -> bool:

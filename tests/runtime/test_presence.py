@@ -82,6 +82,20 @@ def test_an_address_that_is_another_machines_own_tells_nothing():
     assert not Sight((host, port, "elsewhere")).has_gone()
 
 
+def test_a_machine_that_refuses_and_never_let_anybody_in_tells_nothing():
+    one, gone = Presence("127.0.0.1"), Presence("127.0.0.1")
+    gone.close()
+    gone._thread.join(10)
+    with patch.object(room, "_REACHED", set[str]()):
+        late = Sight(("0.0.0.0", gone.address[1], "elsewhere"))
+        assert not late.has_gone(), "a firewall may refuse, too"
+        early = Sight(("0.0.0.0", one.address[1], "elsewhere"))
+        assert not early.has_gone()
+        early.close()
+        assert late.has_gone()
+    one.close()
+
+
 def test_closing_leaves_no_thread_and_no_file_open():
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     one = Presence("127.0.0.1")
