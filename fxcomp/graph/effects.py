@@ -284,7 +284,7 @@ def _is_live(node: Node) -> bool:
 
 def _looked_at(node: Node, inside: Collection[Node]) -> Node:
     """Find what a region's views are views of."""
-    while node in inside and _only_looks(node):
+    while node in inside and _only_looks(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -127,10 +127,11 @@ class Memories:
         places = [place for place in written(node) if place in self._known]
         if places:
             return self.of_all(places)
-        if compat.is_operator(target) and compat.is_view(target):
-            return self.of(node.all_input_nodes[0])
+        sources = node.all_input_nodes  # none where an operator that also serves as a view is given numbers alone
+        if sources and compat.is_operator(target) and compat.is_view(target):
+            return self.of(sources[0])
         own = self._made(node)
-        return own | self.of(node.all_input_nodes[0]) if target in _MAY_BE_VIEWS else own
+        return own | self.of(sources[0]) if sources and target in _MAY_BE_VIEWS else own
 
     def _made(self, node: Node) -> Names:
         self.passing.add(node.name)

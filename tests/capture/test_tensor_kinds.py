@@ -178,6 +178,7 @@ IN_MODELS: dict[str, tuple[Callable[[], nn.Module], type[Exception]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("text", IN_MODELS)
 def test_kinds_in_a_model_that_are_not_captured_are_refused_by_name(text: str):
     make, error = IN_MODELS[text]
