@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from fxcomp.graph.edit import is_exchange
 from fxcomp.graph.effects import Event, traces
+from fxcomp.graph.ops import WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,10 @@ def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[Race]
     """Find the races of the step that a labelled graph with streams becomes.
 
     `is_asynchronous`: the device works behind the thread that gives it work, as a GPU does; by default, as the graph's
-    device.
+    device. Steps whose loss function waits for collectives of its own are not judged: memory is theirs to hand on.
     """
+    if any(is_exchange(node) for node in gm.graph.find_nodes(op="call_function", target=WAIT)):
+        return []
     found: dict[Race, None] = {}
     for events in traces(gm, is_asynchronous):
         found.update(dict.fromkeys(races_of(events)))
