@@ -1,4 +1,4 @@
-"""What comparing the optimizers' numbers between ranks costs the host in every step, timed alone.
+"""Time, alone, the comparison of the optimizers' numbers between ranks that the host does in every step.
 
     python benchmarks/digests.py                a table
     python benchmarks/digests.py --json FILE    records: model, parameters, groups, case, carrier, median_us, spread_us

@@ -198,7 +198,7 @@ HELD: dict[str, Change] = {
     "clear_state": _clear_state,
     "train_eagerly": _train_eagerly,
 }
-"""What is found at the next step that verifies itself."""
+"""Changes that the next verified step finds."""
 
 LOCAL: dict[str, Change] = {
     "hook": _hook,
@@ -212,7 +212,7 @@ LOCAL: dict[str, Change] = {
     "buffer": _buffer,
     "running_mean": _running_mean,
 }
-"""What a rank may do alone, as under DistributedDataParallel: gradients are averaged all the same."""
+"""Changes that a rank may make alone, as under DistributedDataParallel: gradients are averaged all the same."""
 
 CHANGES = {**LIVE, **HELD, **LOCAL}
 
@@ -255,13 +255,13 @@ class Alone(World):
         return super().eager_gradients(batch)
 
     def may_part(self, step: int, verified: str) -> bool:
-        """Whether replicas may differ after a step without a word: what verification finds, before it has looked."""
+        """Tell whether replicas may differ after a step without an error, as until the next verified step."""
         held = [f.step or 0 for f in self.program.all("alone") if f.name in HELD and (f.step or 0) <= step]
         early = self.program.get("early") in ("trained",)
         return (bool(held) or early) and verified != "1" and not (verified == "2" and step - max(held, default=0) >= 2)
 
     def before_step(self, step: int) -> None:
-        """What happens on one rank before a step."""
+        """Make the change on one rank, before a step."""
         if self.rank == self.chosen:
             for feature in self.program.all("alone"):
                 if feature.step == step:

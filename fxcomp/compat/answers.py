@@ -84,7 +84,7 @@ def evaluator(expression: Expression) -> tuple[str, Callable[[Mapping[str, Any]]
         return None
     try:
         text = _Printer().doprint(expression)
-    except (NotImplementedError, AssertionError):
+    except (NotImplementedError, AssertionError):  # what the printer cannot write stays refused
         return None
     code = compile(text, "<question>", "eval")
     return text, lambda values: eval(code, SYMPY_INTERP, values)
