@@ -28,21 +28,25 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
     return GraphModule(gm, graph, class_name=region.name)
 
 
-def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any] | None:
-    """Compile a whole region; None for one without work, or whose draws it would change.
+def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a whole region; `plain` computes the same, and stays for one without work, or whose draws would change.
 
     A random fill of fresh memory runs before the region, unchanged: Inductor would replace it by an operator that fills
     memory in another order. Other random operators keep their order inside. What a region takes from a line's list of
     tensors is taken before it, too.
+
+    Compiled code takes its inputs' types from the capture, and does not look at what is given. Where an operator that
+    is left as it is returns another type than its fake one (`native_layer_norm` of 16 bits with a weight of 32 does, on
+    the CPU), it would read those bits as something else: `plain` stays there, too. The first call tells.
     """
     draws = [node for node in region.nodes if compat.draws(node)]
     fills = [node for node in draws if _fills_fresh_memory(node)]
     if (fills and len(fills) < len(draws)) or any(map(_fills_out_of_order, draws)):
-        return None
+        return plain
     taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
     inner = _without(region, fills, taken)
     if not inner.nodes:
-        return None
+        return plain
     module = region_module(gm, inner)
     fakes = [node.meta["val"] for node in inner.inputs]
     compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
@@ -50,13 +54,27 @@ def compile_with_inductor(gm: GraphModule, region: Region) -> Callable[..., Any]
     wanted = [place[node] for node in inner.inputs if node in place]
     items = [(place[cast("Node", node.args[0])], cast("int", node.args[1])) for node in taken]
 
-    def run(*inputs: Any) -> Any:
-        given = [inputs[number] for number in wanted]
-        given += [inputs[number][item] for number, item in items]
-        results = compiled(*given, *map(_filled, fills))
+    is_known, run = False, plain
+
+    def compiled_region(*inputs: Any) -> Any:
+        nonlocal is_known, run
+        if not is_known:
+            is_known, run = True, run_compiled if all(map(_is_as_captured, _given(inputs), inner.inputs)) else plain
+        return run(*inputs)
+
+    def run_compiled(*inputs: Any) -> Any:
+        results = compiled(*_given(inputs), *map(_filled, fills))
         return results[0] if len(region.outputs) == 1 else results
 
-    return run
+    def _given(inputs: Sequence[Any]) -> list[Any]:
+        return [*(inputs[number] for number in wanted), *(inputs[number][item] for number, item in items)]
+
+    return compiled_region
+
+
+def _is_as_captured(given: Any, node: Node) -> bool:
+    fake = node.meta["val"]
+    return not isinstance(fake, torch.Tensor) or (given.dtype, given.device) == (fake.dtype, fake.device)
 
 
 def _is_taken_from_a_list(node: Node, region: Region) -> bool:

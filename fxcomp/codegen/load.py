@@ -44,7 +44,7 @@ def compile_regions(module: ModuleType, gm: GraphModule) -> None:
     def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         if name not in by_name or by_name[name].updates:
             return run
-        return compile_with_inductor(gm, by_name[name]) or run
+        return compile_with_inductor(gm, by_name[name], run)
 
     replace_regions(module, compiled)
 

@@ -111,8 +111,32 @@ def test_what_a_line_lists_is_taken_before_the_region():
     doubled = call(graph, torch.ops.aten.mul.Tensor, (second, 2.0), NodeInfo(Role.COMPUTE))
     graph.output((first, doubled))
     gm = GraphModule(nn.Module(), graph)
-    assert compile_with_inductor(gm, alone) is None
-    run = compile_with_inductor(gm, Region.of("region_0", [first, second, doubled]))
-    assert run is not None
+    assert compile_with_inductor(gm, alone, alone_plainly) is alone_plainly
+    run = compile_with_inductor(gm, Region.of("region_0", [first, second, doubled]), alone_plainly)
     given = [torch.ones(3), torch.ones(4)]
     assert [each.tolist() for each in run(given)] == [[1.0] * 3, [2.0] * 4]
+
+
+def alone_plainly(*_: object) -> None:
+    raise AssertionError("the compiled region was to run")
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_region_that_is_given_another_type_than_the_capture_says_stays_as_it_is(given: torch.dtype):
+    """Inductor's code would read the memory as the type that it was made for, whatever lies there."""
+    mode, _ = compat.fake_mode()
+    graph = Graph()
+    with mode:
+        (taken := graph.placeholder("taken")).meta["val"] = torch.empty(4, dtype=torch.bfloat16)
+    doubled = call(graph, torch.ops.aten.mul.Tensor, (taken, 2.0), NodeInfo(Role.COMPUTE))
+    graph.output((doubled,))
+    calls = list[torch.dtype]()
+
+    def plainly(value: Tensor) -> Tensor:
+        calls.append(value.dtype)
+        return value * 2.0
+
+    run = compile_with_inductor(GraphModule(nn.Module(), graph), Region.of("region_0", [doubled]), plainly)
+    for _ in range(2):
+        assert run(torch.ones(4, dtype=given)).tolist() == [2.0] * 4
+    assert calls == ([] if given is torch.bfloat16 else [given] * 2)
