@@ -69,18 +69,23 @@ def with_rank_0s_store(how: str) -> None:
         served = dist.TCPStore("127.0.0.1", int(store.get("port")), 2, is_master=False)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=served, rank=rank, world_size=2, timeout=timedelta(seconds=600))
+    capture = compile_step.capture_first
+
+    def ends_when_both_are_here(*_: object) -> None:
+        store.get("captures")
+        if how == "killed":
+            ends()
+        raise ValueError("no such thing")
+
+    def captures(*arguments: Any) -> Any:
+        store.set("captures", "")
+        return capture(*arguments)
+
     try:
-        with patch.object(compile_step, "capture_first", ends_here(how) if rank == 0 else compile_step.capture_first):
+        with patch.object(compile_step, "capture_first", ends_when_both_are_here if rank == 0 else captures):
             compiled()
     except ValueError:
         os._exit(1)
-
-
-def ends_here(how: str) -> Callable[..., None]:
-    def raises(*_: object) -> None:
-        raise ValueError("no such thing")
-
-    return ends if how == "killed" else raises
 
 
 @pytest.mark.parametrize(
