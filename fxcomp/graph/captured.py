@@ -49,6 +49,12 @@ class Captured:
         values = iter(returned)
         return [next(values) if constant is None else constant.value for constant in self.aux]
 
+    def result(self, loss: Any, returned: Sequence[Any]) -> Any:
+        """The loss, or the loss and the auxiliary result, as the loss function returns them."""
+        if self.aux_spec is None:
+            return loss
+        return loss, pytree.tree_unflatten(self.aux_leaves(returned), self.aux_spec)
+
     @property
     def device(self) -> torch.device:
         """The device of the model, and of everything else."""

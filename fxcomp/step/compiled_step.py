@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -134,7 +133,7 @@ class CompiledStep:
             runtime.finish()
         looks = begin, self.monitor.times.look()
         self._group.add(looks, program.captured.unused, is_like_first=self.in_force.serves_first(kind))
-        return _as_returned(program, loss, aux)
+        return program.captured.result(loss, aux)
 
     def _step(self, batch: Any) -> Any:
         self._enter_stage()
@@ -183,7 +182,7 @@ class CompiledStep:
             if not runtime.counters.skipped:
                 inputs.has_stepped(program, unused.held if unused else ())
                 state.settle()
-        return _as_returned(program, loss, aux)
+        return program.captured.result(loss, aux)
 
     def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
         if self._finds_unused is None:
@@ -393,12 +392,3 @@ class CompiledStep:
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
             restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)
             self._ranks.check_same("going on from the states", here)
-
-
-def _as_returned(program: Program, loss: Any, aux: Sequence[Any]) -> Any:
-    """The loss, or the loss and the auxiliary result, as the loss function returns them."""
-    captured = program.captured
-    if not captured.has_aux:
-        return loss
-    assert captured.aux_spec is not None, "a step with aux knows its structure"
-    return loss, pytree.tree_unflatten(captured.aux_leaves(aux), captured.aux_spec)
