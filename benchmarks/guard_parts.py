@@ -130,7 +130,7 @@ def digest(model: nn.Module) -> dict[tuple[str, str], list[float]]:
         step[0] += 1
         numbers = [{"lr": rate[0], "betas_0": 0.9, "betas_1": 0.999, "eps": 1e-8, "weight_decay": 0.01}]
         alike.begin(step[0], program, runtime, numbers, options)
-        alike.rider.start(launch, bucket, transport, memory).work.wait()
+        alike.rider.start(memory, launch, bucket, transport).work.wait()
 
     carry()
     return {

@@ -45,10 +45,10 @@ def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., 
         return plain
     taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
     inner = _without(region, fills, taken)
-    if not inner.nodes:
+    fakes = [node.meta["val"] for node in inner.inputs]
+    if not inner.nodes or compat.unbound_symbols(fakes):
         return plain
     module = region_module(gm, inner)
-    fakes = [node.meta["val"] for node in inner.inputs]
     compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
     place = {node: number for number, node in enumerate(region.inputs)}
     wanted = [place[node] for node in inner.inputs if node in place]
@@ -111,6 +111,8 @@ def _filled(node: Node) -> Any:
 def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Region:
     """Leave the fills, and what is taken from lists, out of a region; their results become inputs."""
     gone = {*fills, *taken, *(place for node in fills for place in node.all_input_nodes)}
-    kept = Region.of(region.name, [node for node in region.nodes if node not in gone])
-    inputs = [node for node in kept.inputs if node not in gone]
-    return Region(region.name, kept.nodes, (*inputs, *taken, *fills), region.outputs)
+    nodes = tuple(node for node in region.nodes if node not in gone)
+    used = {node for each in nodes for node in each.all_input_nodes}
+    tells = set(region.inputs) - {node for each in region.nodes for node in each.all_input_nodes}
+    inputs = [node for node in region.inputs if node in used or node in tells]
+    return Region(region.name, nodes, (*inputs, *taken, *fills), region.outputs)

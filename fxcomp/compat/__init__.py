@@ -57,8 +57,8 @@ from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_
 from fxcomp.compat.shape_guard import SPECIAL_SIZES, ShapeGuard, shape_guard
 from fxcomp.compat.source_lines import is_raised_by_user, users_level, users_line, users_source
 from fxcomp.compat.symbols import (
-    SYMBOLS, as_number, decisions, has_symbols, hint, is_open, limit, live_number, size_hint, symbols, unbacked_symbols,
-    without_locations,
+    SYMBOLS, as_number, bound_symbols, decisions, has_symbols, hint, is_open, limit, live_number, size_hint, symbols,
+    unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tensors import is_fake, is_subclass, is_uninitialized, is_without_memory, strides, suggested_format
 from fxcomp.compat.tracing import (

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
+
+from fxcomp.compat.symbols import SYMBOLS, has_symbols
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -166,6 +170,10 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     """Compile a graph of fake inputs with Inductor; returns a function of real ones with a tuple of results.
 
     `keeps_order` is for graphs that draw random numbers more than once: operators run in the order of the graph.
+
+    With symbolic sizes nothing is taken from Inductor's cache of graphs. Its entries keep only what was assumed of
+    sizes that are inputs by themselves: one for `Sym(s0*s1)` alone raises NameError in the next process, and one for a
+    tensor of s0 rows would be taken where its assumptions do not hold. Kernels come from their own cache.
     """
     from torch._inductor import standalone_compile as compile_graph
 
@@ -173,12 +181,25 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     patches: dict[str, Any] = {"fallback_random": True}
     if keeps_order:
         patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    if any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes):
+        patches |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     given: dict[str, Any] = {"options": {"config_patches": patches}}
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
-    with torch.no_grad():
+    with torch.no_grad(), _without_word_of_a_cache():
         if mode is None:
             return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs", **given)
         # In a mode of its own Inductor would take two sizes for one where they were equal while tracing.
         with tracing(TracingContext(mode)):
             return compile_graph(module, list(fakes), dynamic_shapes="from_tracing_context", **given)
+
+
+@contextmanager
+def _without_word_of_a_cache() -> Generator[None]:
+    """Keep standalone_compile from warning that it cannot save what nobody asked it to save."""
+    log = logging.getLogger("torch._inductor.standalone_compile")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled

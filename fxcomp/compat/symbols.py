@@ -53,6 +53,25 @@ def unbacked_symbols(number: Any) -> list[str]:
     return sorted(map(str, symbolic_shapes.free_unbacked_symbols(number))) if isinstance(number, SYMBOLS) else []
 
 
+def bound_symbols(values: Iterable[Any]) -> set[Any]:
+    """The symbols that these tensors and whole numbers tell: one of their sizes is that symbol, and nothing else."""
+    return {expression for expression in _sizes(values) if expression.is_Symbol}
+
+
+def unbound_symbols(values: Iterable[Any]) -> set[Any]:
+    """The symbols that these tensors and whole numbers do not tell: they have them in products and sums alone."""
+    found = _sizes(values)
+    told = {expression for expression in found if expression.is_Symbol}
+    return {symbol for expression in found for symbol in expression.free_symbols} - told
+
+
+def _sizes(values: Iterable[Any]) -> list[Any]:
+    numbers: list[Any] = []
+    for value in values:
+        numbers += (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+
+
 def has_symbols(value: Tensor) -> bool:
     """Ask if a fake value's sizes or strides are symbols."""
     return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))

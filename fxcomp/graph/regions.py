@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.graph.info import Role, info
 
 BODY = (Role.COMPUTE, Role.GRADIENT, Role.PART)
@@ -33,7 +34,8 @@ class Region:
         inside = set(nodes)
         inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-        return cls(name, tuple(nodes), tuple(node for node in inputs if node.op != "get_attr"), tuple(outputs))
+        values = [node for node in inputs if node.op != "get_attr"]
+        return cls(name, tuple(nodes), (*values, *_telling(values)), tuple(outputs))
 
     @property
     def updates(self) -> bool:
@@ -76,3 +78,15 @@ def _runs(gm: GraphModule) -> Iterator[list[Node] | Node]:
             yield node
     if run:
         yield run
+
+
+def _telling(values: Sequence[Node]) -> list[Node]:
+    """List the batch's tensors that tell what sizes of values stand for: of s0·s1 rows nobody could tell s0 and s1."""
+    found: list[Node] = []
+    while missing := compat.unbound_symbols(node.meta.get("val") for node in (*values, *found)):
+        others = (node for node in values[0].graph.find_nodes(op="placeholder") if node not in found)
+        tells = (node for node in others if missing & compat.bound_symbols([node.meta.get("val")]))
+        if (first := next(tells, None)) is None:
+            break
+        found.append(first)
+    return found

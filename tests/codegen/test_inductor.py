@@ -3,6 +3,8 @@
 import operator
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from fxcomp.codegen.inductor import compile_with_inductor
 from fxcomp.graph.edit import call
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.regions import Region
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
 
 
 class Attending(nn.Module):
@@ -93,6 +97,42 @@ def test_sizes_that_are_equal_while_tracing_may_differ_later():
     for rows, columns in ((4, 4), (3, 7), (7, 3)):
         value = torch.randn(rows, columns)
         assert torch.equal(double(value)[0], 2 * value)
+
+
+def test_what_a_process_before_has_compiled_for_symbolic_sizes_is_no_trap(tmp_path: Path):
+    """Inductor's cache of graphs on disk outlives a process; its entries do not know what symbols stand for."""
+    graph, fake = Graph(), with_two_symbols()
+    rows = fake.flatten().shape[0]
+    (number := graph.placeholder("rows")).meta["val"] = rows
+    graph.placeholder("batch").meta["val"] = fake
+    with fake.fake_mode:
+        filled = call(graph, torch.ops.aten.full.default, ([number], 2.0), NodeInfo(Role.COMPUTE))
+    graph.output((filled,))
+    gm = GraphModule(nn.Module(), graph)
+    with torch.compiler.config.patch(cache_key_tag=str(tmp_path)):
+        for _ in range(2):  # the second one would find what the first one left
+            run = compat.standalone_compile(gm, [rows, fake], keeps_order=False)
+            assert run(24, torch.ones(4, 6))[0].tolist() == [2.0] * 24
+
+
+def with_two_symbols() -> Any:
+    mode, _ = compat.fake_mode()
+    return compat.fake_with_dynamic_dims(mode, torch.zeros(4, 6), frozenset({0, 1}), "x")
+
+
+def test_a_region_of_flattened_values_is_given_the_batch_that_tells_their_sizes():
+    """Of 24 rows alone nobody could tell 4 times 6 from 3 times 8, and Inductor raises AssertionError."""
+    graph, fake = Graph(), with_two_symbols()
+    graph.placeholder("weight").meta["val"] = torch.empty(6, 2)
+    (batch := graph.placeholder("batch")).meta["val"] = fake
+    (flat := graph.placeholder("flat")).meta["val"] = fake.flatten()
+    doubled = call(graph, torch.ops.aten.mul.Tensor, (flat, 2.0), NodeInfo(Role.COMPUTE))
+    graph.output((doubled,))
+    region = Region.of("region_0", [doubled])
+    assert region.inputs == (flat, batch)
+    run = compile_with_inductor(GraphModule(nn.Module(), graph), region, alone_plainly)
+    for rows, columns in ((4, 6), (3, 5)):
+        assert run(torch.ones(rows * columns), torch.ones(rows, columns)).tolist() == [2.0] * (rows * columns)
 
 
 def test_attention_without_dropout_draws_nothing():

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from unittest.mock import patch
 
+from ranks import run_alone
+
 from fxcomp import compat
 from fxcomp.runtime import presence as room
 from fxcomp.runtime.presence import Presence, Sight
@@ -96,12 +98,22 @@ def test_a_machine_that_refuses_and_never_let_anybody_in_tells_nothing():
     one.close()
 
 
-def test_closing_leaves_no_thread_and_no_file_open():
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+def opens_and_closes() -> tuple[tuple[int, int], ...]:
+    def opened() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = opened()
     one = Presence("127.0.0.1")
     sight = Sight(one.address)
     sight.has_gone()
+    meanwhile = opened()
     sight.close()
     one.close()
     one._thread.join(10)
-    assert is_soon(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == before)
+    return before, meanwhile, opened()
+
+
+def test_closing_leaves_no_thread_and_no_file_open():
+    before, meanwhile, after = run_alone(opens_and_closes)
+    assert before < meanwhile
+    assert before == after
