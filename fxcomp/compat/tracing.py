@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.fx.proxy import _create_arg_bypass
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -88,8 +89,28 @@ def is_traced_here() -> bool:
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
     """Trace a function of fake inputs into ATen operators; the graph writes its Python only if somebody asks for it."""
-    with _use_lazy_graph_module(True), symbolic_products(pytree.tree_leaves(inputs)):
+    with _use_lazy_graph_module(True), symbolic_products(pytree.tree_leaves(inputs)), _generators_as_attributes():
         return make_fx(function, tracing_mode="real")(*inputs)
+
+
+@contextmanager
+def _generators_as_attributes() -> Generator[None]:
+    """Let operators be given generators in a graph; torch does so itself since 2.13, and raises before."""
+
+    def as_attribute(tracer: Any, generator: torch.Generator) -> Node:
+        name = tracer.get_fresh_qualname("_generator")
+        setattr(tracer.root, name, generator)
+        return tracer.create_node("get_attr", name, (), {})
+
+    handlers: dict[Any, Any] = _create_arg_bypass
+    if torch.Generator in handlers:
+        yield
+        return
+    handlers[torch.Generator] = as_attribute
+    try:
+        yield
+    finally:
+        del handlers[torch.Generator]
 
 
 def trace_functional(
