@@ -84,7 +84,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
-                gradients: Any = torch.autograd.grad([loss], wanted, seed, allow_unused=True)
+                found_by: Any = torch.autograd.grad([loss], wanted, seed, allow_unused=True)
+            gradients = list(map(_accumulated, wanted, found_by))
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -144,6 +145,13 @@ def _checked(loss: Any) -> Tensor:
     if not loss.requires_grad:
         raise errors.LossNotScalar("the loss does not depend on any trainable parameter: nothing to train")
     return loss
+
+
+def _accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Give each element of a gradient memory of its own, as backward() does in `.grad`; of a sum it is expanded."""
+    if gradient is None or gradient.layout is not torch.strided or 0 not in gradient.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
