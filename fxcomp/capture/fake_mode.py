@@ -5,6 +5,7 @@
     torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
     batch_norm of a transpose    is contiguous: torch's fake lies as its input does
     ctc_loss                     has a shape: torch has no fake where lengths are tensors
+    ones(3).bool().mul_(2)       raises, as eager does: a long result does not go into a bool tensor
 
 A random value carries its range through arithmetic with plain numbers and through comparisons, all monotone; where both
 ends of a range agree, the value is one number, whatever is drawn.
@@ -52,6 +53,15 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 
 _NORMALISES = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Batch norm on the CPU, and which argument its input is."""
+
+_CASTS = {
+    aten.add_.Tensor: aten.add.Tensor, aten.add_.Scalar: aten.add.Scalar,
+    aten.sub_.Tensor: aten.sub.Tensor, aten.sub_.Scalar: aten.sub.Scalar,
+    aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
+    aten.logit_.default: aten.logit.default,
+}  # fmt: skip
+"""Operators in place whose fakes take any type of result, by the operator that makes that result."""
 
 _MAKER = "fxcomp_maker"
 """The attribute of a fake that tells which operator made it."""
@@ -101,6 +111,8 @@ class StepFakes(compat.FakeMode):
         if func is aten._ctc_loss_backward.Tensor:
             with self:
                 return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+        if func in _CASTS:
+            self._check_type(_CASTS[func], args, given)
         out: Any = super().dispatch(func, types, args, given)
         if func in _NORMALISES and out[0] is not None:
             out = (_as_batch_norm_lies(out[0], args[_NORMALISES[func]]), *out[1:])
@@ -111,6 +123,17 @@ class StepFakes(compat.FakeMode):
 
     def _answer(self, expression: compat.Expression) -> Any:
         return self.questions.answer(expression) if self.questions is not None else None
+
+    def _check_type(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise what eager does where the tensor that is written cannot hold the result."""
+        written = args[0].dtype
+        fits = [not isinstance(a, complex) and getattr(a, "dtype", written) is written for a in args[1:]]
+        if written.is_floating_point and all(fits):
+            return
+        with self:
+            made = operator(*args, **kwargs).dtype
+        if not torch.can_cast(made, written):
+            raise RuntimeError(f"result type {made} can't be cast to the desired output type {written}")
 
     # Ranges
 

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxcomp.capture.tensor_kind import overlaps
 from fxcomp.errors import CaptureFailed
 
 
@@ -25,6 +26,11 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
         if node.target is not torch.ops.aten.copy_.default or node.args[0] not in tensor_of:
             continue
         written, tensor = tensor_of[node.args[0]]
+        if overlaps(tensor):
+            raise CaptureFailed(
+                f"the forward pass writes {written}, several elements of which lie in one place of memory, as .expand()"
+                " makes them.\n  Give each its own: .clone()."
+            )
         for name, other in tensor_of.values():
             if name != written and _overlap(tensor, other):
                 raise CaptureFailed(

@@ -60,7 +60,15 @@ from fxcomp.compat.symbols import (
     SYMBOLS, as_number, bound_symbols, decisions, has_symbols, hint, is_open, limit, live_number, size_hint, symbols,
     unbacked_symbols, unbound_symbols, without_locations,
 )
-from fxcomp.compat.tensors import is_fake, is_subclass, is_uninitialized, is_without_memory, strides, suggested_format
+from fxcomp.compat.tensors import (
+    is_fake,
+    is_sparse_view,
+    is_subclass,
+    is_uninitialized,
+    is_without_memory,
+    strides,
+    suggested_format,
+)
 from fxcomp.compat.tracing import (
     DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, onednn, plain_values,
     real_tensors, trace, trace_functional, uses_onednn, without_autocast,

@@ -36,6 +36,11 @@ def is_without_memory(tensor: Tensor) -> bool:
     return torch._is_zerotensor(tensor)
 
 
+def is_sparse_view(tensor: Tensor) -> bool:
+    """Ask if a sparse tensor is a view of another."""
+    return tensor.is_sparse and tensor._is_view()
+
+
 def strides(tensor: Tensor) -> Sequence[Any]:
     """Give a tensor's strides; a dimension with 0 is one value, however large. Sparse tensors have no 0."""
     return tensor.stride() if tensor.layout is torch.strided else [1] * tensor.dim()

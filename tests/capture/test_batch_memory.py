@@ -68,6 +68,11 @@ def test_writing_into_memory_that_two_tensors_share_is_refused():
         trained(noisy, shifted, True)
 
 
+def test_writing_into_memory_in_which_several_elements_lie_is_refused():
+    with pytest.raises(errors.CaptureFailed, match=r"writes batch\[0\], several elements.*\n.*clone"):
+        trained(noisy, lambda i: (rows(i)[:1].expand(3, 4), rows(i)), True)
+
+
 def test_views_of_one_memory_that_are_only_read_train():
     def shifted(i: int) -> Any:
         x = rows(i, 6)

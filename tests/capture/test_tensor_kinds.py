@@ -106,6 +106,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     r"as mkldnn, ": ROWS.to_mkldnn,
     r"is quantized \(torch.qint8\).*dequantize": lambda: torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8),
     r"is zero without any memory.*clone": lambda: torch._efficientzerotensor((3, 6)),
+    r"view of a sparse tensor.*clone": lambda: ROWS.t().to_sparse().t(),
     r"is not initialised": nn.UninitializedParameter,
 }
 
