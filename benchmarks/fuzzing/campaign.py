@@ -134,8 +134,9 @@ def _by_theme(held: Iterable[tuple[Job, Result]]) -> dict[str, Counter[str]]:
 
 
 def _refusal(text: str) -> str:
-    """A refusal's class and first words, without names and numbers."""
-    return re.sub(r"'[^']*'", "'…'", re.sub(r"\d+", "…", text)).split("\n")[0][:110]
+    """A refusal's class and first words, without folders, names and numbers."""
+    placed = re.sub(r"(?:/[\w.-]+)+/", "", text)
+    return re.sub(r"'[^']*'", "'…'", re.sub(r"\d+", "…", placed)).split("\n")[0][:110]
 
 
 # Workers
