@@ -1,4 +1,4 @@
-"""The parts of a document before it has a format: titled sections of sentences, tables, and a timeline."""
+"""The parts of a document before it has a format: titled sections of sentences, tables, and timelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ class Pairs:
     rows: Sequence[tuple[str, str]]
 
 
-Block = str | Table | Pairs | Timeline
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """Predicted steps by name, to be drawn one above the other on one scale."""
+
+    named: Sequence[tuple[str, Timeline]]
+
+
+Block = str | Table | Pairs | Timelines
 """A string is a sentence, or a few."""
 
 

@@ -1,6 +1,8 @@
-"""Draw a timeline in characters: one row a stream, the step from left to right."""
+"""Draw timelines in characters: one row a stream, the step from left to right."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from fxcomp.cost.timeline import Span, Timeline
 from fxcomp.plan.streams import Stream
@@ -22,21 +24,49 @@ _IDLE = "·"
 _LABEL = 11  # columns before the first cell
 
 
+def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[str]:
+    """Draw timelines one above the other on one scale, and the last once more where it fills less than half of it."""
+    scale_us = max(timeline.step_time_us for _, timeline in named)
+    name, last = named[-1]
+    lines: list[str] = []
+    for title, timeline in named:
+        lines += [f"  {title}, {_ms(timeline.step_time_us)}", *_rows(timeline, width, scale_us)]
+    lines.append(_axis(scale_us, width))
+    if last.step_time_us < scale_us / 2:
+        lines += [f"  {name}, enlarged", *draw_timeline(last, width)]
+    return lines
+
+
 def draw_timeline(timeline: Timeline, width: int) -> list[str]:
     """Draw the streams that have work to do, and the time axis, in `width` columns."""
-    cells = max(8, width - _LABEL - 1)
-    end = f"{ms(timeline.step_time_us, decimals(timeline.step_time_us))} ms"
-    rows = [f"  {_ROWS[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in _busy(timeline)]
-    return [*rows, f"{'':<{_LABEL}}0{end:>{cells - 1}}"]
+    return [*_rows(timeline, width, timeline.step_time_us), _axis(timeline.step_time_us, width)]
 
 
-def legend(timeline: Timeline) -> str:
-    """Explain the marks that `draw_timeline` uses for this timeline."""
-    parts = parts_us(timeline)
-    marks = [f"{mark} {name}" for name, mark in _MARKS.items() if parts.get(name)]
-    if any(stream is not Stream.COMPUTE for stream in _busy(timeline)):
+def legend(timelines: Sequence[Timeline]) -> str:
+    """Explain the marks that these drawings use."""
+    used = {part for timeline in timelines for part, us in parts_us(timeline).items() if us}
+    marks = [f"{mark} {name}" for name, mark in _MARKS.items() if name in used]
+    if any(stream is not Stream.COMPUTE for timeline in timelines for stream in _busy(timeline)):
         marks.append("0-9a-z a bucket on the wire")
     return "   ".join([*marks, f"{_IDLE} idle"])
+
+
+def _ms(us: float) -> str:
+    return f"{ms(us, decimals(us))} ms"
+
+
+def _axis(scale_us: float, width: int) -> str:
+    return f"{'':<{_LABEL}}0{_ms(scale_us):>{_cells(width) - 1}}"
+
+
+def _cells(width: int) -> int:
+    return max(8, width - _LABEL - 1)
+
+
+def _rows(timeline: Timeline, width: int, scale_us: float) -> list[str]:
+    """Draw the streams that have work to do; the whole scale fills the width."""
+    cells = max(1, round(_cells(width) * timeline.step_time_us / scale_us)) if scale_us else _cells(width)
+    return [f"  {_ROWS[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in _busy(timeline)]
 
 
 def _busy(timeline: Timeline) -> list[Stream]:

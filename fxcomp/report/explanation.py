@@ -15,7 +15,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline
+from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
 from fxcomp.optimum.bound import bound_us
@@ -70,6 +70,14 @@ class Explanation:
     @property
     def step_us(self) -> float:
         return self.timeline.step_time_us
+
+    @property
+    def dense_timeline(self) -> Timeline | None:
+        """The predicted step of the best dense plan; None if nothing was compared, or this is that plan."""
+        if self.choice is None or self.choice.dense == self.plan:
+            return None
+        tasks = plan_tasks(self.workload, self.choice.dense, self.costs, self.cluster)
+        return simulate(tasks, self.costs.processors)
 
     @property
     def error(self) -> float:

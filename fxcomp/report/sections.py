@@ -13,7 +13,7 @@ from fxcomp.compressors import kernels
 from fxcomp.plan.strategy import Compress
 from fxcomp.report.accumulation import accumulated, accumulation_blocks
 from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
-from fxcomp.report.document import Block, Column, Pairs, Section, Table
+from fxcomp.report.document import Block, Column, Pairs, Section, Table, Timelines
 from fxcomp.report.error_section import error_sections
 from fxcomp.report.explanation import Explanation, variation
 from fxcomp.report.moves import moves_section
@@ -69,7 +69,7 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Accumulation", accumulation_blocks(rows, explanation.micro_batches, digits)))
     if plan.buckets:
         sections.append(Section("Collectives", _collectives(explanation)))
-    sections.append(Section("Timeline", [explanation.timeline]))
+    sections.append(Section("Timeline", [_timelines(explanation)]))
     sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
     if choice is not None and cluster.hosts > 1:
         sections.append(Section("Break-even bandwidth", [_flip(explanation)]))
@@ -334,6 +334,13 @@ def _collectives(explanation: Explanation) -> list[Block]:
     """The largest of each kind of collective with its formula, and the bandwidth at which compressing it alone pays."""
     asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
     return [Pairs(formula_lines(*asked)), *break_even_lines(*asked)]
+
+
+def _timelines(explanation: Explanation) -> Timelines:
+    """The dense plan's step above this one's, where they were compared."""
+    dense = explanation.dense_timeline
+    above = [] if dense is None else [("dense", dense)]
+    return Timelines([*above, ("chosen" if explanation.is_chosen else "this plan", explanation.timeline)])
 
 
 def _critical_path(explanation: Explanation, digits: int) -> str:

@@ -13,10 +13,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline
 from fxcomp.report import cost_tables
-from fxcomp.report.document import Block, Pairs, Section, Table
-from fxcomp.report.draw_timeline import draw_timeline, legend
+from fxcomp.report.document import Block, Pairs, Section, Table, Timelines
+from fxcomp.report.draw_timeline import draw_timelines, legend
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.sections import Tone, report_of
 
@@ -120,9 +119,9 @@ def _sections(sections: Sequence[Section], width: int) -> Iterator[RenderableTyp
 
 
 def _block(block: Block, width: int) -> Iterator[RenderableType]:
-    if isinstance(block, Timeline):
-        yield Text("\n".join(draw_timeline(block, width)), no_wrap=True, overflow="crop")
-        block = legend(block)
+    if isinstance(block, Timelines):
+        yield Text("\n".join(draw_timelines(block.named, width)), no_wrap=True, overflow="crop")
+        block = legend([timeline for _, timeline in block.named])
     part = (
         Text(block) if isinstance(block, str) else _pairs(block) if isinstance(block, Pairs) else _table(block, width)
     )

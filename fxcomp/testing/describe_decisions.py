@@ -244,7 +244,7 @@ def _dense(choice: Choice) -> str:
 def _drawn(plan: Plan) -> str:
     timeline = timeline_of(plan)
     buckets = "\n".join(f"bucket {k}: {', '.join(each.names)}: {each.strategy}" for k, each in enumerate(plan.buckets))
-    drawing = "\n".join([*draw_timeline(timeline, WIDTH), "", f"  {legend(timeline)}"])
+    drawing = "\n".join([*draw_timeline(timeline, WIDTH), "", f"  {legend([timeline])}"])
     return f"```text\n{buckets}\n\n{drawing}\n```\n"
 
 

@@ -22,6 +22,7 @@ from fxcomp.plan.streams import Stream
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.as_json import to_json
 from fxcomp.report.attribution import exposed_by_bucket, parts_us
+from fxcomp.report.draw_timeline import draw_timelines
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.short_names import short
 from fxcomp.report.terminal import encodable, to_text
@@ -368,3 +369,18 @@ def test_a_step_of_many_micro_batches_says_so():
     by_number = {row.micro_batches: row for row in accumulated(asked)}
     assert by_number[4].plan_us == pytest.approx(asked.step_us / 4)
     assert by_number[1].dense_us == pytest.approx(accumulated(explanation(where))[0].dense_us, rel=0.05)
+
+
+def one_task(us: float):
+    return simulate([Task("region 0", Stream.COMPUTE, us)])
+
+
+@pytest.mark.parametrize(("dense_us", "chosen_us", "drawn"), [(900.0, 600.0, [88, 59]), (900.0, 300.0, [88, 29, 88])])
+def test_timelines_share_a_scale_and_a_short_one_is_enlarged(dense_us: float, chosen_us: float, drawn: list[int]):
+    lines = draw_timelines([("dense", one_task(dense_us)), ("chosen", one_task(chosen_us))], width=100)
+    assert [line.count("█") for line in lines if "█" in line] == drawn
+
+
+def test_one_timeline_is_drawn_once():
+    lines = draw_timelines([("this plan", one_task(0.0))], width=100)
+    assert [line.split(",")[0].split()[0] for line in lines] == ["this", "0"]
