@@ -21,7 +21,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
-from fxcomp.runtime.agree import Agreement
+from fxcomp.runtime.agree import Conversation
 from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.peers import Peers
@@ -70,7 +70,7 @@ def _end(leases: dict[str, Lease]) -> None:
 class Ranks:
     """All ranks that compile the same thing now, or run it. Alone, every method is nothing."""
 
-    def __init__(self, members: Members | None, root: Agreement | None, fits_links: bool):
+    def __init__(self, members: Members | None, root: Conversation | None, fits_links: bool):
         self.members = members
         """None for a rank that is alone."""
         self.rank, self.world_size = (members.place, len(members)) if members else (0, 1)
@@ -123,7 +123,7 @@ class Ranks:
         name = f"{what}_{next(_calls[what])}"
         peers = Peers.of(name, members.numbers)
         peers.at(f"beginning {what}")
-        root = Agreement(store, name, members.place, len(members), timeout, members.numbers, peers)
+        root = Conversation(store, name, members.place, len(members), timeout, members.numbers, peers)
         while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
             root = root.named(f"{what}_{next(_calls[what])}")
             peers.name = root.name
@@ -351,7 +351,7 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
     name = f"{what}_{next(_calls[what])}"
     store, timeout = compat.default_store(), compat.group_timeout()
     peers = Peers.of(name, members.numbers)
-    agreement = Agreement(store, name, members.place, len(members), timeout, members.numbers, peers)
+    agreement = Conversation(store, name, members.place, len(members), timeout, members.numbers, peers)
     return Cluster.placed(_places(agreement.attempt("naming hosts", compat.host_name)), intra=intra, inter=inter)
 
 
@@ -364,7 +364,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
-def _talk(root: Agreement, number: int) -> Agreement:
+def _talk(root: Conversation, number: int) -> Conversation:
     return root.named(f"{root.name}/{number}")
 
 

@@ -39,7 +39,7 @@ def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value:
     return FirstStep(parameter.detach(), recorder.begun, dict(recorder), group)
 
 
-class _Recorder(dict[str, Any]):
+class _StateRecorder(dict[str, Any]):
     """A parameter's state that remembers what it was given first."""
 
     def __init__(self, given: Mapping[str, Any] | None = None):
@@ -61,12 +61,12 @@ class _Recorder(dict[str, Any]):
             self[key] = value
 
 
-class _Recorders(dict[Tensor, _Recorder]):
+class _Recorders(dict[Tensor, _StateRecorder]):
     """The states of an optimizer, made of recorders."""
 
-    def __missing__(self, key: Tensor) -> _Recorder:
-        super().__setitem__(key, _Recorder())
+    def __missing__(self, key: Tensor) -> _StateRecorder:
+        super().__setitem__(key, _StateRecorder())
         return self[key]
 
     def __setitem__(self, key: Tensor, value: Mapping[str, Any]) -> None:
-        super().__setitem__(key, _Recorder(value))
+        super().__setitem__(key, _StateRecorder(value))

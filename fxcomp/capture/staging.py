@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.graph.prelude import Feed, Prelude, Question, Stage
+from fxcomp.graph.prelude import BatchQuestion, Feed, Prelude, QuestionStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) ->
         nodes += new
         questions.append(question)
     places = {node: place for place, node in enumerate(fed)}
-    stages: list[Stage] = []
+    stages: list[QuestionStage] = []
     for number, (nodes, questions) in enumerate(parts):
         later = {node for part, others in parts[number + 1 :] for node in _used(part, others)}
         stages.append(_stage(root, nodes, questions, [node for node in nodes if node in later], places))
@@ -54,7 +54,7 @@ def _used(nodes: Sequence[Node], questions: Sequence[Asked]) -> list[Node]:
 
 def _stage(
     root: nn.Module, nodes: Sequence[Node], questions: Sequence[Asked], kept: Sequence[Node], places: dict[Node, int]
-) -> Stage:
+) -> QuestionStage:
     graph = Graph()
     copies: dict[Node, Node] = {}
     taken = [node for node in dict.fromkeys(_used(nodes, questions)) if node in places]
@@ -68,7 +68,7 @@ def _stage(
     for node in kept:
         places[node] = len(places)
     made = tuple(
-        Question(q.where, q.text, q.answer_of, {name: read.index(n) for name, n in q.numbers.items()}, q.answer)
+        BatchQuestion(q.where, q.text, q.answer_of, {name: read.index(n) for name, n in q.numbers.items()}, q.answer)
         for q in questions
     )
-    return Stage(GraphModule(root, graph).forward, takes, made, len(read))
+    return QuestionStage(GraphModule(root, graph).forward, takes, made, len(read))

@@ -70,7 +70,7 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _CollectiveCall:
     """An in-place collective: the tensors that it sends and those that it fills."""
 
     kind: ExchangeKind
@@ -83,40 +83,48 @@ class _Call:
         return self.sent if self.kind in IN_PLACE else self.received
 
 
-def _gather(a: Mapping[str, Any]) -> _Call:
+def _gather(a: Mapping[str, Any]) -> _CollectiveCall:
     received = list(chain.from_iterable(a["output_tensors"]))
-    return _Call(ExchangeKind.GATHER, a["input_tensors"], received, [a["root_rank"]])
+    return _CollectiveCall(ExchangeKind.GATHER, a["input_tensors"], received, [a["root_rank"]])
 
 
-def _scatter(a: Mapping[str, Any]) -> _Call:
+def _scatter(a: Mapping[str, Any]) -> _CollectiveCall:
     sent = list(chain.from_iterable(a["input_tensors"]))
-    return _Call(ExchangeKind.SCATTER, sent, a["output_tensors"], [a["root_rank"]])
+    return _CollectiveCall(ExchangeKind.SCATTER, sent, a["output_tensors"], [a["root_rank"]])
 
 
-def _all_to_all_single(a: Mapping[str, Any]) -> _Call:
+def _all_to_all_single(a: Mapping[str, Any]) -> _CollectiveCall:
     splits = [*a["output_split_sizes"], *a["input_split_sizes"]]
-    return _Call(ExchangeKind.ALL_TO_ALL_SINGLE, [a["input"]], [a["output"]], splits)
+    return _CollectiveCall(ExchangeKind.ALL_TO_ALL_SINGLE, [a["input"]], [a["output"]], splits)
 
 
-_READ: Mapping[str, Callable[[Mapping[str, Any]], _Call]] = {
-    "allreduce_": lambda a: _Call(ExchangeKind.ALL_REDUCE, a["tensors"]),
-    "allreduce_coalesced_": lambda a: _Call(ExchangeKind.ALL_REDUCE, a["tensors"]),
-    "broadcast_": lambda a: _Call(ExchangeKind.BROADCAST, a["tensors"], numbers=[a["root_rank"]]),
-    "reduce_": lambda a: _Call(ExchangeKind.REDUCE, a["tensors"], numbers=[a["root_rank"]]),
-    "allgather_": lambda a: _Call(ExchangeKind.ALL_GATHER, a["input_tensors"], a["output_tensors"][0]),
-    "_allgather_base_": lambda a: _Call(ExchangeKind.ALL_GATHER_SINGLE, [a["input_tensor"]], [a["output_tensor"]]),
-    "allgather_into_tensor_coalesced_": lambda a: _Call(ExchangeKind.ALL_GATHER_SINGLE, a["inputs"], a["outputs"]),
-    "reduce_scatter_": lambda a: _Call(ExchangeKind.REDUCE_SCATTER, a["input_tensors"][0], a["output_tensors"]),
-    "_reduce_scatter_base_": lambda a: _Call(
+_READ: Mapping[str, Callable[[Mapping[str, Any]], _CollectiveCall]] = {
+    "allreduce_": lambda a: _CollectiveCall(ExchangeKind.ALL_REDUCE, a["tensors"]),
+    "allreduce_coalesced_": lambda a: _CollectiveCall(ExchangeKind.ALL_REDUCE, a["tensors"]),
+    "broadcast_": lambda a: _CollectiveCall(ExchangeKind.BROADCAST, a["tensors"], numbers=[a["root_rank"]]),
+    "reduce_": lambda a: _CollectiveCall(ExchangeKind.REDUCE, a["tensors"], numbers=[a["root_rank"]]),
+    "allgather_": lambda a: _CollectiveCall(ExchangeKind.ALL_GATHER, a["input_tensors"], a["output_tensors"][0]),
+    "_allgather_base_": lambda a: _CollectiveCall(
+        ExchangeKind.ALL_GATHER_SINGLE, [a["input_tensor"]], [a["output_tensor"]]
+    ),
+    "allgather_into_tensor_coalesced_": lambda a: _CollectiveCall(
+        ExchangeKind.ALL_GATHER_SINGLE, a["inputs"], a["outputs"]
+    ),
+    "reduce_scatter_": lambda a: _CollectiveCall(
+        ExchangeKind.REDUCE_SCATTER, a["input_tensors"][0], a["output_tensors"]
+    ),
+    "_reduce_scatter_base_": lambda a: _CollectiveCall(
         ExchangeKind.REDUCE_SCATTER_SINGLE, [a["input_tensor"]], [a["output_tensor"]]
     ),
-    "reduce_scatter_tensor_coalesced_": lambda a: _Call(ExchangeKind.REDUCE_SCATTER_SINGLE, a["inputs"], a["outputs"]),
+    "reduce_scatter_tensor_coalesced_": lambda a: _CollectiveCall(
+        ExchangeKind.REDUCE_SCATTER_SINGLE, a["inputs"], a["outputs"]
+    ),
     "gather_": _gather,
     "scatter_": _scatter,
-    "alltoall_": lambda a: _Call(ExchangeKind.ALL_TO_ALL, a["input_tensors"], a["output_tensors"]),
+    "alltoall_": lambda a: _CollectiveCall(ExchangeKind.ALL_TO_ALL, a["input_tensors"], a["output_tensors"]),
     "alltoall_base_": _all_to_all_single,
-    "barrier": lambda a: _Call(ExchangeKind.BARRIER, [a["tensor"]]),
-    "monitored_barrier_": lambda a: _Call(ExchangeKind.BARRIER, [a["tensor"]]),
+    "barrier": lambda a: _CollectiveCall(ExchangeKind.BARRIER, [a["tensor"]]),
+    "monitored_barrier_": lambda a: _CollectiveCall(ExchangeKind.BARRIER, [a["tensor"]]),
 }
 """Readers of torch's in-place operators, by name."""
 
@@ -147,7 +155,7 @@ class _Keeping(compat.DispatchMode):
         return compat.finished_work(func, args)
 
 
-def _record(collective: _Call, named: Mapping[str, Any]) -> None:
+def _record(collective: _CollectiveCall, named: Mapping[str, Any]) -> None:
     """Write a functional collective into the trace, and copy its results into the user's tensors."""
     how = ""
     if "reduce_op" in named:

@@ -31,13 +31,13 @@ class Statement:
 
 def foreach_lines(group: Sequence[Node], names: Mapping[Node, str], lists: Sequence[Node]) -> list[str]:
     """Write one parameter's update for lists. `lists` are the inputs of which every parameter has its own."""
-    writer = _Writer(dict(names), set(lists), names[lists[0]])
+    writer = _ListWriter(dict(names), set(lists), names[lists[0]])
     for node in group:
         writer.add(node)
     return writer.lines()
 
 
-class _Writer:
+class _ListWriter:
     def __init__(self, names: dict[Node, str], lists: set[Node], every: str):
         self._names, self._lists, self._every = names, lists, every
         self._statements: list[Statement] = []

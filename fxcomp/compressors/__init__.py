@@ -17,7 +17,7 @@ from fxcomp.compressors.casts import CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.dgc import DGC
-from fxcomp.compressors.facts import Agreement, BadCompressor, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.fp8_e4m3 import FP8E4M3
 from fxcomp.compressors.fp8_e5m2 import FP8E5M2
 from fxcomp.compressors.fp16 import FP16
@@ -41,7 +41,6 @@ __all__ = [
     "FP8E4M3",
     "FP8E5M2",
     "FP16",
-    "Agreement",
     "BadCompressor",
     "Bias",
     "CastCompressor",
@@ -57,6 +56,7 @@ __all__ = [
     "Int8",
     "Parameter",
     "PowerSGD",
+    "ProposalReduction",
     "RandomK",
     "SharedInt8",
     "Sidco",

@@ -55,7 +55,7 @@ class Case(Enum):
     """A user would pick it over every other for some job, which `Facts.use` names."""
 
 
-class Agreement(Enum):
+class ProposalReduction(Enum):
     """The reduction that makes the ranks' proposals one, before they compress."""
 
     SUM = "sum"
@@ -102,7 +102,7 @@ class Facts:
     """Decoding is given the state that this step's encoding returned (random-k draws its places again)."""
     state_from_payload: bool = False
     """The payload summed over the ranks is the next step's state (PowerSGD's warm start)."""
-    agreement: Agreement | None = None
+    agreement: ProposalReduction | None = None
     """Ranks first reduce what `propose` makes, and compress knowing the result."""
     proposal: str = "none"
     """Bytes of the proposal, as a formula."""

@@ -59,7 +59,7 @@ from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.blocks import split
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Agreement, Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadTensor
 
@@ -183,7 +183,7 @@ class PowerSGD(Compressor):
         filled_in=("columns",),
         state="as the payload",
         state_from_payload=True,
-        agreement=Agreement.SUM,
+        agreement=ProposalReduction.SUM,
         proposal="4 rank rows of a matrix",
         needs_whole_parameters=True,
         use="Large matrices on many ranks: the bytes do not grow with the ranks, and are fewer than any quantiser's.",

@@ -38,7 +38,7 @@ from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import most_scale
 from fxcomp.compressors.blocks import count_blocks, from_blocks, to_blocks
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Agreement, BadCompressor, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 DEFAULT_BLOCK = 512  # the proposal is 1/32 of the payload
@@ -82,7 +82,7 @@ class SharedInt8(Compressor):
         filled_in=("levels",),
         state="16 a parameter if stochastic",
         state_dtype=torch.int64,
-        agreement=Agreement.MAX,
+        agreement=ProposalReduction.MAX,
         proposal="4⌈n/B⌉",
         grain="block",
         use="Where gathering int8 from all ranks costs more than two all_reduces: from about 4 to 18 ranks.",

@@ -40,7 +40,7 @@ LEAST_LAG = 0.25
 """What is measured below it is taken for a disturbance."""
 
 
-class Source(Enum):
+class ErrorSource(Enum):
     """The source of an error: a measurement, a formula or an assumption."""
 
     MEASURED = "measured"
@@ -55,7 +55,7 @@ class Error(NamedTuple):
     """A relative squared error."""
 
     value: float
-    source: Source
+    source: ErrorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class ErrorTable:
         row = self.rows.get(gradient)
         if row is not None and isinstance(compressor, RandomK) and row.size:
             kept = counts((row.size,), compressor.ratio)[0] / row.size
-            return Error(1 / kept - 1 if compressor.scaled else 1 - kept, Source.EXACT)
+            return Error(1 / kept - 1 if compressor.scaled else 1 - kept, ErrorSource.EXACT)
         if row is not None and row.samples:
             found = self.columns.find(row.errors, compressor, row.shape)
             if found is not None:
-                return Error(_lagging(row, compressor, found), Source.MEASURED)
-        return Error(gaussian_error(compressor, ranks), Source.ASSUMED)
+                return Error(_lagging(row, compressor, found), ErrorSource.MEASURED)
+        return Error(gaussian_error(compressor, ranks), ErrorSource.ASSUMED)
 
     def errors_of(self, gradient: str) -> Callable[[Compressor, int], float]:
         """Return the lookup of one gradient's errors, which takes a compressor and the number of ranks."""

@@ -72,7 +72,7 @@ def _works_behind(gm: GraphModule) -> bool:
 
 
 def _events(memories: Memories, undoing: Sequence[Node], *steps: Sequence[Region | Node]) -> list[Event]:
-    writer = _Writer(memories)
+    writer = _EventWriter(memories)
     last_uses = {id(pieces): _last_uses(memories, pieces) for pieces in steps}
     for pieces in steps:
         freed = last_uses[id(pieces)]
@@ -98,7 +98,7 @@ def _last_uses(memories: Memories, pieces: Sequence[Region | Node]) -> dict[int,
     return found
 
 
-class _Writer:
+class _EventWriter:
     """Writes events, and tracks how far each stream has come and which event each value waits for."""
 
     def __init__(self, memories: Memories) -> None:

@@ -21,7 +21,7 @@ from fxcomp.graph.ops import WAIT
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
+class DataRace:
     """Two lines that touch the same memory, and nothing says which comes first; or one that comes too late."""
 
     first: str
@@ -29,7 +29,7 @@ class Race:
     problem: str
 
 
-def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[Race]:
+def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[DataRace]:
     """Find the races of the step that a labelled graph with streams becomes.
 
     `is_asynchronous`: the device works behind the thread that gives it work, as a GPU does; by default, as the graph's
@@ -37,13 +37,13 @@ def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[Race]
     """
     if any(is_exchange(node) for node in gm.graph.find_nodes(op="call_function", target=WAIT)):
         return []
-    found: dict[Race, None] = {}
+    found: dict[DataRace, None] = {}
     for events in traces(gm, is_asynchronous):
         found.update(dict.fromkeys(races_of(events)))
     return list(found)
 
 
-def races_of(events: Sequence[Event]) -> list[Race]:
+def races_of(events: Sequence[Event]) -> list[DataRace]:
     """Find the races among events."""
     before = _before(events)
     return list(dict.fromkeys([*_unordered(events, before), *_stale(events, before)]))
@@ -60,7 +60,7 @@ def _before(events: Sequence[Event]) -> list[int]:
     return before
 
 
-def _unordered(events: Sequence[Event], before: Sequence[int]) -> Iterator[Race]:
+def _unordered(events: Sequence[Event], before: Sequence[int]) -> Iterator[DataRace]:
     reads: dict[str, list[int]] = {}
     writes: dict[str, list[int]] = {}
     for place, event in enumerate(events):
@@ -77,11 +77,11 @@ def _unordered(events: Sequence[Event], before: Sequence[int]) -> Iterator[Race]
                 yield _race(events, memory, early, late)
 
 
-def _race(events: Sequence[Event], memory: str, early: int, late: int) -> Race:
+def _race(events: Sequence[Event], memory: str, early: int, late: int) -> DataRace:
     first, second = events[early], events[late]
     does = "writes" if memory in second.writes else "reads"
     did = "writes" if memory in first.writes else "reads"
-    return Race(
+    return DataRace(
         first.name,
         second.name,
         f"{does} the memory of %{memory}, which %{first.name} {did}: nothing orders the two"
@@ -89,7 +89,7 @@ def _race(events: Sequence[Event], memory: str, early: int, late: int) -> Race:
     )
 
 
-def _stale(events: Sequence[Event], before: Sequence[int]) -> Iterator[Race]:
+def _stale(events: Sequence[Event], before: Sequence[int]) -> Iterator[DataRace]:
     """Reads of a value whose memory has been written again since."""
     writers: dict[str, list[int]] = {}
     made: dict[str, int] = {}
@@ -101,7 +101,7 @@ def _stale(events: Sequence[Event], before: Sequence[int]) -> Iterator[Race]:
             for write in writers.get(memory, ()):
                 if made_at < write < place and before[write] >> made_at & 1 and before[place] >> write & 1:
                     problem = f"reads %{value}, which %{events[write].name} has overwritten by then"
-                    yield Race(events[write].name, event.name, problem)
+                    yield DataRace(events[write].name, event.name, problem)
         for memory in event.writes:
             writers.setdefault(memory, []).append(place)
         made.update(dict.fromkeys(event.makes, place))

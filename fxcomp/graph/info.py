@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxcomp.graph.work import Work
+from fxcomp.graph.work import OperatorWork
 from fxcomp.plan.streams import Stream
 
 KEY = "fxcomp"
@@ -115,7 +115,7 @@ class NodeInfo:
     source: Source | None = None
     sharing: Sharing | None = None
     """Of a buffer that all ranks take from rank 0."""
-    work: Work | None = None
+    work: OperatorWork | None = None
     """A plain operator's work, once annotate_costs has asked; it stays, since nodes do not change their operator."""
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ Feed = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BatchQuestion:
     """What Python asked about numbers of a few tensors."""
 
     where: str
@@ -48,14 +48,14 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class QuestionStage:
     """Questions that are computed together and read at once."""
 
     run: Callable[..., Sequence[Any]]
     """Computes what is read, followed by what later stages use."""
     takes: tuple[int, ...]
     """The places of its arguments among what is fed and what earlier stages have kept."""
-    questions: tuple[Question, ...]
+    questions: tuple[BatchQuestion, ...]
     reads: int
     """The number of its results that are read."""
 
@@ -64,7 +64,7 @@ class Stage:
 class OtherAnswer:
     """A question that is answered otherwise than when the step was captured."""
 
-    question: Question
+    question: BatchQuestion
     answer: Any
     """None if it could not be asked."""
 
@@ -72,7 +72,7 @@ class OtherAnswer:
 class Prelude:
     """The questions of one capture. Keeps no batch alive and writes nothing."""
 
-    def __init__(self, feeds: Sequence[Feed], stages: Sequence[Stage]):
+    def __init__(self, feeds: Sequence[Feed], stages: Sequence[QuestionStage]):
         self._feeds, self._stages = tuple(feeds), tuple(stages)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Prelude:
         return sum(len(stage.questions) for stage in self._stages)
 
     @property
-    def questions(self) -> tuple[Question, ...]:
+    def questions(self) -> tuple[BatchQuestion, ...]:
         """All questions, in the order in which Python asked them."""
         return tuple(question for stage in self._stages for question in stage.questions)
 

@@ -54,7 +54,7 @@ def work_key(node: Node) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperatorWork:
     """The data that a plain operator's price is looked up by or estimated from."""
 
     key: str
@@ -63,9 +63,9 @@ class Work:
     math_type: str
 
 
-def work(node: Node) -> Work:
+def work(node: Node) -> OperatorWork:
     """Collect what prices a node; `NodeInfo.work` keeps it."""
-    return Work(work_key(node), flops(node), touched_bytes(node), math_type(node))
+    return OperatorWork(work_key(node), flops(node), touched_bytes(node), math_type(node))
 
 
 class Basis(Enum):

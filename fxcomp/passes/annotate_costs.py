@@ -33,7 +33,7 @@ from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
 from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
 from fxcomp.graph.regions import PLAIN
 from fxcomp.graph.update_lists import LISTED_ON_CPU, shared_starts, update_lists
-from fxcomp.graph.work import Basis, Work, basis, work, work_key
+from fxcomp.graph.work import Basis, OperatorWork, basis, work, work_key
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 
@@ -90,7 +90,7 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     return costs.compute_us(known.key, known.flops, known.touched_bytes, known.math_type).us
 
 
-def _work_of(node: Node) -> Work | None:
+def _work_of(node: Node) -> OperatorWork | None:
     """Return what prices a plain operator, which its node remembers; None for one that is free."""
     if info(node).work is None and _is_priced_by_work(node):
         update_info(node, work=work(node))

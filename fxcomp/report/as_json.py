@@ -10,7 +10,7 @@ from fxcomp.cost.critical import critical_path
 from fxcomp.plan.element_type import ElementType
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.attribution import exposed_by_bucket
-from fxcomp.report.by_layer import Layer, Part, layers_of
+from fxcomp.report.by_layer import Layer, LayerPart, layers_of
 from fxcomp.report.explanation import Explanation, Variation, variation
 from fxcomp.report.moves import moves_json
 from fxcomp.report.wire_arithmetic import formula_lines
@@ -107,7 +107,7 @@ def _budget(explanation: Explanation) -> dict[str, Any] | None:
     if budget is None:
         return None
     layers, strategies = layers_of(explanation), [str(bucket.strategy) for bucket in explanation.plan.buckets]
-    by_name: dict[str, list[Part]] = {name: [] for name in explanation.plan.names}
+    by_name: dict[str, list[LayerPart]] = {name: [] for name in explanation.plan.names}
     for part in (part for layer in layers for part in layer.parts):
         by_name[part.name].append(part)
     return {
@@ -146,7 +146,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
     }
 
 
-def _shares(parts: Sequence[Part]) -> dict[str, Any]:
+def _shares(parts: Sequence[LayerPart]) -> dict[str, Any]:
     """What these elements weigh, spend and save."""
     squares, spent = sum(part.squares for part in parts), sum(part.spent for part in parts)
     return {

@@ -29,7 +29,7 @@ _NEXT = 2  # strategies in each direction: the next one may take another way
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Elements of one gradient in one bucket."""
 
     name: str
@@ -60,7 +60,7 @@ class Layer:
     name: str
     strategy: Strategy
     is_pinned: bool
-    parts: Sequence[Part]
+    parts: Sequence[LayerPart]
     dense: Instead | None = None
     finer: Instead | None = None
     """The fastest that loses less."""
@@ -104,7 +104,7 @@ class Layer:
 def layers_of(explanation: Explanation) -> list[Layer]:
     """List the layers, those that spend most first."""
     buckets, account = explanation.plan.buckets, _Account(explanation)
-    groups: dict[tuple[str, Strategy, bool], list[Part]] = {}
+    groups: dict[tuple[str, Strategy, bool], list[LayerPart]] = {}
     for part in account.parts:
         is_pinned = explanation.pins.rule_for(part.name) is not None
         groups.setdefault((alike(part.name), buckets[part.bucket].strategy, is_pinned), []).append(part)
@@ -130,16 +130,16 @@ class _Account:
         self.losses = Losses(workload.gradients, explanation.cluster, explanation.errors)
         self._places = {gradient.name: place for place, gradient in enumerate(workload.gradients)}
         sizes, whole = plan.sizes, max(1, self.losses.elements)
-        self.parts: list[Part] = []
+        self.parts: list[LayerPart] = []
         for k, bucket in enumerate(plan.buckets):
             saved_us = self._saved_us(bucket)
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
                 weight = float(self.losses.weights[self._places[name]]) * (size / sizes[name] if size else 0.0)
                 saved = saved_us * size / max(1, bucket.elements)
-                part = Part(name, k, size, weight / whole, 0.0, saved, bucket.element_type.itemsize * size)
+                part = LayerPart(name, k, size, weight / whole, 0.0, saved, bucket.element_type.itemsize * size)
                 self.parts.append(replace(part, spent=self.spent([part], bucket.strategy)))
 
-    def spent(self, parts: Sequence[Part], strategy: Strategy) -> float:
+    def spent(self, parts: Sequence[LayerPart], strategy: Strategy) -> float:
         """What a strategy loses of these parts."""
         errors = self.losses.errors(strategy)
         return sum(part.squares * float(errors[self._places[part.name]]) for part in parts)

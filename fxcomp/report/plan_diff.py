@@ -81,7 +81,7 @@ _Part = tuple[range, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ComparedPiece:
     """Elements of one gradient that lie in one bucket before and in one after."""
 
     name: str
@@ -92,7 +92,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedGradients:
     """Gradients to which the same happens."""
 
     what: str
@@ -116,10 +116,10 @@ class Change:
 class PlanDiff:
     """All differences, the largest first."""
 
-    strategies: tuple[Change, ...]
-    moved: Change | None
+    strategies: tuple[ChangedGradients, ...]
+    moved: ChangedGradients | None
     """Gradients that are in another bucket than the match of the one before."""
-    missing: tuple[Change, ...]
+    missing: tuple[ChangedGradients, ...]
     """Gradients that one plan alone has, or has in another size."""
     buckets: tuple[int, int]
     gradients: int
@@ -179,13 +179,13 @@ def _spent_otherwise(before: Mapping[str, float], after: Mapping[str, float]) ->
     return tuple(sorted(found, key=lambda each: -abs(each[2] - each[1])))
 
 
-def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str, kind: ElementType) -> list[Piece]:
+def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str, kind: ElementType) -> list[ComparedPiece]:
     """Cut a gradient where either plan cuts it."""
     borders = sorted({0, *(extent.stop for extent, _ in (*old, *new))})
-    found: list[Piece] = []
+    found: list[ComparedPiece] = []
     for start, stop in pairwise(borders):
         before, after = (next(k for extent, k in each if start in extent) for each in (old, new))
-        found.append(Piece(name, stop - start, kind.itemsize * (stop - start), before, after))
+        found.append(ComparedPiece(name, stop - start, kind.itemsize * (stop - start), before, after))
     return found
 
 
@@ -198,7 +198,7 @@ def _parts(plan: Plan) -> dict[str, list[_Part]]:
     return found
 
 
-def _partners(pieces: Sequence[Piece]) -> dict[int, int]:
+def _partners(pieces: Sequence[ComparedPiece]) -> dict[int, int]:
     """Match buckets one to one, those that have the most in common first."""
     common = Counter[tuple[int, int]]()
     for piece in pieces:
@@ -210,8 +210,8 @@ def _partners(pieces: Sequence[Piece]) -> dict[int, int]:
     return found
 
 
-def _strategies(pieces: Sequence[Piece], old: Plan, new: Plan) -> tuple[Change, ...]:
-    groups: dict[tuple[Strategy, Strategy], list[Piece]] = {}
+def _strategies(pieces: Sequence[ComparedPiece], old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
+    groups: dict[tuple[Strategy, Strategy], list[ComparedPiece]] = {}
     for piece in pieces:
         pair = old.buckets[piece.before].strategy, new.buckets[piece.after].strategy
         if pair[0] != pair[1]:
@@ -236,7 +236,7 @@ def _kinds(old: Strategy, new: Strategy) -> tuple[str, ...]:
     return tuple(name for name, is_other in differ.items() if is_other) or ("steps",)
 
 
-def _missing(old: Plan, new: Plan) -> tuple[Change, ...]:
+def _missing(old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
     before, after = old.sizes, new.sizes
     gone = [name for name in before if name not in after]
     added = [name for name in after if name not in before]
@@ -251,16 +251,16 @@ def _missing(old: Plan, new: Plan) -> tuple[Change, ...]:
     return tuple(_whole(what, names, plan) for what, names, plan in found if names)
 
 
-def _whole(what: str, names: Sequence[str], plan: Plan) -> Change:
+def _whole(what: str, names: Sequence[str], plan: Plan) -> ChangedGradients:
     sizes, types = plan.sizes, plan.types
     dense_bytes = sum(types[name].itemsize * sizes[name] for name in names)
-    return Change(what, tuple(names), sum(sizes[name] for name in names), dense_bytes)
+    return ChangedGradients(what, tuple(names), sum(sizes[name] for name in names), dense_bytes)
 
 
-def _change(what: str, pieces: Sequence[Piece], kinds: tuple[str, ...] = ()) -> Change:
+def _change(what: str, pieces: Sequence[ComparedPiece], kinds: tuple[str, ...] = ()) -> ChangedGradients:
     names = dict.fromkeys(piece.name for piece in pieces)
     elements, dense_bytes = sum(piece.elements for piece in pieces), sum(piece.dense_bytes for piece in pieces)
-    return Change(what, tuple(names), elements, dense_bytes, kinds)
+    return ChangedGradients(what, tuple(names), elements, dense_bytes, kinds)
 
 
 # In words
@@ -307,7 +307,7 @@ def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
     return found
 
 
-def _blocks(changes: Sequence[Change], *, all_names: bool) -> list[Block]:
+def _blocks(changes: Sequence[ChangedGradients], *, all_names: bool) -> list[Block]:
     shown = changes if all_names else changes[:_MOST_ROWS]
     columns = (Column("gradients"), Column("MB"), Column("", is_text=True), Column("which", is_text=True))
     rows = [

@@ -36,7 +36,7 @@ LINGER_S = 2.0
 """A failed rank that may host the store waits for so long until the others have heard."""
 
 
-class Agreement:
+class Conversation:
     """One conversation of all ranks; `name` must be the same on all of them and new."""
 
     def __init__(
@@ -62,9 +62,9 @@ class Agreement:
         """The number of answers of rank 0 alone that have been given, or heard."""
         self._known: BaseException | None = None
 
-    def named(self, name: str) -> Agreement:
+    def named(self, name: str) -> Conversation:
         """Start another conversation of the same ranks."""
-        return Agreement(self.store, name, self.rank, self.world_size, self.timeout, self._numbers, self.peers)
+        return Conversation(self.store, name, self.rank, self.world_size, self.timeout, self._numbers, self.peers)
 
     # Topics
 

@@ -33,7 +33,7 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _PartState:
     """The state of one part: what makes it, and the tensor that a compressor changes in place."""
 
     part: Part
@@ -63,7 +63,7 @@ class _Kept:
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
-    def go_on_from(self, other: _Kept) -> bool:
+    def go_on_from(self, other: _PartState) -> bool:
         """Take over another plan's state where it is of the same stream and place; returns whether it is."""
         is_same = type(other.compressor) is type(self.compressor) and other.key == self.key
         if not is_same or other.part.length != self.part.length:
@@ -110,7 +110,7 @@ class CompressorStates:
 
     def __init__(self, layout: Mapping[Key, StateLayout], device: torch.device, seed: int = 0):
         self._slots: dict[Key, Tensor] = {}
-        self._parts: list[_Kept] = []
+        self._parts: list[_PartState] = []
         for key, slot in layout.items():
             parts = _fresh(slot, seed)
             on_host = slot.on_host and device.type != "cpu"
@@ -189,15 +189,15 @@ class CompressorStates:
             )
 
 
-def _fresh(layout: StateLayout, seed: int) -> list[_Kept]:
+def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
     """Make fresh states, part by part. What is not a whole parameter of slot 0 draws from a stream of its own."""
-    kept: list[_Kept] = []
+    kept: list[_PartState] = []
     for part, maker in layout.parts:
         is_plain = layout.slot == 0 and part.is_whole
         key = key_of(seed, part.name) if is_plain else key_of(seed, part.name, layout.slot, part.start)
         if maker.state_elements(part.length):
             value = maker.fresh_state(part.length, key, layout.place)
-            kept.append(_Kept(part, maker, layout.slot, layout.place, key, value))
+            kept.append(_PartState(part, maker, layout.slot, layout.place, key, value))
     return kept
 
 

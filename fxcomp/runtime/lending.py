@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxcomp import compat
-from fxcomp.runtime.agree import Agreement
+from fxcomp.runtime.agree import Conversation
 from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.transport import Groups
 
@@ -61,7 +61,7 @@ class Lender:
         self._next = 0
 
     def borrow(
-        self, agreement: Agreement, lane: str, members: Members, levels: Levels, direct: Collection[str]
+        self, agreement: Conversation, lane: str, members: Members, levels: Levels, direct: Collection[str]
     ) -> Lease:
         """Lend a set of groups for a lane; every member calls this with the same arguments.
 

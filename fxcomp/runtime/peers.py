@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from fxcomp import compat
-from fxcomp.runtime.presence import Place, Presence, Sight, presence
+from fxcomp.runtime.presence import Presence, Sight, Whereabouts, presence
 
 WATCHED = 32
 """So many missing ranks are asked after by each rank that waits; others ask after the rest, and tell all."""
@@ -34,9 +34,9 @@ class Peers:
         return found
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Whereabouts:
         """Where this process is; all who ask are told."""
-        return self._mine.place if self._mine is not None else Place()
+        return self._mine.place if self._mine is not None else Whereabouts()
 
     def at(self, doing: str) -> None:
         """Say what this process does."""
@@ -60,7 +60,7 @@ class Peers:
         host, port, name = json.loads(self._store.get(key))
         return host, port, name
 
-    def _why_never(self, rank: int, theirs: Place) -> str | None:
+    def _why_never(self, rank: int, theirs: Whereabouts) -> str | None:
         """Say why a rank that lives will not come: it waits for this one inside a later step."""
         mine, step = self.place.steps.get(self.name), theirs.steps.get(self.name)
         if step is None or mine is None or step <= mine:
@@ -72,7 +72,7 @@ class Look:
     """Asks after missing ranks for as long as one wait lasts."""
 
     def __init__(
-        self, address: Callable[[int], tuple[str, int, str] | None], why_never: Callable[[int, Place], str | None]
+        self, address: Callable[[int], tuple[str, int, str] | None], why_never: Callable[[int, Whereabouts], str | None]
     ) -> None:
         self._address, self._why_never = address, why_never
         self._sights: dict[int, Sight] = {}

@@ -33,7 +33,7 @@ _REACHED = set[str]()
 
 
 @dataclass(slots=True)
-class Place:
+class Whereabouts:
     """Where this process is, for whoever asks."""
 
     doing: str = ""
@@ -48,7 +48,7 @@ class Presence:
     """A socket that is open as long as this process lives."""
 
     def __init__(self, host: str) -> None:
-        self.place = Place()
+        self.place = Whereabouts()
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=4096)
         self._listener.setblocking(False)
         self._wake, self._woken = socket.socketpair()
@@ -105,7 +105,7 @@ class Sight:
     """A connection to another rank's process, made while it is waited for."""
 
     def __init__(self, address: tuple[str, int, str]) -> None:
-        self.place = Place()
+        self.place = Whereabouts()
         """Where it was when it last said so."""
         self._host, self._port, self._host_name = address
         self._socket: socket.socket | None = None
@@ -162,7 +162,7 @@ class Sight:
         *lines, self._said = self._said.split(END)
         if lines:
             with suppress(ValueError, TypeError):
-                self.place = Place(**json.loads(lines[-1]))
+                self.place = Whereabouts(**json.loads(lines[-1]))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -30,7 +30,7 @@ from fxcomp.runtime.arena import Arena, Slice
 T = TypeVar("T")
 
 
-class Peers(Protocol):
+class HandingRanks(Protocol):
     """The ranks that hand something over; `fxcomp.ranks.Ranks` has it."""
 
     rank: int
@@ -49,7 +49,7 @@ class Peers(Protocol):
 class Exchange:
     """A conversation of all ranks, for topics that begin alike."""
 
-    peers: Peers
+    peers: HandingRanks
     sum_over_ranks: Callable[[Tensor], None]
     """Make a tensor its sum over the ranks, in place; every rank calls it."""
     topic: str

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Agreement, Compressor
+from fxcomp.compressors import Compressor, ProposalReduction
 from fxcomp.testing.rounds import Replica, replicas_of
 from fxcomp.testing.samples import gaussian
 
@@ -57,5 +57,5 @@ def _propose(bound: Compressor, bucket: Tensor, replica: Replica, segments: Sequ
 def _reduce(bound: Compressor, proposals: Sequence[Tensor]) -> Tensor | None:
     if bound.facts.agreement is None:
         return None
-    is_sum = bound.facts.agreement is Agreement.SUM
+    is_sum = bound.facts.agreement is ProposalReduction.SUM
     return proposals[0] + proposals[1] if is_sum else torch.maximum(proposals[0], proposals[1])

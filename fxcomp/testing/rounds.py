@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Agreement, Compressor
+from fxcomp.compressors import Compressor, ProposalReduction
 from fxcomp.compressors.randomness import key_of
 
 
@@ -129,7 +129,9 @@ def agree(
         out = torch.full((compressor.proposal_elements(segments),), 77, dtype=compressor.facts.proposal_dtype)
         compressor.propose(bucket, replica.residual, segments, replica.state, out)
         proposals.append(out)
-    return _sum(proposals) if compressor.facts.agreement is Agreement.SUM else torch.stack(proposals).amax(dim=0)
+    return (
+        _sum(proposals) if compressor.facts.agreement is ProposalReduction.SUM else torch.stack(proposals).amax(dim=0)
+    )
 
 
 def encode(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import Agreement, Compressor
+from fxcomp.compressors import Compressor, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.shards import cut_points
@@ -165,7 +165,7 @@ class _Walk:
 
     def _agree(self, step: Collective) -> None:
         assert self.bound is not None, "ranks agree on what has been proposed"
-        takes_largest = self.bound.facts.agreement is Agreement.MAX
+        takes_largest = self.bound.facts.agreement is ProposalReduction.MAX
         for group in self.cluster.groups(step.level):
             proposals = [self.proposals[rank] for rank in group]
             agreed = torch.stack(proposals).amax(dim=0) if takes_largest else _sum(proposals)

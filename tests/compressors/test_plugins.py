@@ -290,8 +290,8 @@ def _forgotten() -> Iterator[None]:
         ),
         (
             [
-                ("bias=Bias.BIASED,", "bias=Bias.BIASED, state='8', agreement=Agreement.MAX,"),
-                ("@register\n", "from fxcomp.compressors.facts import Agreement\n@register\n"),
+                ("bias=Bias.BIASED,", "bias=Bias.BIASED, state='8', agreement=ProposalReduction.MAX,"),
+                ("@register\n", "from fxcomp.compressors.facts import ProposalReduction\n@register\n"),
             ],
             "it lacks propose_reference, proposal_elements, state_elements.\n"
             "  Write what is missing, and look at the spelling.",

@@ -9,7 +9,7 @@ from measured import lost, measured_together
 from torch import Tensor
 
 from fxcomp.compressors import PowerSGD, TopK, parse_compressor
-from fxcomp.error_tables import Columns, Draw, ErrorTable, Source, measure
+from fxcomp.error_tables import Columns, Draw, ErrorSource, ErrorTable, measure
 from fxcomp.errors import BadErrorTable
 from fxcomp.testing.rounds import average, replicas_of
 
@@ -51,7 +51,7 @@ def table() -> ErrorTable:
 def test_the_largest_values_are_found_exactly(table: ErrorTable, kind: str, ratio: float):
     expected = lost(TopK(ratio), KINDS[kind].flatten(), KINDS[kind].shape)
     found = table.error_of(kind, TopK(ratio))
-    assert found.source is Source.MEASURED
+    assert found.source is ErrorSource.MEASURED
     assert found.value == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
@@ -114,7 +114,7 @@ def test_fitted_thresholds_lose_about_what_top_k_does(table: ErrorTable, text: s
 @pytest.mark.parametrize("text", ["randomk(0.1)", "randomk(0.1, scaled=true)"])
 def test_random_places_lose_the_expectation_whatever_the_values(table: ErrorTable, text: str):
     found = table.error_of("gaussian", parse_compressor(text))
-    assert found.source is Source.EXACT
+    assert found.source is ErrorSource.EXACT
     assert found.value == pytest.approx(lost(parse_compressor(text), KINDS["gaussian"].flatten(), SHAPE), rel=0.03)
 
 
@@ -125,7 +125,7 @@ def test_codecs_may_be_chosen():
     for text in texts:
         expected = lost(parse_compressor(text), KINDS["heavy tails"].flatten(), SHAPE)
         assert table.error_of("g", parse_compressor(text)).value == pytest.approx(expected, rel=0.15)
-    assert table.error_of("g", parse_compressor("int4")).source is Source.ASSUMED
+    assert table.error_of("g", parse_compressor("int4")).source is ErrorSource.ASSUMED
 
 
 def test_what_was_left_out_before_belongs_to_what_is_compressed():
@@ -210,8 +210,8 @@ def test_what_is_not_finite_is_assumed_and_noted(bad: float):
     broken = drawn(0)
     broken[3, 4] = bad
     table = measure({"broken": broken, "fine": drawn(1)})
-    assert table.error_of("broken", TopK(0.01)).source is Source.ASSUMED
-    assert table.error_of("fine", TopK(0.01)).source is Source.MEASURED
+    assert table.error_of("broken", TopK(0.01)).source is ErrorSource.ASSUMED
+    assert table.error_of("fine", TopK(0.01)).source is ErrorSource.MEASURED
     assert table.rows["broken"].squares == pytest.approx(table.rows["fine"].squares)
     assert any("broken" in note and "finite" in note for note in table.notes)
 
@@ -219,21 +219,21 @@ def test_what_is_not_finite_is_assumed_and_noted(bad: float):
 def test_zeros_weigh_nothing_and_empty_gradients_are_legal():
     table = measure({"zero": torch.zeros(SHAPE), "none": torch.zeros(0, 4), "fine": drawn(1)})
     assert table.rows["zero"].squares == table.rows["none"].squares == 0
-    assert table.error_of("zero", TopK(0.01)).source is Source.ASSUMED
-    assert table.error_of("none", parse_compressor("randomk(0.1)")).source is Source.ASSUMED
+    assert table.error_of("zero", TopK(0.01)).source is ErrorSource.ASSUMED
+    assert table.error_of("none", parse_compressor("randomk(0.1)")).source is ErrorSource.ASSUMED
     assert any("zero" in note for note in table.notes)
 
 
 def test_a_gradient_that_residuals_cancel_weighs_as_much_as_before():
     table = measure({"g": drawn(0)}, {"g": -drawn(0)})
     assert table.rows["g"].squares == pytest.approx(drawn(0).square().sum().item(), rel=1e-5)
-    assert table.error_of("g", TopK(0.01)).source is Source.ASSUMED
+    assert table.error_of("g", TopK(0.01)).source is ErrorSource.ASSUMED
 
 
 def test_values_whose_products_overflow_are_assumed_and_noted():
     table = measure({"huge": 3e37 * drawn(0), "fine": drawn(1)})
-    assert table.error_of("huge", PowerSGD(4)).source is Source.ASSUMED
-    assert table.error_of("fine", PowerSGD(4)).source is Source.MEASURED
+    assert table.error_of("huge", PowerSGD(4)).source is ErrorSource.ASSUMED
+    assert table.error_of("fine", PowerSGD(4)).source is ErrorSource.MEASURED
     assert any("huge: it has errors that are no numbers" in note for note in table.notes)
 
 

@@ -11,7 +11,7 @@ from tasks import Task, make_task
 from torch import Tensor
 
 from fxcomp.compressors import PowerSGD, parse_compressor
-from fxcomp.error_tables import Source
+from fxcomp.error_tables import ErrorSource
 from fxcomp.testing.rounds import average, replicas_of
 
 STEPS = 25
@@ -49,7 +49,7 @@ def test_codecs_lose_of_a_workers_gradient_what_its_table_says(name: str):
     for key, gradient in gradients.items():
         for text in ("topk(0.01)", "int8", "int4", "int2", "sign", "fp8_e4m3", "bf16"):
             found = table.error_of(key, parse_compressor(text))
-            assert found.source is Source.MEASURED
+            assert found.source is ErrorSource.MEASURED
             assert found.value == pytest.approx(
                 lost(parse_compressor(text), gradient.flatten(), gradient.shape), rel=0.05
             )

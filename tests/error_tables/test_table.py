@@ -9,7 +9,7 @@ import torch
 
 from fxcomp.compressors import PowerSGD, TopK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
-from fxcomp.error_tables import ASSUMED, Columns, ErrorTable, Row, Source, legal, measure, smoothed
+from fxcomp.error_tables import ASSUMED, Columns, ErrorSource, ErrorTable, Row, legal, measure, smoothed
 from fxcomp.error_tables.columns import on_lines
 from fxcomp.errors import BadErrorTable
 
@@ -56,14 +56,14 @@ def test_what_is_no_table_is_refused(data: dict[str, object]):
 def test_without_data_errors_are_those_of_gaussian_values():
     for text in ("int4", "topk(0.01)", "powersgd(4)", "randomk(0.1)"):
         found = ASSUMED.error_of("anything", parse_compressor(text))
-        assert found == (gaussian_error(parse_compressor(text)), Source.ASSUMED)
+        assert found == (gaussian_error(parse_compressor(text)), ErrorSource.ASSUMED)
 
 
 def test_each_gradient_has_errors_of_its_own():
     table = table_with(ROW, changed("int4", 0.2))
     assert [table.error_of(name, parse_compressor("int4")).value for name in ("g0", "g1")] == [0.014, 0.2]
-    assert table.error_of("g1", parse_compressor("int4(block=64)")).source is Source.ASSUMED
-    assert table.error_of("g2", parse_compressor("int4")).source is Source.ASSUMED
+    assert table.error_of("g1", parse_compressor("int4(block=64)")).source is ErrorSource.ASSUMED
+    assert table.error_of("g2", parse_compressor("int4")).source is ErrorSource.ASSUMED
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_two_points_at_one_place_are_no_line():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
 def test_a_gradient_with_an_error_that_is_no_size_counts_as_not_measured(bad: float):
     table = table_with(changed("int4", bad), ROW)
-    assert table.error_of("g0", TopK(0.01)).source is Source.ASSUMED
-    assert table.error_of("g1", TopK(0.01)).source is Source.MEASURED
+    assert table.error_of("g0", TopK(0.01)).source is ErrorSource.ASSUMED
+    assert table.error_of("g1", TopK(0.01)).source is ErrorSource.MEASURED
     assert [note for note in table.notes if note.startswith("g0: ")]
 
 
@@ -175,7 +175,7 @@ def test_a_look_that_measured_nothing_of_a_gradient_leaves_its_errors():
     lost = measure({"g0": torch.full((100, 100), math.nan), "g1": torch.zeros(100, 100)}, columns=COLUMNS)
     after = smoothed(before, lost)
     assert after.rows["g0"].errors == after.rows["g1"].errors == ERRORS
-    assert after.error_of("g0", TopK(0.01)).source is Source.MEASURED
+    assert after.error_of("g0", TopK(0.01)).source is ErrorSource.MEASURED
 
 
 def test_a_gradient_that_is_frozen_loses_its_weight_and_gets_it_back():

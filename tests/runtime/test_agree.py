@@ -11,16 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from fxcomp.errors import BadPlan, ModelsDiffer, PeerFailed
-from fxcomp.runtime.agree import Agreement
+from fxcomp.runtime.agree import Conversation
 
 
-def on_threads(ranks: int, talk: Callable[[Agreement], Any], timeout_s: float = 60.0) -> list[Any]:
+def on_threads(ranks: int, talk: Callable[[Conversation], Any], timeout_s: float = 60.0) -> list[Any]:
     """Return what each rank got, or the exception."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
         try:
-            return talk(Agreement(store, "test", rank, ranks, timedelta(seconds=timeout_s)))
+            return talk(Conversation(store, "test", rank, ranks, timedelta(seconds=timeout_s)))
         except Exception as error:
             return error
 
@@ -33,7 +33,7 @@ def test_everyone_learns_everyones_result_in_rank_order():
 
 
 def test_one_failure_is_raised_everywhere():
-    def talk(agreement: Agreement) -> Any:
+    def talk(agreement: Conversation) -> Any:
         return agreement.attempt("thinking", lambda: 1 // (1 - agreement.rank))
 
     first, second, third = on_threads(3, talk)
@@ -72,7 +72,7 @@ def test_different_facts_are_named_with_both_values():
 
 
 def test_a_silent_rank_ends_the_wait_after_the_timeout():
-    def talk(agreement: Agreement) -> Any:
+    def talk(agreement: Conversation) -> Any:
         return agreement.attempt("meeting", lambda: 1) if agreement.rank == 0 else None
 
     error, _ = on_threads(2, talk, timeout_s=0.5)
@@ -81,7 +81,7 @@ def test_a_silent_rank_ends_the_wait_after_the_timeout():
 
 
 def test_a_rank_that_gives_up_is_heard_at_whatever_comes_next():
-    def talk(agreement: Agreement) -> Any:
+    def talk(agreement: Conversation) -> Any:
         agreement.attempt("first", lambda: 1)
         if agreement.rank == 0:
             agreement.give_up("between", MemoryError("no more"))
@@ -95,7 +95,7 @@ def test_a_rank_that_gives_up_is_heard_at_whatever_comes_next():
 
 
 def test_what_another_rank_said_first_is_passed_on_in_its_words():
-    def talk(agreement: Agreement) -> Any:
+    def talk(agreement: Conversation) -> Any:
         if agreement.rank == 2:
             agreement.attempt("a topic", lambda: 1 // 0)
         try:

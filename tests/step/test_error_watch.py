@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fxcomp
 from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable
-from fxcomp.error_tables.table import Source
+from fxcomp.error_tables.table import ErrorSource
 from fxcomp.errors import BadState, PeerFailed
 from fxcomp.step import look_schedule
 from fxcomp.step.compiled_step import CompiledStep
@@ -88,7 +88,7 @@ def test_looks_are_taken_together_and_change_nothing_in_training():
     for name, row in table.rows.items():
         assert row.samples == 6, "three of eight looks are at families in turn, and the others at all"
         found = table.error_of(name, parse_compressor("topk(0.01)"))
-        assert found.source is Source.MEASURED
+        assert found.source is ErrorSource.MEASURED
         assert 0 < found.value < 1
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxcomp.capture.change import Change
 from fxcomp.capture.reach.walk import At, Facts, NeedsWalk, Plain, Reach, Same, walk
-from fxcomp.capture.reach.watch import Seen, Watch
+from fxcomp.capture.reach.watch import ObjectWatch, Seen
 from fxcomp.capture.shared_memory import sharing
 
 KNOWN = 32
@@ -77,7 +77,7 @@ class Snapshots:
 
     def _walk(self, names: Any) -> None:
         self._reach: Reach = walk(self._model, self._roots, names)
-        self._watch = Watch(self._reach)
+        self._watch = ObjectWatch(self._reach)
         self._at_hand.clear()
         self._states = list(map(self._state, self._reach.facts))
         self._find()

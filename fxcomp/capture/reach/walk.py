@@ -177,13 +177,13 @@ def walk(model: nn.Module, roots: Mapping[str, Any], names: Iterable[str] = ()) 
     known = set(names)
     for _ in range(_ROUNDS - 1):
         before = len(known)
-        reach = _Walk(model, Names(known)).run(roots)
+        reach = _ReachWalk(model, Names(known)).run(roots)
         if len(known) == before:
             return reach
-    return _Walk(model, Names(known)).run(roots)
+    return _ReachWalk(model, Names(known)).run(roots)
 
 
-class _Walk:
+class _ReachWalk:
     """One walk, breadth first: an object that is reached on several ways is named by the shortest."""
 
     def __init__(self, model: nn.Module, names: Names):

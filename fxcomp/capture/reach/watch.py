@@ -33,7 +33,7 @@ class Seen:
     data: tuple[list[int], list[bool], list[bytes]]
 
 
-class Watch:
+class ObjectWatch:
     """Reads everything that places hold."""
 
     def __init__(self, reach: Reach):

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """Where ranks meet: over a shaped link by some right, or over loopback, and why if that was not asked for."""
 
     inter: str | None
@@ -76,15 +76,15 @@ class Place:
         return f"a link of {self.inter} between two network namespaces" if self.inter else LOOPBACK
 
 
-def place_for(inter: str, find_rights: Callable[[], Rights] = rights_here) -> Place:
+def place_for(inter: str, find_rights: Callable[[], Rights] = rights_here) -> MeetingPlace:
     """Choose the shaped link if this machine allows one, as root or in a user namespace, and loopback if not."""
     if inter == LOOPBACK:
-        return Place(None)
+        return MeetingPlace(None)
     try:
-        return Place(inter, find_rights())
+        return MeetingPlace(inter, find_rights())
     except HostsUnavailable as error:
         sentence = f"No link of {inter} can be shaped, so this runs over loopback, where the network costs little"
-        return Place(None, sentence=f"{sentence} ({error}).")
+        return MeetingPlace(None, sentence=f"{sentence} ({error}).")
 
 
 @dataclass
