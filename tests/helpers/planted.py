@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,16 +15,30 @@ from torch.fx import GraphModule
 from fxcomp.capture import optimizer
 from fxcomp.capture.reach import places
 from fxcomp.cluster.topology import GroupTopology
+from fxcomp.codegen import emit
+from fxcomp.commands import diff
+from fxcomp.compressors import TopK, kernels
 from fxcomp.cost import collectives, timeline
+from fxcomp.error_tables import table
+from fxcomp.frontends import hook_plan
+from fxcomp.frontends.no_sync import Averaging
+from fxcomp.graph import happens_before
 from fxcomp.graph.info import Role, info
 from fxcomp.passes import assign_streams, bucket_gradients, canonicalize_sync
+from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.order_for_overlap import order_for_overlap
+from fxcomp.plan import route
+from fxcomp.plan.pins import Pins
 from fxcomp.plan.streams import Stream
+from fxcomp.report import plan_diff, wire_arithmetic
 from fxcomp.runtime import flight
+from fxcomp.runtime.agree import Conversation
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Groups
+from fxcomp.search.losses import Losses
+from fxcomp.search.pinned import NOTHING_PINNED, Pinned
 from fxcomp.state import handover
 from fxcomp.state.handover import Holding
 from fxcomp.step.verify.update import UpdateCheck
@@ -115,7 +130,131 @@ def a_step_that_is_not_finite_is_committed() -> None:
     exchange(commit_if_finite, unchanged)
 
 
+@caught_by("tests/passes/test_broadcast_buffers.py::test_shared_buffers_are_broadcast_as_soon_as_their_values_are_known")
+def buffers_stay_each_ranks_own() -> None:
+    exchange(broadcast_buffers, unchanged)
+
+
+# Graph, and the source that is emitted of it
+
+
+@caught_by("tests/graph/test_happens_before.py::test_a_planted_race_is_found")
+def races_are_not_looked_for() -> None:
+    happens_before._unordered = lambda *_: iter(())
+
+
+@caught_by("tests/codegen/test_emit.py::test_every_launch_is_awaited_and_no_value_is_used_after_it_is_deleted")
+def a_value_is_deleted_before_its_last_use() -> None:
+    """With the piece before the one that uses it last."""
+
+    def dead_after(original: Any, gm: GraphModule, pieces: Any, undoing: Any) -> dict[int, list[str]]:
+        dead = original(gm, pieces, undoing)
+        return {id(early): dead[id(late)] for early, late in pairwise(pieces) if id(late) in dead}
+
+    wrap(emit, "_dead_after", dead_after)
+
+
+@caught_by("tests/codegen/test_emit.py::test_updates_begin_behind_the_line_that_announces_them")
+def updates_begin_unannounced() -> None:
+    emit._before_update = lambda *_: []
+
+
+# Plans
+
+
+@caught_by("tests/plan/test_pins.py::test_the_last_pattern_that_matches_decides")
+def the_first_pattern_that_matches_decides() -> None:
+    Pins.rule_for = lambda self, name: next((rule for rule in self.rules if rule.matches(name)), None)
+
+
+@caught_by("tests/plan/test_route.py::test_packing_divides_by_what_decoding_does_not")
+def a_sum_of_ranks_is_taken_for_their_mean() -> None:
+    wrap(route._Walk, "_scale", lambda self, scale: scale(self) * self.cluster.world_size)
+
+
+# Search
+
+
+@caught_by("tests/search/test_pinned.py::test_no_bucket_holds_gradients_of_two_pins_or_free_ones")
+def a_pin_is_ignored() -> None:
+    Pinned.of = lambda *_, **__: NOTHING_PINNED
+
+
+@caught_by(
+    "tests/search/test_choose.py"
+    "::test_a_plan_names_every_gradient_once_in_ready_order_and_is_as_careful_as_its_vectors_need"
+)
+def a_plan_may_lose_twice_the_limit() -> None:
+    wrap(Losses, "errors", lambda self, errors, strategy: errors(self, strategy) / 2)
+
+
+# Compressors
+
+
+@caught_by("tests/compressors/test_conformance.py::test_conforms[int8-kernels_give_the_bits_of_the_reference]")
+def a_kernel_in_cpp_flips_a_bit() -> None:
+    def run(original: Any, name: str, *arguments: Any) -> int:
+        result = original(name, *arguments)
+        if name == "fxcomp_int8_encode":
+            arguments[2][:1] ^= 1
+        return result
+
+    wrap(kernels, "run", run)
+
+
+@caught_by("tests/compressors/test_conformance.py::test_conforms[topk(0.01)-payload_and_residual_add_up]")
+def a_reference_forgets_what_it_leaves_out() -> None:
+    def compress(self: TopK, original: Any, given: Any) -> Any:
+        made = original(self, given)
+        return made._replace(residual=None if made.residual is None else made.residual * 0)
+
+    wrap(TopK, "compress_reference", compress)
+
+
+@caught_by("tests/error_tables/test_table.py::test_an_error_that_rises_with_what_is_kept_is_raised_before_it")
+def a_table_is_taken_as_it_is() -> None:
+    table._repaired = lambda _, row: (row, [])
+
+
+# Frontends
+
+
+@caught_by("tests/frontends/test_hook_plan.py::test_a_vector_goes_with_the_matrix_beside_it_and_buckets_end_with_buffers")
+def a_vector_stays_in_the_chosen_bucket() -> None:
+    hook_plan._owner = lambda _, parts, number: parts[number].owner
+
+
+@caught_by("tests/frontends/test_no_sync.py::test_the_forward_pass_decides")
+def every_backward_pass_averages() -> None:
+    Averaging.is_due = lambda _: True
+
+
+# Commands and reports
+
+
+@caught_by("tests/report/test_plan_diff.py::test_the_command_compares_saved_plans_and_reports")
+def plans_that_differ_end_well() -> None:
+    wrap(diff, "run", lambda run, arguments: 0 * run(arguments))
+
+
+@caught_by("tests/report/test_plan_diff.py::test_gradients_that_travel_with_others_are_counted_and_not_those_that_stay")
+def whom_a_gradient_travels_with_is_not_compared() -> None:
+    plan_diff._partners = lambda _: {}
+
+
+@caught_by(
+    "tests/report/test_wire_arithmetic.py::test_a_bandwidth_is_named_at_which_compressed_and_dense_cost_the_same"
+)
+def the_break_even_bandwidth_is_a_ranks_instead_of_the_links() -> None:
+    wire_arithmetic._link_per_rank = lambda *_: 1.0
+
+
 # Runtime
+
+
+@caught_by("tests/runtime/test_agree.py::test_different_facts_are_named_with_both_values")
+def ranks_are_not_compared() -> None:
+    Conversation.check_same = lambda *_: None
 
 
 @caught_by("tests/runtime/test_runtime.py::test_a_result_is_taken_when_its_collective_has_ended")
