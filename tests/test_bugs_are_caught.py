@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from planted import BUGS, VARIABLE, plant
-from ranks import run_alone
+from helpers.planted import BUGS, VARIABLE, plant
+from helpers.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import JOBS, cross_entropy
-from plans import plan_in_turns
-from ranks import run_ranks, try_ranks
+from helpers.jobs import JOBS, cross_entropy
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks, try_ranks
 from torch import Tensor, nn
 
 import fxcomp

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS
-from plans import TWO_HOSTS, plan_in_turns
-from ranks import run_ranks
+from helpers.jobs import JOBS
+from helpers.plans import TWO_HOSTS, plan_in_turns
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import fxcomp

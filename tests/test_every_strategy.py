@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from plans import plan_in_turns
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
 
 import fxcomp

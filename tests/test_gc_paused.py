@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from ranks import run_alone
+from helpers.ranks import run_alone
 
 from fxcomp.gc_paused import MANY, gc_paused
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import workloads
-from graphs import COSTS, TWO_BY_TWO
-from jobs import captured_step
-from random_clusters import random_cluster, random_groups
+from helpers import workloads
+from helpers.graphs import COSTS, TWO_BY_TWO
+from helpers.jobs import captured_step
+from helpers.random_clusters import random_cluster, random_groups
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.cluster.processors import Processors
@@ -79,7 +79,7 @@ def test_prices_draws_plans_and_emitted_steps_are_the_same_whatever_the_hash_see
     here = Path(__file__).parent
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PRINT, str(here), str(here / "helpers"), str(here.parent)],
+            [sys.executable, "-c", PRINT, str(here), str(here.parent)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             stdout=subprocess.PIPE,
             text=True,

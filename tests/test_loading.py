@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, cross_entropy
-from ranks import run_ranks, try_ranks
-from replicas import replica_fingerprint
+from helpers.jobs import JOBS, cross_entropy
+from helpers.ranks import run_ranks, try_ranks
+from helpers.replicas import replica_fingerprint
 
 import fxcomp
 from fxcomp.step.compiled_step import CompiledStep

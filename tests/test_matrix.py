@@ -11,9 +11,9 @@ import math
 from dataclasses import astuple, replace
 
 import pytest
-from matrix import Cell, Found, pairs, product, train_all, verdict
-from matrix_page import BEGIN, END, PAGE, RANKS, RECORDS, kept, section
-from ranks import run_ranks
+from helpers.matrix import Cell, Found, pairs, product, train_all, verdict
+from helpers.matrix_page import BEGIN, END, PAGE, RANKS, RECORDS, kept, section
+from helpers.ranks import run_ranks
 
 
 def assert_cells_work(cells: list[Cell]) -> None:

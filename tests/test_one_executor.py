@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from edits import rerun_with, scale_gradient
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from plans import plan_in_turns
-from ranks import run_ranks
+from helpers.edits import rerun_with, scale_gradient
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks
 from torch import nn
 from torch.fx import GraphModule, Node
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, Job, cross_entropy
-from plans import TWO_HOSTS, plan_in_turns
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.jobs import JOBS, OPTIMIZERS, Job, cross_entropy
+from helpers.plans import TWO_HOSTS, plan_in_turns
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import table
-from jobs import cross_entropy, rows
-from ranks import run_ranks
-from small_step import replanning
+from helpers.drifting import table
+from helpers.jobs import cross_entropy, rows
+from helpers.ranks import run_ranks
+from helpers.small_step import replanning
 from torch import nn
 from torch.fx import GraphModule
 

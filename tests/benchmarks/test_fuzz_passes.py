@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from fuzzing.passes import Speaker, Verdict, draw, fresh, frontends, judge, parse, rows
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 SENTENCES = {
     "F2 f3 B0+1 S z": "equal",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_scripts import SCRIPTS, SHARDED, largest_distance, sharded_distance
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 FAST = ("autocast in fp16 with a scaler",)
 

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from captures import captured
-from jobs import JOBS, mlp
+from helpers.captures import captured
+from helpers.jobs import JOBS, mlp
 from torch import nn
 
 from fxcomp.capture.batch_type import batch_type

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from eager import trains_as_eager
-from plans import plan_in_turns
-from ranks import run_ranks
+from helpers.eager import trains_as_eager
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop

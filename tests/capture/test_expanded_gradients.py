@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from jobs import OPTIMIZERS
+from helpers.jobs import OPTIMIZERS
 from torch import Tensor, nn
 
 import fxcomp

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager import trains_as_eager
+from helpers.eager import trains_as_eager
 from torch import Tensor, nn
 
 import fxcomp

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from followed import BATCH, compiled, small
+from helpers.followed import BATCH, compiled, small
 from torch import Tensor, nn
 
 from fxcomp import errors

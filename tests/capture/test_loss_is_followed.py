@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from followed import assert_followed, small
-from jobs import cross_entropy
+from helpers.followed import assert_followed, small
+from helpers.jobs import cross_entropy
 from torch import Tensor, nn
 
 WEIGHT = 0.5

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from eager import trains_as_eager
-from ranks import run_ranks
+from helpers.eager import trains_as_eager
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import fxcomp

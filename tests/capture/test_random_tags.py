@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from eager import trains_as_eager
+from helpers.eager import trains_as_eager
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from followed import BATCH, assert_followed, compiled, count_captures, small
-from jobs import cross_entropy
+from helpers.followed import BATCH, assert_followed, compiled, count_captures, small
+from helpers.jobs import cross_entropy
 from torch import Tensor, nn
 
 from fxcomp import errors

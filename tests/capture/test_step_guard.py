@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from followed import BATCH, assert_followed, compiled, small
-from jobs import cross_entropy, mlp
+from helpers.followed import BATCH, assert_followed, compiled, small
+from helpers.jobs import cross_entropy, mlp
 from torch import Tensor, nn
 
 from fxcomp import errors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
 from torch import Tensor, nn
 
 import fxcomp

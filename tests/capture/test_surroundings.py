@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from followed import count_captures
+from helpers.followed import count_captures
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad, graph

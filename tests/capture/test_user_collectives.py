@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from graphs import COSTS
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.graphs import COSTS
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

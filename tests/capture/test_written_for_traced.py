@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from captures import captured
-from jobs import JOBS, OPTIMIZERS
+from helpers.captures import captured
+from helpers.jobs import JOBS, OPTIMIZERS
 from torch import Tensor, nn
 from torch.fx.node import map_arg
 

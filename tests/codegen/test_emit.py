@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.captured import Captured

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import captured_step, cross_entropy
+from helpers.jobs import captured_step, cross_entropy
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import linear_step
+from helpers.graphs import linear_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcomp import compat

@@ -6,8 +6,8 @@ import keyword
 
 import pytest
 import torch
-from jobs import OPTIMIZERS
-from ranks import run_ranks
+from helpers.jobs import OPTIMIZERS
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import fxcomp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from region_jobs import CHOICES, Case, Trained, cases, eagerly, missed, step_by
+from helpers.region_jobs import CHOICES, Case, Trained, cases, eagerly, missed, step_by
 
 CASES = cases()
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from ranks import run_ranks, try_ranks
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks, try_ranks
 
 import fxcomp
 from fxcomp.__main__ import main

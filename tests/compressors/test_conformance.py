@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressor_cases import COMPRESSORS
+from helpers.compressor_cases import COMPRESSORS
 
 from fxcomp.compressors import BF16, Compressor, Int4, Int8, PowerSGD, Sidco, Sign, TopK, kernels
 from fxcomp.errors import BadPayload

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressor_cases import EACH, Broken, decode, encode, left_out
+from helpers.compressor_cases import EACH, Broken, decode, encode, left_out
 from torch import Tensor
 
 from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK

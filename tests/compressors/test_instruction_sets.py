@@ -5,8 +5,8 @@ and here the lower ones are held against it.
 """
 
 import pytest
-from compressor_cases import COMPRESSORS, WITH_KERNELS
-from instruction_sets import LEVELS, at_level, steps
+from helpers.compressor_cases import COMPRESSORS, WITH_KERNELS
+from helpers.instruction_sets import LEVELS, at_level, steps
 
 from fxcomp.compressors import Compressor, kernels
 from fxcomp.testing.bits import assert_same_bits

@@ -1,7 +1,7 @@
 """Which bytes int4 sends."""
 
 import torch
-from compressor_cases import decode, encode
+from helpers.compressor_cases import decode, encode
 
 from fxcomp.compressors import Int4
 from fxcomp.testing.bits import plain_torch

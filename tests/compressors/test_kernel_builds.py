@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from compressor_cases import COMPRESSORS, WITH_KERNELS
-from instruction_sets import LEVELS, at_level, steps
+from helpers.compressor_cases import COMPRESSORS, WITH_KERNELS
+from helpers.instruction_sets import LEVELS, at_level, steps
 
 from fxcomp.compressors import kernels
 from fxcomp.testing.bits import assert_same_bits

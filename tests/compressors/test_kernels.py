@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS
+from helpers.compressor_cases import WITH_KERNELS
 
 from fxcomp.compressors import TopK, kernels
 from fxcomp.compressors.pack import scale_copy

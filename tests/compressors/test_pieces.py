@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from compressor_cases import COMPRESSORS, WITH_KERNELS
+from helpers.compressor_cases import COMPRESSORS, WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, kernels, parse_compressor

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from ranks import run_alone
+from helpers.ranks import run_alone
 
 from fxcomp.compressors import CATALOGUE, BadCompressor, Int8, catalogue, compressor_of, parse_compressor
 from fxcomp.compressors.facts import fields_of
@@ -63,8 +63,8 @@ def test_an_installed_compressor_is_found_by_name_and_travels_in_a_plan(tmp_path
 def test_an_emitted_step_imports_it_from_its_own_package(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     printed = _in_a_fork(
-        "from graphs import TWO, one_bucket\n"
-        "from stages import lowered\n"
+        "from helpers.graphs import TWO, one_bucket\n"
+        "from helpers.stages import lowered\n"
         "from fxcomp.codegen.emit import emit\n"
         "from fxcomp.passes.remove_dead_nodes import remove_dead_nodes\n"
         "from fxcomp.passes.thread_state import thread_state\n"
@@ -75,7 +75,6 @@ def test_an_emitted_step_imports_it_from_its_own_package(tmp_path: Path) -> None
         _installed(tmp_path),
         EXAMPLE,
         tests,
-        tests / "helpers",
     )
     lines = [line.strip() for line in printed.splitlines()]
     assert "from fxcomp_pool.pool import Pool" in lines

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from compressor_cases import WITH_KERNELS
-from ranks import run_ranks
+from helpers.compressor_cases import WITH_KERNELS
+from helpers.ranks import run_ranks
 from torch import Tensor
 
 from fxcomp.compressors import BadCompressor, PowerSGD, compressor_of, kernels, parse_compressor

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressor_cases import decode, encode
+from helpers.compressor_cases import decode, encode
 from torch import Tensor
 
 from fxcomp.compressors import (

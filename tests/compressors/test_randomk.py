@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS
+from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import Bias, Feedback, RandomK, randomness

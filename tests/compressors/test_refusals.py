@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS
-from ranks import run_alone
+from helpers.compressor_cases import WITH_KERNELS
+from helpers.ranks import run_alone
 from torch import Tensor
 
 from fxcomp.compressors import DGC, PowerSGD, RandomK, SharedInt8, TopK, parse_compressor

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from compressor_cases import WITH_KERNELS
-from ranks import run_ranks
+from helpers.compressor_cases import WITH_KERNELS
+from helpers.ranks import run_ranks
 from torch import Tensor
 
 from fxcomp.compressors import BadCompressor, Bias, Feedback, SharedInt8, parse_compressor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS
+from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, EncoderInput, Sidco, SidcoE, SidcoGP

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS
+from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import TopK

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compressor_cases import WITH_KERNELS, decode, encode
+from helpers.compressor_cases import WITH_KERNELS, decode, encode
 from torch import Tensor
 
 from fxcomp.compressors import TopK

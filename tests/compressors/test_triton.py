@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from compressor_cases import COMPRESSORS
+from helpers.compressor_cases import COMPRESSORS
 
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.compressors.sidco import Controller

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from random_clusters import Group, random_cluster, random_groups
+from helpers.random_clusters import Group, random_cluster, random_groups
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link

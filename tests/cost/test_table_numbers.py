@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster
+from helpers.workloads import COSTS, cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link

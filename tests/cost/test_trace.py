@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
 from fxcomp import compat

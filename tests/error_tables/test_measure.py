@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from measured import lost, measured_together
+from helpers.measured import lost, measured_together
 from torch import Tensor
 
 from fxcomp.compressors import PowerSGD, TopK, parse_compressor

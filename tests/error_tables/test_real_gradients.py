@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from measured import lost, measured_together
+from helpers.measured import lost, measured_together
 from tasks import Task, make_task
 from torch import Tensor
 

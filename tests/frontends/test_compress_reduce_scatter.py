@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from scattered import compressed, loss_of, model_of, owed_of, sharded, told, trained, whole_gradients
+from helpers.ranks import run_ranks
+from helpers.scattered import compressed, loss_of, model_of, owed_of, sharded, told, trained, whole_gradients
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edits import rerun_with, scale_gradient
-from followed import BATCH, compile_alone
-from jobs import OPTIMIZERS, cross_entropy, mlp
+from helpers.edits import rerun_with, scale_gradient
+from helpers.followed import BATCH, compile_alone
+from helpers.jobs import OPTIMIZERS, cross_entropy, mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

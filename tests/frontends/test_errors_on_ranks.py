@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from edits import rerun_with, scale_gradient
-from jobs import JOBS, cross_entropy, mlp
-from ranks import run_ranks, try_ranks
+from helpers.edits import rerun_with, scale_gradient
+from helpers.jobs import JOBS, cross_entropy, mlp
+from helpers.ranks import run_ranks, try_ranks
 from torch import Tensor, nn
 
 import fxcomp

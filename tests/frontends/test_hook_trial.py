@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, cross_entropy
-from ranks import run_ranks
+from helpers.jobs import JOBS, cross_entropy
+from helpers.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, cross_entropy
-from ranks import run_ranks
-from replicas import flat_parameters, replica_fingerprint
+from helpers.jobs import JOBS, cross_entropy
+from helpers.ranks import run_ranks
+from helpers.replicas import flat_parameters, replica_fingerprint
+from helpers.torch_compiled import compiled, own_options
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_compiled import compiled, own_options
 
 import fxcomp
 from fxcomp.errors import BadOption

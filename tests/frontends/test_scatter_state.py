@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from scattered import compressed, local, loss_of, model_of, owed_of, sharded, told, trained, whole_gradients
+from helpers.ranks import run_ranks
+from helpers.scattered import compressed, local, loss_of, model_of, owed_of, sharded, told, trained, whole_gradients
 from torch import Tensor, nn
 
 import fxcomp

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, Job, cross_entropy
-from ranks import run_ranks
+from helpers.jobs import JOBS, Job, cross_entropy
+from helpers.ranks import run_ranks
+from helpers.torch_compiled import compiled, own_options
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch_compiled import compiled, own_options
 
 from fxcomp.cost.table import CostTable
 from fxcomp.frontends import torch_compile as backend

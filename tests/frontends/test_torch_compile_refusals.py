@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from helpers.ranks import run_ranks
+from helpers.torch_compiled import compiled, seeded, step
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.parallel import DistributedDataParallel
-from torch_compiled import compiled, seeded, step
 
 import fxcomp
 from fxcomp.frontends import torch_compile as backend

@@ -4,8 +4,8 @@ import operator
 
 import pytest
 import torch
-from graphs import TWO, linear_step, node_named, one_bucket
-from stages import priced
+from helpers.graphs import TWO, linear_step, node_named, one_bucket
+from helpers.stages import priced
 from torch.fx import GraphModule
 
 from fxcomp.graph.check import check

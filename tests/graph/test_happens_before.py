@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captures import captured
-from graphs import COSTS, TWO, TWO_BY_TWO, node_named
-from jobs import JOBS
-from plans import plan_in_turns
+from helpers.captures import captured
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, node_named
+from helpers.jobs import JOBS
+from helpers.plans import plan_in_turns
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.check import check

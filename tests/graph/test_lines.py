@@ -3,8 +3,8 @@
 import inspect
 
 import pytest
-from graphs import TWO_BY_TWO, one_bucket
-from stages import priced
+from helpers.graphs import TWO_BY_TWO, one_bucket
+from helpers.stages import priced
 
 from fxcomp.graph.info import info
 from fxcomp.graph.lines import BY_OPERATOR, BY_ROLE, TIMED_METHODS, UNDOING, Line, line_of

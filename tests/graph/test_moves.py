@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Step
+from helpers.graphs import Step
 from torch.fx import Node
 
 from fxcomp.errors import BadTensor

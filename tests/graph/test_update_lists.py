@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import COSTS, TWO, Step, linear_step, node_named
+from helpers.graphs import COSTS, TWO, Step, linear_step, node_named
 from torch.fx import GraphModule
 
 from fxcomp.cost.roofline import Measured, Roofline

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import TWO
+from helpers.graphs import TWO
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from legs import Walker, walk
 from torch import Tensor
-from virtual_ranks import VirtualRank, run_virtual
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
@@ -29,6 +27,8 @@ from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.layouts import residual_layout, state_layout
 from fxcomp.state.saved_state import Here, read_together, restore, state_dict
 from fxcomp.testing.rounds import Replica
+from helpers.legs import Walker, walk
+from helpers.virtual_ranks import VirtualRank, run_virtual
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (6, 5), "b": (7,), "c": (4, 3, 2), "d": (1,), "e": (9, 4)}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs import OPTIMIZERS, cross_entropy
 from torch import nn
 
 from fxcomp.capture.step_inputs import FIXED_SIZES, Varying
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.graph.captured import Captured
+from helpers.jobs import OPTIMIZERS, cross_entropy
 
 
 def captured(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from virtual_time import scheduled
 
 import fxcomp
 from fxcomp.cluster.processors import Processors
@@ -14,6 +12,8 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.virtual_time import scheduled
 
 JOB = JOBS["mlp"]
 EVERY, WINDOW = 2, 4

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jobs import JOBS, OPTIMIZERS, cross_entropy
 from torch import nn
 
 import fxcomp
 from fxcomp.step.compiled_step import CompiledStep
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 
 BATCH = JOBS["mlp"].batch(0)
 

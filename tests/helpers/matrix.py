@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plans import plan_in_turns
-from replicas import flat_parameters, replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.errors import FxcompError
 from fxcomp.plan.strategy import Strategy
+from helpers.plans import plan_in_turns
+from helpers.replicas import flat_parameters, replica_fingerprint
 
 STEPS = {"dense": 3, "int8": 60, "two-shot int4": 60}
 """Optimizer steps: dense ones are compared after each, compressed ones at the end."""

@@ -1,6 +1,6 @@
 """Run cells of the matrix of tests/helpers/matrix.py, and write the matrix into docs/compatibility.md.
 
-    PYTHONPATH=$PWD python tests/helpers/matrix_page.py --minutes 90
+    PYTHONPATH=$PWD:tests python -m helpers.matrix_page --minutes 90
 
 Cells in which every two choices meet come first. Records are kept after each spawn; a later run tries the others.
 """
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from matrix import CLIPS, OPTIMIZERS, PLANS, PRECISIONS, Cell, pairs, product, train_all, verdict
-from ranks import run_ranks
+from helpers.matrix import CLIPS, OPTIMIZERS, PLANS, PRECISIONS, Cell, pairs, product, train_all, verdict
+from helpers.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, RECORDS = ROOT / "docs" / "compatibility.md", ROOT / "benchmarks" / "matrix_2026-11-23.json"

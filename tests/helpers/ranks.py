@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planted import VARIABLE, plant
+
+from helpers.planted import VARIABLE, plant
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["pytest", "warm_rank"])
+_PROCESSES.set_forkserver_preload(["pytest", "helpers.warm_rank"])
 
 
 @dataclass(frozen=True)

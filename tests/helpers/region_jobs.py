@@ -14,9 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from drifting import table
-from jobs import Transformer, cross_entropy
-from plans import plan_in_turns
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +27,9 @@ from fxcomp.ranks import ALONE
 from fxcomp.runtime.moves import Move, Pattern
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.site import Site
+from helpers.drifting import table
+from helpers.jobs import Transformer, cross_entropy
+from helpers.plans import plan_in_turns
 
 WORDS, CLASSES = 20, 5
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scaled import Beside, Eager, Summing, faults_of, half_loss, network, scaler, with_faults
 from torch import Tensor, nn
 
 import fxcomp
+from helpers.scaled import Beside, Eager, Summing, faults_of, half_loss, network, scaler, with_faults
 
 KINDS = ("inf", "-inf", "nan")
 LEAST_SCALE = 4.0

@@ -8,8 +8,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from drifting import table
-from jobs import cross_entropy, rows
 from torch import Tensor, nn
 
 import fxcomp
@@ -18,6 +16,8 @@ from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.drift.predicted_costs import Cost
 from fxcomp.step.monitor import Monitor
+from helpers.drifting import table
+from helpers.jobs import cross_entropy, rows
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """A linear step brought as far as a pass needs it."""
 
-from graphs import COSTS, linear_step
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster
@@ -11,6 +10,7 @@ from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.plan.plan import Plan
+from helpers.graphs import COSTS, linear_step
 
 
 def bucketed(plan: Plan, cluster: Cluster, *, clip: bool = False) -> GraphModule:

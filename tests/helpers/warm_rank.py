@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import plans
-import planted
-import ranks
-import replicas
-import small_step
 import torch
 import torch.distributed
-from jobs import JOBS, OPTIMIZERS, cross_entropy
 from torch import Tensor
 
 import fxcomp
+from helpers import plans, planted, ranks, replicas, small_step
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 
 
 def written_gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor], *_: Any, **__: Any) -> list[Tensor]:

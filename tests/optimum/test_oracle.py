@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster
+from helpers.workloads import COSTS, cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import Processors

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster
+from helpers.workloads import COSTS, cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import UNSHARED, Processors

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from before_after import before_after
-from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, node_named, one_bucket
-from stages import lowered
+from helpers.before_after import before_after
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, node_named, one_bucket
+from helpers.stages import lowered
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.cost.roofline import Measured

@@ -1,8 +1,8 @@
 """Work goes to the stream that does it."""
 
-from before_after import before_after
-from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket
-from stages import lowered
+from helpers.before_after import before_after
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, one_bucket
+from helpers.stages import lowered
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link

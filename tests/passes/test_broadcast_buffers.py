@@ -1,7 +1,7 @@
 """Buffers that ranks share leave the step as rank 0's on every rank."""
 
-from before_after import before_after
-from graphs import linear_step
+from helpers.before_after import before_after
+from helpers.graphs import linear_step
 
 from fxcomp.graph.ops import BROADCAST
 from fxcomp.passes.broadcast_buffers import broadcast_buffers

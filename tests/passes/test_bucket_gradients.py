@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 import pytest
-from before_after import before_after
-from graphs import linear_step, node_named, one_bucket, two_buckets
+from helpers.before_after import before_after
+from helpers.graphs import linear_step, node_named, one_bucket, two_buckets
 
 from fxcomp.errors import BadPlan, UnsynchronizedGradient
 from fxcomp.graph.dump import dump

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from before_after import before_after
-from graphs import Step, linear_step
+from helpers.before_after import before_after
+from helpers.graphs import Step, linear_step
 from torch.fx import GraphModule
 
 from fxcomp.errors import UnsupportedFeature

@@ -1,8 +1,8 @@
 """Updates come behind a look at all that arrived, and what compression changed can be taken back."""
 
-from before_after import before_after
-from graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets
-from stages import lowered, priced
+from helpers.before_after import before_after
+from helpers.graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets
+from helpers.stages import lowered, priced
 
 from fxcomp.graph.dump import dump
 from fxcomp.graph.info import Role, info

@@ -1,9 +1,9 @@
 """Velocities enter and leave the step, before what is compressed; what was sent is forgotten."""
 
 import pytest
-from before_after import before_after
-from graphs import COSTS, TWO, TWO_BY_TWO, one_bucket, part, two_buckets
-from stages import lowered
+from helpers.before_after import before_after
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, one_bucket, part, two_buckets
+from helpers.stages import lowered
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.info import InputKind, Role, info

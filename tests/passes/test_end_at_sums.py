@@ -1,7 +1,7 @@
 """A micro-batch that ends no group runs forward and backward, and adds to the sums."""
 
-from before_after import before_after
-from graphs import linear_step, part
+from helpers.before_after import before_after
+from helpers.graphs import linear_step, part
 
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.passes.end_at_sums import end_at_sums

@@ -1,8 +1,8 @@
 """Nodes that capture did not label get their role, and the parameter whose gradient they carry."""
 
 import torch
-from before_after import before_after
-from graphs import Step, linear_step
+from helpers.before_after import before_after
+from helpers.graphs import Step, linear_step
 
 from fxcomp.graph.edit import clone
 from fxcomp.graph.info import KEY, Role, info

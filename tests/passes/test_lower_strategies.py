@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from before_after import before_after
-from graphs import TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
-from stages import bucketed
+from helpers.before_after import before_after
+from helpers.graphs import TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
+from helpers.stages import bucketed
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster

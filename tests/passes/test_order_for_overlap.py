@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from before_after import before_after
-from captures import captured
-from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, part, two_buckets
-from jobs import JOBS
-from plans import plan_in_turns
-from stages import priced
+from helpers.before_after import before_after
+from helpers.captures import captured
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, part, two_buckets
+from helpers.jobs import JOBS
+from helpers.plans import plan_in_turns
+from helpers.stages import priced
 from torch.fx import Node
 
 from fxcomp.graph.edit import is_collective, last_result

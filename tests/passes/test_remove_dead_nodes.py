@@ -1,8 +1,8 @@
 """Nodes that nobody needs go; those that write or draw stay."""
 
 import torch
-from before_after import before_after
-from graphs import Step
+from helpers.before_after import before_after
+from helpers.graphs import Step
 
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 

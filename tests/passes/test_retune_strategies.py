@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from before_after import before_after
-from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket
-from stages import lowered
+from helpers.before_after import before_after
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket
+from helpers.stages import lowered
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.dump import dump

@@ -1,9 +1,9 @@
 """Gradients are multiplied by a live number while they are packed; one rank alone multiplies each."""
 
 import torch
-from before_after import before_after
-from graphs import TWO, linear_step, node_named, one_bucket, part
-from stages import bucketed
+from helpers.before_after import before_after
+from helpers.graphs import TWO, linear_step, node_named, one_bucket, part
+from helpers.stages import bucketed
 from torch.fx import Node
 
 from fxcomp.graph.edit import gradients

@@ -1,8 +1,8 @@
 """Gradients are added to the sums of their group, in front of whatever is done with them."""
 
 import torch
-from before_after import before_after
-from graphs import TWO, linear_step, node_named
+from helpers.before_after import before_after
+from helpers.graphs import TWO, linear_step, node_named
 
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.info import InputKind, info

@@ -1,8 +1,8 @@
 """Residuals enter and leave the step, for compressors that leave something out."""
 
-from before_after import before_after
-from graphs import TWO, one_bucket, two_buckets
-from stages import lowered
+from helpers.before_after import before_after
+from helpers.graphs import TWO, one_bucket, two_buckets
+from helpers.stages import lowered
 
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import KEEP

@@ -1,8 +1,8 @@
 """Gradients of weighted losses are divided by the count of all ranks, before anything is packed."""
 
 import torch
-from before_after import before_after
-from graphs import TWO, Step, part
+from helpers.before_after import before_after
+from helpers.graphs import TWO, Step, part
 from torch.fx import GraphModule
 
 from fxcomp.graph.info import InputKind, Role, Source

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import JOBS, cross_entropy
-from ranks import try_ranks
+from helpers.jobs import JOBS, cross_entropy
+from helpers.ranks import try_ranks
 from torch import nn
 
 import fxcomp

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from helpers.legs import Walker, walk
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from legs import Walker, walk
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster, Level

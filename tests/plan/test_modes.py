@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from workloads import cluster
+from helpers.workloads import cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Transformer
+from helpers.jobs import Transformer
 from torch import nn
 
 from fxcomp.cluster.cluster import Cluster

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from ranks import run_ranks
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks
 
 import fxcomp
 from fxcomp import compat

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import table
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from ranks import run_ranks, try_ranks
+from helpers.drifting import table
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks, try_ranks
 
 import fxcomp
 from fxcomp import compat

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import COSTS
-from jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.graphs import COSTS
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from torch import Tensor
 from torch.fx import GraphModule
 

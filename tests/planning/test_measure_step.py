@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
+from helpers.jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
 
 import fxcomp
 from fxcomp.cluster.cluster import Cluster

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from ranks import Outcome, try_ranks
-from small_step import batch, compiled
+from helpers.ranks import Outcome, try_ranks
+from helpers.small_step import batch, compiled
 
 from fxcomp import compat
 from fxcomp.frontends import compile_step

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, try_ranks
+from helpers.ranks import run_ranks, try_ranks
 
 from fxcomp import compat
 from fxcomp.errors import LostTouch

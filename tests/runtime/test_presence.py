@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from unittest.mock import patch
 
-from ranks import run_alone
+from helpers.ranks import run_alone
 
 from fxcomp import compat
 from fxcomp.runtime import presence as room

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from ranks import run_ranks, try_ranks
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks, try_ranks
 
 import fxcomp
 from fxcomp import compat

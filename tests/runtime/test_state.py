@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.workloads import cluster
 from torch import Tensor
-from workloads import cluster
 
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.randomness import key_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster
+from helpers.workloads import COSTS, cluster
 
 from fxcomp.plan.modes import Mode
 from fxcomp.search.atoms import LARGE, MOST, atoms_of, joined

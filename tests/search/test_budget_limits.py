@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 from budget_optimality_workloads import drawn
+from helpers.workloads import COSTS, cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import COSTS, cluster
 
 from fxcomp.error_tables import STANDARD, ErrorTable, Row, legal
 from fxcomp.optimum.one_wire import fastest_on_one_wire

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from workloads import COSTS, cluster, layers
+from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.error_budget import plan_error, polluting_share

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster, layers, matrices
+from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link

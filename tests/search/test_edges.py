@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster, layers
+from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import UNSHARED, Processors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workloads import COSTS, cluster, layers
+from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import predict_us

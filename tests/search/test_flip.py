@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from workloads import COSTS, cluster, layers
+from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose, flip_gbit

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from graphs import COSTS
-from jobs import JOBS, captured_step, cross_entropy
-from plans import plan_in_turns
+from helpers.graphs import COSTS
+from helpers.jobs import JOBS, captured_step, cross_entropy
+from helpers.plans import plan_in_turns
 from torch import Tensor, nn
 
 from fxcomp.capture.training import Training

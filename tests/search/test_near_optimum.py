@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster, layers, matrices
+from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.optimum.oracle import optimum

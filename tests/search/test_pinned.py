@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from workloads import COSTS, cluster, layers, matrices
+from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.error_budget import plan_error

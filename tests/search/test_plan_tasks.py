@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from workloads import COSTS, cluster, layers, matrices
+from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.processors import Processors

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from workloads import COSTS, cluster, layers
+from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import predict_us, uniform

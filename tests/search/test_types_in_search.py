@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from workloads import cluster
+from helpers.workloads import cluster
 
 from fxcomp.compressors import CastCompressor, kernels
 from fxcomp.cost.table import CostTable

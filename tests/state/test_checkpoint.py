@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from books import CLUSTERS, SIZES, Books, Job, some_plan
+from helpers.books import CLUSTERS, SIZES, Books, Job, some_plan
 from torch import Tensor
 
 from fxcomp.compressors import parse_compressor

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from books import CLUSTERS, CPU, EVERYWHERE, EXACT, SIZES, Books, Job, dealt, some_plan
+from helpers.books import CLUSTERS, CPU, EVERYWHERE, EXACT, SIZES, Books, Job, dealt, some_plan
+from helpers.virtual_ranks import VirtualRank, run_virtual
 from torch import Tensor
-from virtual_ranks import VirtualRank, run_virtual
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from books import CLUSTERS, SIZES, Books, Job
-from virtual_ranks import try_virtual
+from helpers.books import CLUSTERS, SIZES, Books, Job
+from helpers.virtual_ranks import try_virtual
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState, PeerFailed

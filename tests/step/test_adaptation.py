@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
 
 import fxcomp

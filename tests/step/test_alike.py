@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import table
-from jobs import cross_entropy
-from ranks import run_ranks
-from small_step import batch
+from helpers.drifting import table
+from helpers.jobs import cross_entropy
+from helpers.ranks import run_ranks
+from helpers.small_step import batch
 from torch import nn
 
 import fxcomp

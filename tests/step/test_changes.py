@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from followed import BATCH, assert_eager, compile_alone
-from jobs import OPTIMIZERS, mlp
+from helpers.followed import BATCH, assert_eager, compile_alone
+from helpers.jobs import OPTIMIZERS, mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import EVERY, JOB, JUDGED, POINTS, WINDOW, compiled, same, table
-from jobs import JOBS, cross_entropy
-from judged import plans_made
-from plans import plan_in_turns
-from ranks import run_ranks
-from replicas import flat_parameters
+from helpers.drifting import EVERY, JOB, JUDGED, POINTS, WINDOW, compiled, same, table
+from helpers.jobs import JOBS, cross_entropy
+from helpers.judged import plans_made
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks
+from helpers.replicas import flat_parameters
+from helpers.virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
 from torch import Tensor, nn
-from virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
 
 import fxcomp
 from fxcomp.cluster.cluster import Cluster

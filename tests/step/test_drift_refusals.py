@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import JUDGED, compiled, table
-from graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from ranks import run_ranks
-from virtual_time import VirtualTime, slower, virtual_time
+from helpers.drifting import JUDGED, compiled, table
+from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks
+from helpers.virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
 from fxcomp.cluster.cluster import Cluster, Level

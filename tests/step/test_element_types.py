@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plans import TWO_HOSTS, plan_in_turns
-from ranks import run_ranks
-from replicas import flat_parameters, replica_fingerprint
+from helpers.plans import TWO_HOSTS, plan_in_turns
+from helpers.ranks import run_ranks
+from helpers.replicas import flat_parameters, replica_fingerprint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from workloads import cluster
+from helpers.workloads import cluster
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.plan import Bucket, Plan

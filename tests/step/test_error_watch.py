@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import table as costs
-from jobs import JOBS, OPTIMIZERS, Job, cross_entropy
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.drifting import table as costs
+from helpers.jobs import JOBS, OPTIMIZERS, Job, cross_entropy
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
 
 import fxcomp

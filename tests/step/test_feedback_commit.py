@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import OPTIMIZERS, mlp
-from ranks import run_ranks
+from helpers.jobs import OPTIMIZERS, mlp
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import fxcomp

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from plans import plan_in_turns
-from ranks import run_ranks
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

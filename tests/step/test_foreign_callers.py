@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from followed import BATCH, compiled, small
-from ranks import run_ranks
+from helpers.followed import BATCH, compiled, small
+from helpers.ranks import run_ranks
 
 from fxcomp import errors
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from scaled_jobs import Found, Job
+from helpers.ranks import run_ranks
+from helpers.scaled_jobs import Found, Job
 from torch import nn
 
 from fxcomp.cluster.cluster import Cluster

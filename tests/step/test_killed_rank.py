@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from drifting import JOB, table
-from drifting import compiled as racing
-from ranks import try_ranks
-from small_step import batch, compiled
-from virtual_time import VirtualTime, virtual_time
+from helpers.drifting import JOB, table
+from helpers.drifting import compiled as racing
+from helpers.ranks import try_ranks
+from helpers.small_step import batch, compiled
+from helpers.virtual_time import VirtualTime, virtual_time
 
 import fxcomp
 from fxcomp import compat

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import table
-from ranks import run_ranks
-from replicas import everyone
-from small_step import batch, compiled, parameters_of
+from helpers.drifting import table
+from helpers.ranks import run_ranks
+from helpers.replicas import everyone
+from helpers.small_step import batch, compiled, parameters_of
 from torch import Tensor, nn
 
 import fxcomp

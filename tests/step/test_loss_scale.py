@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, try_ranks
-from scaled import flat, half_loss, network, same_bits, scaler
+from helpers.ranks import run_ranks, try_ranks
+from helpers.scaled import flat, half_loss, network, same_bits, scaler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

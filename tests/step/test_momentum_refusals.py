@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from jobs import JOBS, OPTIMIZERS, cross_entropy
-from ranks import try_ranks
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import try_ranks
 
 import fxcomp
 from fxcomp.errors import BadOption

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from followed import count_captures
-from jobs import JOBS, cross_entropy
+from helpers.followed import count_captures
+from helpers.jobs import JOBS, cross_entropy
 from torch import Tensor, nn
 
 import fxcomp

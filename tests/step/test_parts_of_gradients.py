@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, cross_entropy
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.jobs import JOBS, cross_entropy
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

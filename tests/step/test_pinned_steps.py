@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import JOB, JUDGED, compiled, table
-from jobs import cross_entropy, mlp
-from ranks import run_ranks
-from replicas import flat_parameters
+from helpers.drifting import JOB, JUDGED, compiled, table
+from helpers.jobs import cross_entropy, mlp
+from helpers.ranks import run_ranks
+from helpers.replicas import flat_parameters
 
 import fxcomp
 from fxcomp.frontends.torch_compile import compiled_model

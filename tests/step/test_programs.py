@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from followed import compiled, count_captures, small
-from jobs import JOBS, cross_entropy
+from helpers.followed import compiled, count_captures, small
+from helpers.jobs import JOBS, cross_entropy
 from torch import Tensor
 
 import fxcomp

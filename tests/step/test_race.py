@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from drifting import JOB, JUDGED, compiled, same, table
-from judged import plans_made
-from ranks import run_ranks
-from replicas import flat_parameters
-from scaled import owed
+from helpers.drifting import JOB, JUDGED, compiled, same, table
+from helpers.judged import plans_made
+from helpers.ranks import run_ranks
+from helpers.replicas import flat_parameters
+from helpers.scaled import owed
+from helpers.virtual_time import VirtualTime, slower, virtual_time
 from torch import Tensor, nn
-from virtual_time import VirtualTime, slower, virtual_time
 
 import fxcomp
 from fxcomp.capture.step_capture import StepCapture

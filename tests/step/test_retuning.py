@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, cross_entropy
-from plans import TWO_HOSTS, plan_in_turns
-from ranks import run_ranks
-from replicas import replica_fingerprint
+from helpers.jobs import JOBS, cross_entropy
+from helpers.plans import TWO_HOSTS, plan_in_turns
+from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor
 
 import fxcomp

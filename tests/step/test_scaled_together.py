@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from drifting import EVERY, JUDGED, WINDOW, table
-from ranks import run_ranks
-from scaled import Summing, same_bits
-from scaled_jobs import SMALL, Found, Job, Work, small_batch
+from helpers.drifting import EVERY, JUDGED, WINDOW, table
+from helpers.ranks import run_ranks
+from helpers.scaled import Summing, same_bits
+from helpers.scaled_jobs import SMALL, Found, Job, Work, small_batch
+from helpers.virtual_time import VirtualTime, scheduled, slower, virtual_time
 from torch import Tensor, nn
-from virtual_time import VirtualTime, scheduled, slower, virtual_time
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 from torch import nn
 
 import fxcomp

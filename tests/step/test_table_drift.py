@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from workloads import cluster
+from helpers.workloads import cluster
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, Columns, ErrorTable, Row, cut, families, joined

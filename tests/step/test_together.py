@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from injection import Injected, calls_of
-from ranks import try_ranks
-from replicas import everyone
-from small_step import batch, compiled, parameters_of, replanning
+from helpers.injection import Injected, calls_of
+from helpers.ranks import try_ranks
+from helpers.replicas import everyone
+from helpers.small_step import batch, compiled, parameters_of, replanning
 
 from fxcomp.errors import PeerFailed
 from fxcomp.step.compiled_step import CompiledStep

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from edits import rerun_with
-from jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
-from ranks import run_ranks
+from helpers.edits import rerun_with
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

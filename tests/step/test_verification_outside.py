@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from followed import BATCH
-from jobs import cross_entropy
+from helpers.followed import BATCH
+from helpers.jobs import cross_entropy
 from torch import Tensor, nn
 
 import fxcomp

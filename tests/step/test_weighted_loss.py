@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import JOBS, OPTIMIZERS
-from ranks import run_ranks
-from replicas import flat_parameters, replica_fingerprint
+from helpers.jobs import JOBS, OPTIMIZERS
+from helpers.ranks import run_ranks
+from helpers.replicas import flat_parameters, replica_fingerprint
 from torch import Tensor, nn
 
 import fxcomp

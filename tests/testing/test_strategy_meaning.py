@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from legs import Walker, walk
+from helpers.legs import Walker, walk
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster, Level

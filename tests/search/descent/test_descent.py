@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from workloads import COSTS, cluster, layers, matrices
+from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import Processors

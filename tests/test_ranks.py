@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_alone, run_ranks, try_ranks
+from helpers.ranks import run_alone, run_ranks, try_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxcomp import compat
