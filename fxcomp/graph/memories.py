@@ -17,7 +17,6 @@ from fxcomp.graph.info import Role, info
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.ops import (
     ACCUMULATE,
-    ALL_REDUCE,
     D2H,
     H2D,
     IN_PLACE,
@@ -140,5 +139,5 @@ class Memories:
 
 def _works_in_place(collective: Node) -> bool:
     """Tell an all_reduce, and a broadcast without parts: they overwrite what they are given."""
-    is_broadcast = collective_kind(collective) is CollectiveKind.BROADCAST and collective.target not in MOVES
-    return collective.target is ALL_REDUCE or is_broadcast
+    kind = collective_kind(collective)
+    return kind.is_in_place or (kind is CollectiveKind.BROADCAST and collective.target not in MOVES)

@@ -15,16 +15,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.optimum.blocks import COMPUTE, STREAMS
-from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
+from fxcomp.plan.legs import Decode, Encode, Route
+from fxcomp.plan.lines import BucketLine, LineKind, lines_of
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.streams import Stream, wire_of
 
 _CANONICAL = ((1 << 15, 1 << 15),) * 16  # a bucket so large that what is rounded up in it hardly counts
 _ROUNDED = 8  # grains by which a shard's part may be rounded up, more than it is
@@ -91,7 +91,7 @@ class LeastWork:
         elements = sum(map(math.prod, shapes))
         if elements == 0:
             return _NOTHING
-        writer = _Writer(self, strategy, element_type, elements, is_exact=shape is not None, proposes=not is_cut)
+        writer = _Writer(self, strategy, elements, is_exact=shape is not None, proposes=not is_cut)
         return writer.least(route)
 
     def line(self, key: object, price: Callable[[float], float], breaks: Sequence[float], largest: float) -> Line:
@@ -102,13 +102,12 @@ class LeastWork:
 
 
 class _Writer:
-    """Follows a bucket's legs as `plan_tasks` does, and adds up lines."""
+    """Adds up what bounds each of a bucket's lines; `_BOUNDS` has the kinds that count."""
 
     def __init__(
         self,
         work: LeastWork,
         strategy: Strategy,
-        element_type: ElementType,
         elements: int,
         *,
         is_exact: bool,
@@ -126,41 +125,31 @@ class _Writer:
         """The elements by which a rank's part may be less than its share."""
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
         self.tail = (0.0, 0.0)
-        self.on_pool = False
-        self.dense = element_type.itemsize
-        self.held = float(self.dense * elements)
-        self.proposed: float | None = None
 
     def least(self, route: Route) -> Least:
-        written = 4 if route.packs_fp32 else self.dense
-        self._add(COMPUTE, (0.0, self.costs.pack_us((self.dense + written) / 2)), self.elements)
-        for stage in route.stages:
+        for lines in lines_of(route)[:-1]:
             self.tail = (0.0, 0.0)
-            for leg in stage:
-                self._leg(leg)
+            for line in lines:
+                if line.kind in _BOUNDS:
+                    _BOUNDS[line.kind](self, line)
         return Least(tuple(self.fixed), tuple(self.rates), *self.tail)
 
-    def _leg(self, leg: Leg) -> None:
-        match leg:
-            case Encode():
-                self.on_pool = leg.device is Device.CPU
-                what = self.costs.propose_us if leg.is_proposal else self.costs.encode_us
-                self._device("encode", leg, lambda n: what(leg.compressor, _whole(n), leg.device), leg.compressor)
-                if leg.is_proposal:
-                    self.proposed = float(sum(map(leg.compressor.proposal_bytes, leg.segments))) * self.proposes
-                else:
-                    self.held = float(leg.payload_elements * leg.compressor.payload_dtype.itemsize)
-            case Decode():
-                self.on_pool = leg.device is Device.CPU
-                self._device(
-                    f"decode {leg.payloads}",
-                    leg,
-                    lambda n: self.costs.decode_us(leg.compressor, _whole(n), leg.payloads, leg.device),
-                    leg.compressor,
-                )
-                self.held = float(self.dense * leg.elements)
-            case Send():
-                self._send(leg)
+    def pack(self, line: BucketLine) -> None:
+        self._add(COMPUTE, (0.0, self.costs.pack_us(line.size / self.elements)), self.elements)
+
+    def encode(self, line: BucketLine) -> None:
+        leg = line.encode
+        what = self.costs.propose_us if leg.is_proposal else self.costs.encode_us
+        self._device("encode", leg, lambda n: what(leg.compressor, _whole(n), leg.device), leg.compressor)
+
+    def decode(self, line: BucketLine) -> None:
+        leg = line.decode
+        self._device(
+            f"decode {leg.payloads}",
+            leg,
+            lambda n: self.costs.decode_us(leg.compressor, _whole(n), leg.payloads, leg.device),
+            leg.compressor,
+        )
 
     def _device(self, what: str, leg: Encode | Decode, price: Callable[[float], float], compressor: Compressor) -> None:
         key = (what, getattr(leg, "is_proposal", False), str(compressor), leg.device)
@@ -170,26 +159,22 @@ class _Writer:
         short = self.short if leg.elements < self.elements else 0
         self._add(COMPUTE if leg.device is Device.GPU else pool, line, leg.elements, short)
 
-    def _send(self, leg: Send) -> None:
-        self.on_pool = self.on_pool and leg.slot is not None
+    def send(self, line: BucketLine) -> None:
+        leg = line.send
         if leg.ranks == 1:
-            self.proposed = None
             return
-        proposed, self.proposed = self.proposed, None
-        size = proposed if proposed is not None else float(leg.works_on(int(self.held)))
+        size = 0.0 if line.kind is LineKind.AGREE and not self.proposes else float(line.size)
         what = leg.kind, leg.level
         breaks = self.costs.collective_breaks(*what, self.cluster)
         itemsize = max(4, self.work.itemsize)
         largest = float(itemsize * self.work.elements * max(1, self.cluster.world_size))
-        line = self.work.line(what, lambda x: self.costs.collective_us(*what, x, self.cluster), breaks, largest)
-        is_largest = bool(leg.parts) and leg.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
-        self._add(_wire(leg.level, self.cluster), line, size, 0 if is_largest else itemsize * self.short)
+        price = self.work.line(what, lambda x: self.costs.collective_us(*what, x, self.cluster), breaks, largest)
+        wire = STREAMS.index(wire_of(leg.level, self.cluster.hosts))
+        self._add(wire, price, size, 0 if leg.is_priced_by_largest else itemsize * self.short)
         if leg.kind.splits:
             self.short = max(self.short, 1 if self.leading else self.grain)
             self.leading = max(0, self.leading - 1)
-        self.fixed[_CPU if self.on_pool else COMPUTE] += self.costs.launch_us
-        if proposed is None:
-            self.held = float(leg.leaves(int(self.held)))
+        self.fixed[STREAMS.index(line.stream)] += self.costs.launch_us
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
         """Add a price of a size that this bucket has; another's may be short of its share by so much."""
@@ -202,9 +187,14 @@ class _Writer:
             self.tail = self.tail[0] + fixed, self.tail[1] + rate
 
 
-def _wire(level: Level, cluster: Cluster) -> int:
-    is_inside = level is Level.INTRA or cluster.hosts == 1
-    return STREAMS.index(Stream.INTRA if is_inside else Stream.INTER)
+_BOUNDS: dict[LineKind, Callable[[_Writer, BucketLine], None]] = {
+    LineKind.PACK: _Writer.pack,
+    LineKind.PROPOSE: _Writer.encode,
+    LineKind.COMPRESS: _Writer.encode,
+    LineKind.DECOMPRESS: _Writer.decode,
+    LineKind.AGREE: _Writer.send,
+    LineKind.SEND: _Writer.send,
+}
 
 
 def _whole(size: float) -> int:

@@ -17,11 +17,11 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.edit import level_of, nodes_on_host
 from fxcomp.graph.info import info, update_info
 from fxcomp.graph.lines import LAUNCH, line_of
-from fxcomp.plan.streams import POOL, Stream
+from fxcomp.plan.streams import POOL, Stream, wire_of
 
 
 def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:
@@ -37,5 +37,5 @@ def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
         source = node.args[0] if node.target is operator.getitem else None
         return info(source).stream or Stream.COMPUTE if isinstance(source, Node) else Stream.COMPUTE
     if line is LAUNCH:
-        return Stream.INTRA if level_of(node) is Level.INTRA or cluster.hosts == 1 else Stream.INTER
+        return wire_of(level_of(node), cluster.hosts)
     return Stream.COMPUTE if line.stream in POOL and not on_host else line.stream

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import call, gradients, has_scale
+from fxcomp.graph.edit import call, collective_kind, gradients, has_scale, is_collective
 from fxcomp.graph.info import NodeInfo, Role, info
-from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ALL_REDUCE, ROLL_BACK, SAVE
+from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ROLL_BACK, SAVE
 
 
 def commit_if_finite(gm: GraphModule, skip_nonfinite: bool) -> GraphModule:
@@ -72,7 +72,7 @@ def _roll_back(gm: GraphModule, compress: Node) -> None:
     decompress: Any = next(
         n for n in graph.nodes if info(n).role is Role.DECOMPRESS and (info(n).bucket, info(n).slot) == mine
     )
-    if any(user.target is ALL_REDUCE for user in payload.users):
+    if any(is_collective(user) and collective_kind(user).is_in_place for user in payload.users):
         payload = _saved(gm, payload, f"sent_{name}")
     label = NodeInfo(Role.ROLL_BACK, bucket=mine[0], slot=mine[1])
     with graph.inserting_before(graph.output_node()):

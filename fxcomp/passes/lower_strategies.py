@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,11 +32,10 @@ from fxcomp.graph.edit import buckets, call, collective_of, refresh_value, wait_
 from fxcomp.graph.info import NodeInfo, Role, update_info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, OF_PARTS, TURN, WAIT
 from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.legs import Decode, Encode, Leg, Send
+from fxcomp.plan.legs import Decode, Encode, Send
+from fxcomp.plan.lines import BucketLine, LineKind, lines_of, sent
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.sent_bytes import sent_bytes
-from fxcomp.plan.steps import Device
 from fxcomp.plan.strategy import DENSE
 
 
@@ -57,13 +56,11 @@ class _Lowering:
         assert flat is not None, f"bucket {number} has no collective"
         self.flat, self.done = flat, wait_of(flat)
         self.value = pack
-        """The input of the next leg."""
+        """The input of the next line."""
         self.agreed: Node | None = None
         self.proposal: Node | None = None
-        self.encoder: Encode | None = None
-        self.on_host: bool = False
-        self.sizes: Iterator[tuple[Send, int]] = iter(())
-        """The collectives still to come, with the bytes that all ranks price them by."""
+        self.sizes: Iterator[int] = iter(())
+        """The bytes that all ranks price the collectives by that are still to come."""
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
@@ -72,7 +69,6 @@ class _Lowering:
         shapes = [gradient.meta["val"].shape for gradient in gradients]
         kind = self.bucket.element_type
         route = route_of(self.bucket.strategy, shapes, cluster, rank, kind)
-        self.sizes = iter(sent_bytes(route_of(self.bucket.strategy, shapes, cluster, element_type=kind)))
         self.pack.args = (self.pack.args[0], float(route.scale))
         if self.bucket.strategy == DENSE:
             self.flat.args = (self.pack, "sum", Level.WORLD.value)
@@ -80,96 +76,81 @@ class _Lowering:
         if route.packs_fp32 and self.dtype is not torch.float32:
             self.pack.update_kwarg("dtype", torch.float32)
             refresh_value(self.pack)
-        for stage, legs in enumerate(route.stages):
+        of_rank_0 = lines_of(route_of(self.bucket.strategy, shapes, cluster, element_type=kind))
+        self.sizes = iter([line.size for line in sent(of_rank_0)])
+        for stage, lines in enumerate(lines_of(route)):
             with self.graph.inserting_before(self.done if stage else self.flat):
-                for leg in legs:
-                    self._lower(leg)
-        with self.graph.inserting_before(self.done):
-            self._bring_to(Device.GPU)
-            self._cast(self.dtype)
+                for line in lines:
+                    _NODES[line.kind](self, line)
         self.done.replace_all_uses_with(self.value)
         self.graph.erase_node(self.done)
         self.graph.erase_node(self.flat)
 
-    def _lower(self, leg: Leg) -> None:
-        match leg:
-            case Encode():
-                self._cast(torch.float32)
-                self._bring_to(leg.device)
-                self._encode(leg)
-            case Decode():
-                self._bring_to(leg.device)
-                self._decode(leg)
-            case Send():
-                if leg.slot is None:
-                    self._bring_to(Device.GPU)
-                if leg.slot is None and leg.ranks > 1:
-                    self._cast(self.dtype)
-                self._send(leg)
+    def packed(self, _: BucketLine) -> None:
+        """Leave it: the graph has it already."""
 
-    def _bring_to(self, device: Device) -> None:
-        is_host = device is Device.CPU
-        if is_host != self.on_host:
-            target, name = (D2H, "d2h") if is_host else (H2D, "h2d")
-            self.value = self._node(target, (self.value,), Role.COPY, name)
-            self.on_host = is_host
+    def cast(self, _: BucketLine) -> None:
+        is_fp32 = self.value.meta["val"].dtype is torch.float32
+        self.value = self._node(CAST, (self.value, self.dtype if is_fp32 else torch.float32), Role.COPY, "cast")
 
-    def _cast(self, dtype: torch.dtype) -> None:
-        if self.value.meta["val"].dtype is not dtype:
-            self.value = self._node(CAST, (self.value, dtype), Role.COPY, "cast")
+    def copy(self, line: BucketLine) -> None:
+        target = D2H if line.kind is LineKind.D2H else H2D
+        self.value = self._node(target, (self.value,), Role.COPY, line.kind.value)
 
-    def _encode(self, leg: Encode) -> None:
-        compressor = leg.compressor
-        arguments = (self.value, None, [size for piece in leg.segments for size in piece], *compressor.parameters)
-        if leg.is_proposal:
-            self.proposal = self._node(compressor.propose_op, arguments, Role.PROPOSE, "proposal", slot=leg.slot)
-            return
-        keywords = self._keywords(leg)
-        made = self._node(compressor.compress_op, arguments, Role.COMPRESS, "compress", slot=leg.slot, **keywords)
+    def turn(self, line: BucketLine) -> None:
+        turned = line.send.turned
+        assert turned is not None, "a turn says how"
+        self.value = self._node(TURN, (self.value, turned.outer, list(turned.sizes)), Role.PACK, "turned")
+
+    def propose(self, line: BucketLine) -> None:
+        leg, arguments = line.encode, self._values_to_encode(line.encode)
+        self.proposal = self._node(leg.compressor.propose_op, arguments, Role.PROPOSE, "proposal", slot=leg.slot)
+
+    def compress(self, line: BucketLine) -> None:
+        leg, arguments, keywords = line.encode, self._values_to_encode(line.encode), self._keywords(line.encode)
+        made = self._node(leg.compressor.compress_op, arguments, Role.COMPRESS, "compress", slot=leg.slot, **keywords)
         self.value = self._node(operator.getitem, (made, 0), Role.COMPRESS, "payload", slot=leg.slot)
-        self.encoder = leg
 
-    def _decode(self, leg: Decode) -> None:
+    def _values_to_encode(self, leg: Encode) -> tuple[Any, ...]:
+        return self.value, None, [size for piece in leg.segments for size in piece], *leg.compressor.parameters
+
+    def decompress(self, line: BucketLine) -> None:
+        leg, keywords = line.decode, self._keywords(line.decode)
         sizes = [size for piece in leg.segments for size in piece]
         arguments = (self.value, leg.payloads, sizes, *leg.compressor.parameters)
-        keywords = self._keywords(leg)
         self.value = self._node(
             leg.compressor.decompress_op, arguments, Role.DECOMPRESS, "mean", slot=leg.slot, **keywords
         )
-        self.encoder = self.agreed = None
+        self.agreed = None
 
     def _keywords(self, leg: Encode | Decode) -> dict[str, Any]:
         agreed = {} if self.agreed is None else {"agreed": self.agreed}
         return agreed if len(leg.segments) == 1 else {**agreed, "pieces": [len(piece) for piece in leg.segments]}
 
-    def _send(self, leg: Send) -> None:
-        if leg.turned is not None:
-            turned = (self.value, leg.turned.outer, list(leg.turned.sizes))
-            self.value = self._node(TURN, turned, Role.PACK, "turned")
-        sent, size = self.proposal or self.value, next(self.sizes)[1]
-        arrived = sent if leg.ranks == 1 else self._exchanged(leg, sent, size)
-        self.stage += leg.ranks == 1
-        if self.proposal is not None:
-            self.agreed, self.proposal = arrived, None
-        else:
-            self.value = arrived
+    def agree(self, line: BucketLine) -> None:
+        assert self.proposal is not None, "ranks agree on what was proposed"
+        self.agreed = self._exchanged(line, self.proposal, "agreed", "_proposal")
 
-    def _exchanged(self, leg: Send, sent: Node, size: int) -> Node:
-        """Start a collective, and wait for it in the next stage."""
+    def send(self, line: BucketLine) -> None:
+        if line.of is not None:
+            self.value = self._exchanged(line, self.value, "payloads", f"_{line.of.compressor.name}")
+        else:
+            level = line.send.level
+            suffix = "" if level is Level.WORLD else f"_{level.value}"
+            self.value = self._exchanged(line, self.value, "wait", suffix)
+
+    def _exchanged(self, line: BucketLine, sent: Node, arrived: str, suffix: str) -> Node:
+        """Start a collective, and wait for it in the next stage; in a group of one there is nothing to do."""
+        leg, size = line.send, next(self.sizes)
+        if leg.ranks == 1:
+            self.stage += 1
+            return sent
         target, arguments = _operator_and_arguments(leg, sent)
-        collective = self._node(target, arguments, Role.COLLECTIVE, leg.kind.value, self._suffix(leg))
+        collective = self._node(target, arguments, Role.COLLECTIVE, leg.kind.value, suffix)
         update_info(collective, sent_bytes=size)
         self.stage += 1
         with self.graph.inserting_before(self.done):
-            names = "agreed" if self.proposal else "wait" if leg.slot is None else "payloads"
-            return self._node(WAIT, (collective,), Role.WAIT, names)
-
-    def _suffix(self, leg: Send) -> str:
-        if self.proposal is not None:
-            return "_proposal"
-        if self.encoder is not None:
-            return f"_{self.encoder.compressor.name}"
-        return "" if leg.level is Level.WORLD else f"_{leg.level.value}"
+            return self._node(WAIT, (collective,), Role.WAIT, arrived)
 
     def _node(
         self, target: Any, args: tuple[Any, ...], role: Role, name: str, suffix: str = "", slot: int = 0, **kwargs: Any
@@ -191,3 +172,17 @@ def _operator_and_arguments(leg: Send, sent: Node) -> tuple[Any, tuple[Any, ...]
     if leg.kind is CollectiveKind.ALL_GATHER and isinstance(leg.cut, int):
         return ALL_GATHER, (sent, leg.cut, level)
     return OF_PARTS[leg.kind], (sent, list(leg.parts), leg.place, level)
+
+
+_NODES: dict[LineKind, Callable[[_Lowering, BucketLine], None]] = {
+    LineKind.PACK: _Lowering.packed,
+    LineKind.CAST: _Lowering.cast,
+    LineKind.D2H: _Lowering.copy,
+    LineKind.H2D: _Lowering.copy,
+    LineKind.TURN: _Lowering.turn,
+    LineKind.PROPOSE: _Lowering.propose,
+    LineKind.AGREE: _Lowering.agree,
+    LineKind.COMPRESS: _Lowering.compress,
+    LineKind.SEND: _Lowering.send,
+    LineKind.DECOMPRESS: _Lowering.decompress,
+}

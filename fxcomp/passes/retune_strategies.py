@@ -25,9 +25,9 @@ from fxcomp.graph.info import Role, info, update_info
 from fxcomp.graph.lines import compressor_at
 from fxcomp.graph.ops import MOVES, PACK, TURN
 from fxcomp.plan.legs import Route, Send
+from fxcomp.plan.lines import lines_of, sent
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.sent_bytes import sent_bytes
 
 
 def retune_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) -> GraphModule:
@@ -41,8 +41,8 @@ def retune_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) 
         _set_compressors(lines[number], route)
         _set_cuts(lines[number], route)
         _refresh(lines[number])
-        sent = sent_bytes(route_of(strategy, shapes, cluster, element_type=kind))
-        sizes = [size for send, size in sent if send.ranks > 1]
+        lines_of_rank_0 = sent(lines_of(route_of(strategy, shapes, cluster, element_type=kind)))
+        sizes = [line.size for line in lines_of_rank_0 if line.send.ranks > 1]
         for collective, size in zip(_collectives(lines[number]), sizes, strict=True):
             update_info(collective, sent_bytes=size)
     return gm

@@ -45,6 +45,11 @@ class CollectiveKind(Enum):
         return self in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
 
     @property
+    def is_in_place(self) -> bool:
+        """It overwrites what it is given, as all others do not."""
+        return self is CollectiveKind.ALL_REDUCE
+
+    @property
     def joined_by(self) -> CollectiveKind:
         """The collective that puts together what this one splits."""
         return _JOINED_BY[self]

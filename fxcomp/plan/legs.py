@@ -79,9 +79,12 @@ class Send:
 
     def works_on(self, held: int) -> int:
         """Count the bytes that it is priced by, where this rank holds so many: of a gather what one rank brings."""
-        if self.parts and self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST):
-            return max(self.parts) * self.itemsize
-        return held
+        return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
+
+    @property
+    def is_priced_by_largest(self) -> bool:
+        """Ranks bring parts of their own sizes, of which the largest counts."""
+        return bool(self.parts) and self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
 
     def leaves(self, held: int) -> int:
         """Count the bytes that this rank holds afterwards."""

@@ -249,7 +249,7 @@ class _Walk:
         number = next(k for k, row in enumerate(self.rows) if row.split is step)
         outer, inner = math.prod(row.count for row in self.rows[:number]), self.rows[number + 1 :]
         sizes = tuple(self._payload(part, inner) for part in parts)
-        turned = Turn(outer, sizes) if outer > 1 else None
+        turned = Turn(outer, sizes) if outer > 1 and ranks > 1 else None
         return tuple(outer * size for size in sizes), turned
 
     def _payload(self, extent: Piece, rows: Sequence[_Row]) -> int:

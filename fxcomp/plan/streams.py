@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from fxcomp.cluster.cluster import Level
+
 
 class Stream(Enum):
     """A queue in which work runs in order."""
@@ -22,3 +24,8 @@ class Stream(Enum):
 
 WIRES = (Stream.INTRA, Stream.INTER)
 POOL = (Stream.CPU, Stream.CPU_ARRIVING)
+
+
+def wire_of(level: Level, hosts: int) -> Stream:
+    """Return a collective's stream: a flat one is limited by the links between hosts, if there are several."""
+    return Stream.INTRA if level is Level.INTRA or hosts == 1 else Stream.INTER

@@ -151,7 +151,7 @@ class _Account:
     def _wire_us(self, bucket: Bucket) -> float:
         costs, cluster = self._explanation.costs, self._explanation.cluster
         sent = sent_by(bucket, cluster, self._explanation.workload.shapes)
-        return sum(costs.collective_us(part.step.kind, part.step.level, part.size, cluster) for part in sent)
+        return sum(costs.collective_us(part.send.kind, part.send.level, part.size, cluster) for part in sent)
 
 
 class _Others:

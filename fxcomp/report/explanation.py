@@ -146,8 +146,8 @@ class Explanation:
         """Bytes of a bucket that one rank sends over the slowest links: between hosts, if there are several."""
         sent: dict[bool, float] = {True: 0.0, False: 0.0}
         for part in sent_by(bucket, self.cluster, self.workload.shapes):
-            ranks = self.cluster.ranks_at(part.step.level)
-            sent[part.step.level is Level.INTRA] += wire_bytes(part.step.kind, ranks, part.size)
+            ranks = self.cluster.ranks_at(part.send.level)
+            sent[part.send.level is Level.INTRA] += wire_bytes(part.send.kind, ranks, part.size)
         return sent[False] or sent[True]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import format_gbit
@@ -15,35 +15,27 @@ from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.legs import Decode, Encode
+from fxcomp.plan.lines import BucketLine, lines_of, sent
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.sent_bytes import sent_bytes
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 
 Shapes = Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """One collective of a bucket, with its size in bytes: one rank's part for a gather, else the whole."""
-
-    step: Collective
-    size: int
-
-
-def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> list[Sent]:
+def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> list[BucketLine]:
     """List the collectives of a bucket on one rank, in order."""
-    route = route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank, bucket.element_type)
-    return [Sent(Collective(leg.kind, leg.level), size) for leg, size in sent_bytes(route)]
+    return sent(lines_of(route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank, bucket.element_type)))
 
 
 def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[tuple[str, str]]:
     """For each collective of a plan, give its name and the price of its largest use, as formula and numbers."""
     largest: dict[Collective, tuple[int, int]] = {}
     for number, bucket in enumerate(plan.buckets):
-        for sent in sent_by(bucket, cluster, shapes):
-            if sent.size > largest.get(sent.step, (0, 0))[0]:
-                largest[sent.step] = (sent.size, number)
+        for line in sent_by(bucket, cluster, shapes):
+            step = Collective(line.send.kind, line.send.level)
+            if line.size > largest.get(step, (0, 0))[0]:
+                largest[step] = (line.size, number)
     lines: list[tuple[str, str]] = []
     for step, (size, number) in largest.items():
         formula = costs.collective_formula(step.kind, step.level, size, cluster)
@@ -91,7 +83,7 @@ def _level(strategy: Strategy) -> Level:
 def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes) -> str:
     topology = cluster.topology_at(_level(strategy))
     dense = sent_by(replace(bucket, strategy=strategy.uncompressed), cluster, shapes)
-    size = next(sent.size for sent in dense if sent.step.kind is CollectiveKind.ALL_REDUCE)
+    size = next(line.size for line in dense if line.send.kind is CollectiveKind.ALL_REDUCE)
     ways = {
         kind: chosen_algorithm(kind, size, topology, costs.library)
         for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)

@@ -11,7 +11,7 @@ The order of launches is `Plan.schedule()`; the emitted code follows the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -19,20 +19,18 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
+from fxcomp.plan.legs import Encode, Leg, Route, Send
+from fxcomp.plan.lines import FP32, BucketLine, LineKind, lines_of
 from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.streams import POOL, Stream
+from fxcomp.plan.streams import POOL, Stream, wire_of
 from fxcomp.search.prices import Measure, Prices, Size
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
 BROADCAST = "broadcast buffers"
-AGREE = "agree"
 ROUNDING_US = 1e-6
-FP32 = 4
-"""Bytes of an element as compressors take and give it, and as velocities are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Ta
         return None
     what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
     us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
-    return Task(BROADCAST, _stream(Level.WORLD, cluster), us, load=load, overlap_speed=overlap_speed)
+    return Task(BROADCAST, wire_of(Level.WORLD, cluster.hosts), us, load=load, overlap_speed=overlap_speed)
 
 
 def assemble(
@@ -179,107 +177,75 @@ def price_bucket(
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     element_type = gradients[0].element_type if gradients else ElementType.F32
     route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
-    writer = _Writer(k, route, strategy.leading_splits, workload, costs, cluster)
+    writer = _Writer(k, route, route.legs[strategy.leading_splits], workload, costs, cluster)
     stages = [writer.stage(number) for number in range(strategy.started_stages)]
     final = writer.final(is_started=strategy.pool_takes_arrivals)
     return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
 
 
 class _Writer:
-    """Writes one bucket's tasks, leg by leg, and tracks where the tensor lies and how large it is between them."""
+    """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
 
-    def __init__(self, k: int, route: Route, leading: int, workload: Workload, costs: Prices, cluster: Cluster):
+    def __init__(self, k: int, route: Route, first: Leg, workload: Workload, costs: Prices, cluster: Cluster):
         self.commits, self.velocity = workload.commits, workload.keeps_velocity
         self.saves_residuals = workload.saves_residuals
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
-        self.first = route.legs[leading]
+        self.first = first
         """Before it, a velocity is accumulated."""
-        self.itemsize = FP32 if route.packs_fp32 else route.element_type.itemsize
-        """Bytes of an element, while the tensor is not compressed."""
-        self.held = Size(self.itemsize * len(route.whole))
-        """Bytes of the tensor as it is now."""
-        self.encoder: Encode | None = None
+        self.lines = lines_of(route, first if self.velocity else None)
         self.encoded_by = ""
-        self.proposal: Encode | None = None
-        self.on_pool = False
-        """The host's pool holds the tensor now, launches its collectives and waits for them."""
         self.previous = f"region {k}"
         self.names = Counter[str]()
 
     def stage(self, number: int) -> tuple[Task, ...]:
-        """Write the legs down to a collective, after the main thread's packing or waiting."""
-        if number == 0:
-            read = self.route.element_type.itemsize * len(self.route.whole)
-            first = [self._task("pack", Stream.COMPUTE, self.costs.pack_us(Size((read + self.held) // 2)))]
-        elif self.on_pool:  # the pool waits
+        """Write the lines down to a collective, after the main thread's packing or waiting."""
+        awaited = self.lines[number - 1][-1] if number else None
+        if awaited is None or awaited.stream is Stream.CPU:  # the pool waits
             first = []
         else:  # the main thread blocks until the previous wire is done
-            first = [self._task(f"wait for {self._name_of(self.route.stages[number - 1])}", Stream.COMPUTE, 0.0)]
-        return (*first, *(task for leg in self.route.stages[number] for task in self._leg(leg)))
+            first = [self._task(f"wait for {_name_of(awaited)}", Stream.COMPUTE, 0.0)]
+        return (*first, *(task for line in self.lines[number] for task in _TASKS[line.kind](self, line)))
 
     def final(self, *, is_started: bool) -> tuple[Task, ...]:
-        """Write the legs after the last collective if no stage has them, and the copy back to the device.
+        """Write the lines after the last collective if no stage has them, and the copy back to the device.
 
         The main thread asks for them when it has nothing left to launch.
         """
-        legs = () if is_started else self.route.stages[-1]
-        legs_tasks = [task for leg in legs for task in self._leg(leg)]
-        tasks = [*legs_tasks, *self._bring_to(Device.GPU), *self._cast(self.route.element_type.itemsize)]
+        lines = (*(() if is_started else self.lines[-2]), *self.lines[-1])
         return tuple(
             replace(task, after=(*task.after, END_OF_BACKWARD)) if task.stream in (*POOL, Stream.H2D) else task
-            for task in tasks
+            for line in lines
+            for task in _TASKS[line.kind](self, line)
         )
 
-    def _name_of(self, legs: Sequence[Leg]) -> str:
-        sent = legs[-1]
-        assert isinstance(sent, Send), "a stage ends with a collective"
-        return AGREE if any(isinstance(leg, Encode) and leg.is_proposal for leg in legs) else sent.kind.value
+    def pack(self, line: BucketLine) -> list[Task]:
+        return [self._task(line.kind.value, line.stream, self.costs.pack_us(self._size(line)))]
 
-    def _leg(self, leg: Leg) -> list[Task]:
-        match leg:
-            case Encode():
-                brought = [*self._cast(FP32), *self._bring_to(leg.device)]
-                return [*brought, *self._accumulate(leg, leg.device), *self._encode(leg)]
-            case Decode():
-                return [*self._bring_to(leg.device), *self._decode(leg)]
-            case Send():
-                moved = self._bring_to(Device.GPU) if leg.slot is None else []
-                accumulated = self._accumulate(leg, Device.GPU)
-                cast = self._cast(self.route.element_type.itemsize) if leg.slot is None and leg.ranks > 1 else []
-                return [*moved, *accumulated, *cast, *self._send(leg)]
+    def copy(self, line: BucketLine) -> list[Task]:
+        copy_us = self.costs.copy_us(self._size(line))
+        return [self._task(line.kind.value, line.stream, copy_us)] if copy_us else []
 
-    def _bring_to(self, device: Device) -> list[Task]:
-        """Copy the tensor if what comes next runs where it is not yet."""
-        is_there = self.on_pool == (device is Device.CPU)
-        self.on_pool = device is Device.CPU
-        copy_us = 0.0 if is_there else self.costs.copy_us(self.held)
-        name, stream = ("d2h", Stream.D2H) if device is Device.CPU else ("h2d", Stream.H2D)
-        return [self._task(name, stream, copy_us)] if copy_us else []
+    def accumulate(self, line: BucketLine) -> list[Task]:
+        size = self._size(line)
+        saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(size))] if self.commits else []
+        return [*saved, self._task("accumulate", line.stream, self.costs.accumulate_us(size))]
 
-    def _cast(self, itemsize: int) -> list[Task]:
-        """Give the tensor elements of so many bytes: compressors take fp32, and dense values travel as gradients."""
-        before, self.itemsize = self.itemsize, itemsize
-        if before == itemsize:
-            return []
-        read, self.held = self.held, Size(self.held // before * itemsize)
-        return [self._task("cast", Stream.COMPUTE, self.costs.pack_us(Size((read + self.held) // 2)))]
+    def propose(self, line: BucketLine) -> list[Task]:
+        leg = line.encode
+        return [self._task("propose", line.stream, self.costs.propose_us(leg.compressor, leg.elements, leg.device))]
 
-    def _encode(self, leg: Encode) -> list[Task]:
-        compressor, stream = leg.compressor, _device_stream(leg.device)
-        if leg.is_proposal:
-            self.proposal = leg
-            return [self._task("propose", stream, self.costs.propose_us(compressor, leg.elements, leg.device))]
-        us = self.costs.encode_us(compressor, leg.elements, leg.device)
+    def compress(self, line: BucketLine) -> list[Task]:
+        leg = line.encode
+        us = self.costs.encode_us(leg.compressor, leg.elements, leg.device)
         saved = [*self._saved_residual(leg), *self._saved_state(leg)]
-        compress = self._task("compress", stream, us, *[task.name for task in saved])
-        self.encoder, self.encoded_by = leg, compress.name
-        self.held = self._size(leg, Measure.PAYLOAD, leg.payload_elements * compressor.payload_dtype.itemsize)
-        return [*saved, compress, *self._saved_payload(leg)]
+        compress = self._task("compress", line.stream, us, *[task.name for task in saved])
+        self.encoded_by = compress.name
+        return [*saved, compress, *self._saved_payload(line)]
 
     def _saved_residual(self, leg: Encode) -> list[Task]:
         if not self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
-        return [Task(self._named("save residual"), Stream.COMPUTE, self.costs.pack_us(self.held))]
+        return [Task(self._named("save residual"), Stream.COMPUTE, self.costs.pack_us(Size(FP32 * leg.elements)))]
 
     def _saved_state(self, leg: Encode) -> list[Task]:
         if not self.commits or not leg.compressor.has_state:
@@ -287,69 +253,45 @@ class _Writer:
         us = self.costs.pack_us(self._state_size(leg))
         return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
 
-    def _saved_payload(self, leg: Encode) -> list[Task]:
+    def _saved_payload(self, line: BucketLine) -> list[Task]:
         """Save a payload that is summed in place: rolling a residual back needs it."""
-        follows = next(each for each in self.route.legs if isinstance(each, Send) and each.slot == leg.slot)
+        leg = line.encode
         if not self.commits or self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
-        if follows.kind is not CollectiveKind.ALL_REDUCE:
+        follows = next(each for each in self.route.legs if isinstance(each, Send) and each.slot == leg.slot)
+        if not follows.kind.is_in_place:
             return []
-        return [self._task("save", _device_stream(leg.device), self.costs.pack_us(self.held))]
-
-    def _accumulate(self, leg: Leg, device: Device) -> list[Task]:
-        """Accumulate the velocity, once, where the leading splits end."""
-        if leg is not self.first or not self.velocity:
-            return []
-        cast = self._cast(FP32)
-        saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(self.held))] if self.commits else []
-        return [*cast, *saved, self._task("accumulate", _device_stream(device), self.costs.accumulate_us(self.held))]
+        return [self._task("save", line.stream, self.costs.pack_us(self._made(leg, Measure.PAYLOAD, line.size)))]
 
     def _mask(self, leg: Encode) -> list[Task]:
         """Mask the velocity, while the payload travels on without waiting."""
-        is_first = leg is self.first or (self.first is not leg and getattr(self.first, "is_proposal", False))
+        is_first = leg is self.first or (isinstance(self.first, Encode) and self.first.is_proposal)
         if not self.velocity or not is_first or not leg.compressor.sends_values:
             return []
         us, stream = self.costs.mask_us(FP32 * leg.elements), _device_stream(leg.device)
         load = self.costs.pool_load if stream is Stream.CPU else 0.0
         return [Task(f"mask {self.k}", stream, us, (self.encoded_by,), load)]
 
-    def _decode(self, leg: Decode) -> list[Task]:
-        compressor, encoder = leg.compressor, self.encoder
-        us = self.costs.decode_us(compressor, leg.elements, leg.payloads, leg.device)
-        if encoder is not None and compressor.has_state and compressor.facts.state_from_payload:
+    def decompress(self, line: BucketLine) -> list[Task]:
+        leg, encoder = line.decode, line.of
+        us = self.costs.decode_us(leg.compressor, leg.elements, leg.payloads, leg.device)
+        if encoder is not None and leg.compressor.has_state and leg.compressor.facts.state_from_payload:
             us += self.costs.keep_us(self._state_size(encoder))
-        self.held, self.itemsize, self.encoder = Size(FP32 * leg.elements), FP32, None
-        stream = Stream.COMPUTE if leg.device is Device.GPU else Stream.CPU_ARRIVING
-        return [self._task("decompress", stream, us)]
+        return [self._task("decompress", line.stream, us)]
 
-    def _send(self, leg: Send) -> list[Task]:
-        """Price a collective over the tensor as it is now, and note what it is then."""
+    def send(self, line: BucketLine) -> list[Task]:
+        """Start a collective and price it; what masks the velocity runs beside it."""
+        leg = line.send
         if leg.ranks == 1:
-            self.proposal = None
             return []
-        if self.proposal is not None:
-            made, self.proposal = self.proposal, None
-            proposal = sum(map(made.compressor.proposal_bytes, made.segments))
-            return self._sent(AGREE, leg, self._size(made, Measure.PROPOSAL, proposal))
-        turned: list[Task] = []
-        if leg.turned is not None:
-            stream = Stream.CPU if self.on_pool else Stream.COMPUTE
-            turned = [self._task("turn", stream, self.costs.pack_us(self.held))]
-        encoder = self.encoder
-        has_just = self.previous in (self.encoded_by, f"save {self.k}")
-        alongside = self._mask(encoder) if encoder is not None and has_just else []
-        sent = self._sent(leg.kind.value, leg, self.held.now(leg.works_on(self.held)))
-        self.held = self.held.now(leg.leaves(self.held))
-        return [*turned, *sent, *alongside]
-
-    def _sent(self, name: str, leg: Send, size: Size) -> list[Task]:
-        what = leg.kind, leg.level, size, self.cluster
-        launcher = Stream.CPU if self.on_pool else Stream.COMPUTE
-        start = self._task(f"start {name}", launcher, self.costs.launch_us)
+        has_just = line.kind is LineKind.SEND and self.previous in (self.encoded_by, f"save {self.k}")
+        alongside = self._mask(line.of) if line.of is not None and has_just else []
+        what, name = (leg.kind, leg.level, self._size(line), self.cluster), _name_of(line)
+        start = self._task(f"start {name}", line.stream, self.costs.launch_us)
         us, load, beside = self.costs.collective_us(*what), self.costs.load_of(*what), self.costs.overlap_speed(*what)
-        sent = Task(self._named(name), _stream(leg.level, self.cluster), us, (self.previous,), load, beside)
+        sent = Task(self._named(name), wire_of(leg.level, self.cluster.hosts), us, (self.previous,), load, beside)
         self.previous = sent.name
-        return [start, sent]
+        return [start, sent, *alongside]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """Make a task after the bucket's previous one."""
@@ -364,19 +306,37 @@ class _Writer:
         again = self.names[what]
         return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"
 
-    def _state_size(self, leg: Encode) -> Size:
-        return self._size(leg, Measure.STATE, sum(map(leg.compressor.state_bytes, leg.segments)))
+    def _size(self, line: BucketLine) -> Size:
+        if line.of is None:
+            return Size(line.size)
+        return self._made(line.of, Measure.PROPOSAL if line.kind is LineKind.AGREE else Measure.PAYLOAD, line.size)
 
-    def _size(self, leg: Encode, measure: Measure, size: int) -> Size:
+    def _state_size(self, leg: Encode) -> Size:
+        return self._made(leg, Measure.STATE, sum(map(leg.compressor.state_bytes, leg.segments)))
+
+    def _made(self, leg: Encode, measure: Measure, size: int) -> Size:
         return Size(size, measure, leg.compressor, is_whole=leg.elements == len(self.route.whole))
+
+
+_TASKS: dict[LineKind, Callable[[_Writer, BucketLine], list[Task]]] = {
+    LineKind.PACK: _Writer.pack,
+    LineKind.CAST: _Writer.pack,
+    LineKind.TURN: _Writer.pack,
+    LineKind.D2H: _Writer.copy,
+    LineKind.H2D: _Writer.copy,
+    LineKind.ACCUMULATE: _Writer.accumulate,
+    LineKind.PROPOSE: _Writer.propose,
+    LineKind.COMPRESS: _Writer.compress,
+    LineKind.DECOMPRESS: _Writer.decompress,
+    LineKind.AGREE: _Writer.send,
+    LineKind.SEND: _Writer.send,
+}
+
+
+def _name_of(line: BucketLine) -> str:
+    """Name a collective in timelines."""
+    return line.kind.value if line.kind is LineKind.AGREE else line.send.kind.value
 
 
 def _device_stream(device: Device) -> Stream:
     return Stream.COMPUTE if device is Device.GPU else Stream.CPU
-
-
-def _stream(level: Level, cluster: Cluster) -> Stream:
-    """Return a collective's stream: a flat one is limited by the links between hosts, if there are several."""
-    if level is Level.INTRA or (level is Level.WORLD and cluster.hosts == 1):
-        return Stream.INTRA
-    return Stream.INTER

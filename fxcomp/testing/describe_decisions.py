@@ -191,7 +191,7 @@ def _costs() -> str:
     for name in ("dense", *UNIFORM):
         bucket = Bucket((largest.name,), (largest.elements,), strategy_named(name))
         (sent,) = sent_by(bucket, CLUSTER, WORKLOAD.shapes)
-        wire_us = COSTS.collective_us(sent.step.kind, sent.step.level, sent.size, CLUSTER)
+        wire_us = COSTS.collective_us(sent.send.kind, sent.send.level, sent.size, CLUSTER)
         compress_us, decompress_us = _compressing_us(bucket)
         latencies = round((wire_us - sent.size / (LINK.gb_per_s * 1e3)) / LINK.alpha_us)
         rows.append(

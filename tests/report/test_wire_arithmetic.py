@@ -17,7 +17,7 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.strategy import DENSE, Collective, Device, Strategy
+from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines, sent_by
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
@@ -76,14 +76,14 @@ def test_the_largest_of_each_collective_is_shown():
 def test_an_agreement_is_a_collective_of_its_own():
     low_rank = Strategy.flat(parse_compressor("powersgd(2)"))
     sent = sent_by(plan(low_rank).buckets[0], Cluster(2, 1, intra=Link(2, 10), inter=Link(20, 1)), SHAPES)
-    assert [str(part.step) for part in sent] == ["all_reduce@world", "all_reduce@world"]
-    assert [part.size for part in sent] == [4 * 2 * 1000, 4 * 2 * 1000]
+    assert [line.send.kind for line in sent] == [CollectiveKind.ALL_REDUCE] * 2
+    assert [line.size for line in sent] == [4 * 2 * 1000, 4 * 2 * 1000]
 
 
 def stands_alone_us(strategy: Strategy, where: Cluster) -> float:
     """One bucket whose wire nothing hides, from the costs themselves."""
     (bucket,) = plan(strategy).buckets
-    us = sum(COSTS.collective_us(s.step.kind, s.step.level, s.size, where) for s in sent_by(bucket, where, SHAPES))
+    us = sum(COSTS.collective_us(s.send.kind, s.send.level, s.size, where) for s in sent_by(bucket, where, SHAPES))
     for leg in route_of(strategy, [SHAPES["a"]], where).legs:
         if isinstance(leg, Encode):
             us += COSTS.encode_us(leg.compressor, leg.elements)
@@ -141,9 +141,8 @@ def test_nothing_is_told_where_nothing_is_sent_or_links_were_measured():
 def test_collectives_of_a_bucket_come_in_order_with_their_sizes():
     where = Cluster(2, 4, intra=Link(2, 10), inter=Link(20, 1))
     sent = sent_by(plan(DENSE, Strategy.hierarchical(None)).buckets[1], where, SHAPES)
-    assert [(str(part.step), part.size) for part in sent] == [
-        ("reduce_scatter@intra", 12_000),
-        ("all_reduce@inter", 3_000),
-        ("all_gather@intra", 3_000),
+    assert [(line.send.kind, line.send.level, line.size) for line in sent] == [
+        (CollectiveKind.REDUCE_SCATTER, Level.INTRA, 12_000),
+        (CollectiveKind.ALL_REDUCE, Level.INTER, 3_000),
+        (CollectiveKind.ALL_GATHER, Level.INTRA, 3_000),
     ]
-    assert isinstance(sent[0].step, Collective)

@@ -1,0 +1,190 @@
+"""Write a bucket's route down as lines: what is done to the bucket, in order, and how many bytes each line handles.
+
+    reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra      2x2, bf16
+
+    stage 0   pack   send reduce_scatter
+    stage 1   cast   compress   send all_gather      compressors take fp32
+    stage 2   decompress   cast   send all_gather    dense values travel as bf16
+    stage 3
+    at last   (copy to the device, cast)
+
+Everything else is a short walk over these lines, with a table by kind: `passes/lower_strategies.py` makes nodes,
+`search/plan_tasks.py` tasks, `optimum/least_work.py` bounds; `sent` lists what a bucket sends.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
+from fxcomp.plan.steps import Device
+from fxcomp.plan.streams import Stream
+
+FP32 = 4
+"""Bytes of an element as compressors take and give it, and as velocities are kept."""
+
+
+class LineKind(Enum):
+    """A thing that is done to a bucket; its value is its name in timelines."""
+
+    PACK = "pack"
+    CAST = "cast"
+    D2H = "d2h"
+    H2D = "h2d"
+    ACCUMULATE = "accumulate"
+    """The bucket is added to its velocity."""
+    TURN = "turn"
+    PROPOSE = "propose"
+    AGREE = "agree"
+    """A collective of proposals."""
+    COMPRESS = "compress"
+    SEND = "send"
+    DECOMPRESS = "decompress"
+
+    __hash__ = object.__hash__  # Enum's own runs in Python
+
+
+class BucketLine(NamedTuple):
+    """One thing that is done to a bucket on one rank."""
+
+    kind: LineKind
+    stream: Stream
+    """Where it runs; a collective, where it is started."""
+    size: int
+    """The bytes that it is priced by: what it makes of the bucket; of packing and casting the mean of what is read and
+    written, of copies and turns what they move, of collectives one rank's part for a gather, else the whole."""
+    leg: Leg | None = None
+    of: Encode | None = None
+    """Whose payload or proposal it takes; None for dense values."""
+
+    @property
+    def encode(self) -> Encode:
+        assert isinstance(self.leg, Encode), f"{self.kind.value} compresses nothing"
+        return self.leg
+
+    @property
+    def send(self) -> Send:
+        assert isinstance(self.leg, Send), f"{self.kind.value} sends nothing"
+        return self.leg
+
+    @property
+    def decode(self) -> Decode:
+        assert isinstance(self.leg, Decode), f"{self.kind.value} decompresses nothing"
+        return self.leg
+
+
+Stages = tuple[tuple[BucketLine, ...], ...]
+
+
+def lines_of(route: Route, accumulates_at: Leg | None = None) -> Stages:
+    """List the lines of each stage of a route; behind them those that leave the mean on the device, in its type.
+
+    A velocity is accumulated right before the leg that is named, if one is.
+    """
+    return _Writer(route, accumulates_at).stages()
+
+
+def sent(stages: Stages) -> list[BucketLine]:
+    """List the collectives in order. Their sizes are those of the route's rank: shards may differ between ranks."""
+    return [line for stage in stages for line in stage if line.kind in (LineKind.SEND, LineKind.AGREE)]
+
+
+class _Writer:
+    """Writes the lines of a route, and tracks where the tensor lies and how large it is between them."""
+
+    def __init__(self, route: Route, accumulates_at: Leg | None) -> None:
+        self.route, self.accumulates_at = route, accumulates_at
+        self.dense = route.element_type.itemsize
+        self.itemsize = FP32 if route.packs_fp32 else self.dense
+        """Bytes of an element, while the tensor is not compressed."""
+        self.held = self.itemsize * len(route.whole)
+        """Bytes of the tensor as it is now."""
+        self.payload_of: Encode | None = None
+        self.proposal: Encode | None = None
+        self.on_pool = False
+        """The host's pool holds the tensor now, launches its collectives and waits for them."""
+        self.lines: list[BucketLine] = []
+
+    def stages(self) -> Stages:
+        found: list[tuple[BucketLine, ...]] = []
+        self._add(LineKind.PACK, (self.dense * len(self.route.whole) + self.held) // 2)
+        for legs in self.route.stages:
+            for leg in legs:
+                self._leg(leg)
+            found.append(tuple(self.lines))
+            self.lines.clear()
+        self._bring_to(Device.GPU)
+        self._cast(self.dense)
+        return (*found, tuple(self.lines))
+
+    def _leg(self, leg: Leg) -> None:
+        match leg:
+            case Encode():
+                self._cast(FP32)
+                self._bring_to(leg.device)
+                self._accumulate(leg)
+                self._encode(leg)
+            case Decode():
+                self._bring_to(leg.device)
+                self.held = FP32 * leg.elements
+                self._add(LineKind.DECOMPRESS, self.held, leg, Stream.CPU_ARRIVING if self.on_pool else Stream.COMPUTE)
+                self.itemsize, self.payload_of = FP32, None
+            case Send():
+                if leg.slot is None:
+                    self._bring_to(Device.GPU)
+                self._accumulate(leg)
+                if leg.slot is None and leg.ranks > 1:
+                    self._cast(self.dense)
+                self._send(leg)
+
+    def _bring_to(self, device: Device) -> None:
+        """Copy the tensor if what comes next runs where it is not yet."""
+        to_pool = device is Device.CPU
+        if self.on_pool != to_pool:
+            self.on_pool = to_pool
+            kind, stream = (LineKind.D2H, Stream.D2H) if to_pool else (LineKind.H2D, Stream.H2D)
+            self._add(kind, self.held, stream=stream)
+
+    def _cast(self, itemsize: int) -> None:
+        """Give elements so many bytes: compressors take and give fp32, dense values travel in the gradients' type."""
+        if self.itemsize != itemsize:
+            read, self.held = self.held, self.held // self.itemsize * itemsize
+            self.itemsize = itemsize
+            self._add(LineKind.CAST, (read + self.held) // 2, stream=Stream.COMPUTE)
+
+    def _accumulate(self, leg: Leg) -> None:
+        if leg is self.accumulates_at:
+            self._cast(FP32)
+            self._add(LineKind.ACCUMULATE, self.held)
+
+    def _encode(self, leg: Encode) -> None:
+        if leg.is_proposal:
+            self.proposal = leg
+            self._add(LineKind.PROPOSE, sum(map(leg.compressor.proposal_bytes, leg.segments)), leg)
+            return
+        self.held = leg.payload_elements * leg.compressor.payload_dtype.itemsize
+        self._add(LineKind.COMPRESS, self.held, leg)
+        self.payload_of = leg
+
+    def _send(self, leg: Send) -> None:
+        if self.proposal is not None:
+            made, self.proposal = self.proposal, None
+            proposed = sum(map(made.compressor.proposal_bytes, made.segments))
+            self.lines.append(BucketLine(LineKind.AGREE, self._thread, proposed, leg, made))
+            return
+        if leg.ranks == 1:  # nothing is sent, and nothing was cast for it
+            held = self.held if leg.slot is not None else self.held // self.itemsize * self.dense
+            self._add(LineKind.SEND, leg.works_on(held), leg)
+            return
+        if leg.turned is not None:
+            self._add(LineKind.TURN, self.held, leg)
+        self._add(LineKind.SEND, leg.works_on(self.held), leg)
+        self.held = leg.leaves(self.held)
+
+    @property
+    def _thread(self) -> Stream:
+        return Stream.CPU if self.on_pool else Stream.COMPUTE
+
+    def _add(self, kind: LineKind, size: int, leg: Leg | None = None, stream: Stream | None = None) -> None:
+        self.lines.append(BucketLine(kind, stream or self._thread, size, leg, self.payload_of))
