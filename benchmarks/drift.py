@@ -32,8 +32,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from torch import nn
 
     import fxcomp
-    from fxcomp.step.race import LONGEST
-    from fxcomp.step.steering import WARM_STEPS
+    from fxcomp.step.race import LONGEST, WARM_STEPS
 
     join()
     torch.manual_seed(0)

@@ -147,13 +147,14 @@ def row(record: dict[str, Any]) -> list[str]:
     race = record["race"]
     if race is None:
         return [str(record["hosts"]), record["inter"], record["model"], "", "no race", "", "", "", "", ""]
-    ran = [lane for lane in race["lanes"] if lane["measured_ms"] is not None]
-    left_out = [lane["name"] for lane in race["lanes"] if lane["measured_ms"] is None]
+    ran = [each for each in race["runners"] if each["measured_ms"] is not None]
+    left_out = [each["name"] for each in race["runners"] if each["measured_ms"] is None]
     predicted = " < ".join(
-        f"{lane['name']} {lane['predicted_ms']:.3g}" for lane in sorted(race["lanes"], key=lambda x: x["predicted_ms"])
+        f"{each['name']} {each['predicted_ms']:.3g}"
+        for each in sorted(race["runners"], key=lambda x: x["predicted_ms"])
     )
     measured = " < ".join(
-        f"{lane['name']} {lane['measured_ms']:.3g}" for lane in sorted(ran, key=lambda x: x["measured_ms"])
+        f"{each['name']} {each['measured_ms']:.3g}" for each in sorted(ran, key=lambda x: x["measured_ms"])
     )
     return [
         str(record["hosts"]),
@@ -178,7 +179,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(row(record)) + " |" for record in records]
     known = [record for record in records if record["race"] is not None]
-    first = [r for r in known if r["race"]["lanes"][0]["name"] == r["race"]["winner"]]
+    first = [r for r in known if r["race"]["runners"][0]["name"] == r["race"]["winner"]]
     costs = [r["race"]["share_of_1000_steps"] for r in known]
     slower = [r for r in records if r["after_ms"] > 1.02 * r["ddp_ms"]]
     summary = "No plan raced."

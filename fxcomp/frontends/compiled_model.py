@@ -28,11 +28,10 @@ from fxcomp.plan.plan import Plan
 from fxcomp.runtime.members import Members
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.handover import Exchange
-from fxcomp.state.saved_state import Given, Here, read_together, restore, state_dict
+from fxcomp.state.saved_state import Given
+from fxcomp.step.follower import Follower
 from fxcomp.step.lockstep import Lockstep
 
 log = logging.getLogger(__name__)
@@ -52,10 +51,9 @@ GivenOptions = Mapping[str, Any] | None
 class CompiledModel:
     """The plan of one model and the state of its error feedback, for all graphs that torch makes of it."""
 
-    decision: Decision
+    follower: Follower
     site: Site
     compiler: Compiler
-    state: GradientState
     parameters: Mapping[str, weakref.ref[nn.Parameter]]
     break_: str | None
     """The line at which Dynamo broke off, if it did."""
@@ -84,11 +82,16 @@ class CompiledModel:
 
     def __post_init__(self) -> None:
         self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks, CLOSED)
-        self.runtime.undelivered = self.state.undelivered
+        self.runtime.owed = self.state.owed
+
+    @property
+    def state(self) -> GradientState:
+        """What is kept of gradients."""
+        return self.follower.state
 
     @property
     def plan(self) -> Plan:
-        return self.decision.plan
+        return self.follower.decision.plan
 
     @property
     def is_alive(self) -> bool:
@@ -120,25 +123,20 @@ class CompiledModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy this rank's state of error feedback and compressors."""
-        return state_dict(self.state, self.plan, self.passes, self.site.rank, self.site.ranks.world_size)
+        return self.follower.state_dict(self.follower.now, self.plan, self.passes)
 
     def load_state_dict(self, state: Given) -> None:
         """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
         self.lockstep.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
-            exchange = Exchange(self.site.ranks, self.site.sum_over_ranks, "load_state_dict", self.site.device)
-            trained = self.plan.sizes
-            here = Here(trained, sorted(trained), {self.plan.digest})
-            agreed = read_together(state, here, exchange)
-            if agreed is not None:
-                restore(agreed, self.state, here, exchange)
-                self.runtime.undelivered = self.state.undelivered
+            self.follower.load(state, {self.plan.digest})
+            self.runtime.owed = self.state.owed
 
     # Running
 
     def emit(self, labelled: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         """Rewrite a backward graph for the plan and make it a function. Local: no communication."""
-        final = self.compiler.rewrite(labelled, self.plan, self.decision.costs)
+        final = self.compiler.rewrite(labelled, self.plan, self.follower.decision.costs)
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
         module = load(self.source, final, compat.cache_directory() / "steps")

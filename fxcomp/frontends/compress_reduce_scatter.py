@@ -24,7 +24,6 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadPlan, FxcompError
-from fxcomp.frontends.hook_start import SCALE
 from fxcomp.frontends.scatter_job import ScatterJob
 from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
@@ -37,9 +36,9 @@ from fxcomp.ranks import Ranks
 from fxcomp.report import scatter_report
 from fxcomp.report.terminal import sections_to_text
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import PLAN, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import PLAN, SCALE, states_of, to_tensors
 from fxcomp.state.handover import Exchange
-from fxcomp.state.saved_state import VERSION, Given, Here, Saved, read_together, tell_what_is_lost
+from fxcomp.state.saved_state import VERSION, Given, Here, Saved, plan_of, read_together, scale_of, tell_what_is_lost
 
 
 def compress_reduce_scatter(
@@ -164,7 +163,7 @@ class ShardScatter:
         ranks = job.site.ranks
         with ranks.together("load_state_dict", after_a_stop=True):
             states = ranks.attempt("reading states", lambda: states_of(state) or None)
-            plans = ranks.gather("the plans of loaded states", _plan_of(states))
+            plans = ranks.gather("the plans of loaded states", plan_of(states))
             saved = next((plan for plan in plans if plan is not None), None)
             if saved is not None and not self._has_plan:
                 self._follow(Plan.from_json(saved))
@@ -187,7 +186,7 @@ class ShardScatter:
             return
         exchange.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, job.site.rank))
         owed = owed_of(agreed.states, sizes, job.site.ranks.world_size)
-        scales = exchange.gather("the scale of the loss", _scale_of(states))
+        scales = exchange.gather("the scale of the loss", scale_of(states))
         scale = next((each for each in scales if each is not None), 1.0)
         job.owe({name: value.to(job.site.device) for name, value in owed.items()}, scale)
 
@@ -216,15 +215,3 @@ def _whole(values: Tensor, rank: int, ranks: int) -> dict[str, Any]:
     """Describe a whole parameter's residual on one of so many ranks, as saved states do."""
     place = {"start": 0, "size": values.numel(), "slot": 0, "place": rank}
     return {"values": values, **place, "weight": list(Fraction(1, ranks).as_integer_ratio()), "total": [1, 1]}
-
-
-def _plan_of(states: Any) -> Any:
-    for state in states or ():
-        plan = saved_plan(state)
-        if plan is not None:
-            return plan.to_json()
-    return None
-
-
-def _scale_of(states: Any) -> float | None:
-    return next((float(state[SCALE]) for state in states or () if SCALE in state), None)

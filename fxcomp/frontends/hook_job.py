@@ -23,20 +23,20 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.errors import RanksApart, UnsupportedFeature
 from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Running, arriving
-from fxcomp.frontends.hook_start import SCALE, ReadyTimes, Start, decide, following, scale_of
-from fxcomp.frontends.hook_trial import Followed, Trial, needs_trial, said
+from fxcomp.frontends.hook_start import ReadyTimes, Start, decide, following
 from fxcomp.frontends.hook_unused import Unused
 from fxcomp.pipeline import Compiler
 from fxcomp.report.explanation import Explanation
-from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
+from fxcomp.search.raced import Raced
+from fxcomp.search.runners import lined_up
 from fxcomp.state.checkpoint import PLAN
-from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.handover import Exchange
-from fxcomp.state.saved_state import Given, Here, read_together, restore, state_dict
+from fxcomp.state.saved_state import Given
+from fxcomp.step.follower import Followed, Follower
 from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.race import WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,6 @@ Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
 """Passes after which DDP rebuilds its buckets no more: one, and with static_graph=True two (measured, torch 2.13)."""
-
-WARM_PASSES = 2
-"""Passes under a plan before they count in a trial."""
 
 DENSE_PASSES = 6
 """Passes before there is a plan: after the buckets have settled, three are timed."""
@@ -103,9 +100,13 @@ class HookJob:
         self._runtime = Runtime(self._site.transport, self._site.device)
         self._compiler = Compiler(self._site.cluster, self._site.rank, start.options.feedback, skip_nonfinite=True)
         self.passes = 0
-        self._followed: Followed | None = None
+        self._follower: Follower | None = None
         """What passes follow, once there is a plan."""
-        self._trial: Trial[Followed] | None = None
+        self._race: Race | None = None
+        self._raced: Raced | None = None
+        """The race that is over."""
+        self._programs: dict[tuple[int, Layout], HookProgram] = {}
+        """By the number of the plan."""
         self.program: HookProgram | None = None
         """The program that ran last."""
         self._kinds: dict[tuple[int, ...], DdpBucket] = {}
@@ -125,21 +126,21 @@ class HookJob:
     @property
     def decision(self) -> Decision | None:
         """What passes follow now; None before there is a plan."""
-        return None if self._followed is None else self._followed.decision
+        return None if self._follower is None else self._follower.decision
 
     @property
-    def _kept(self) -> Followed:
-        assert self._followed is not None, "there is a plan by now"
-        return self._followed
+    def _planned(self) -> Follower:
+        assert self._follower is not None, "there is a plan by now"
+        return self._follower
 
     @property
     def _is_planned(self) -> bool:
-        return self._followed is not None or self._start.is_planned
+        return self._follower is not None or self._start.is_planned
 
     @property
     def may_keep(self) -> bool:
         """Tell a pass in which something may be left out of the mean, and is owed."""
-        return self._is_planned and (self._followed is None or self._followed.state.keeps_something)
+        return self._is_planned and (self._follower is None or self._follower.state.keeps_something)
 
     # Running
 
@@ -195,19 +196,17 @@ class HookJob:
         """Begin a pass: with the step of the last pass's buckets, if they are sure to come again."""
         self._lockstep.enter(self.passes)
         self._lockstep.has_begun = True
-        if self._trial is not None:
-            self._follow(self._trial.lane_at(self.passes))
         program = self.program
         self._gathers = self.passes < REBUILT or program is None or program.layout[0] != first
         if program is not None and not self._gathers:
             self._begin(program)
 
     def _begin(self, program: HookProgram) -> None:
-        followed = self._kept
-        followed.follow_scale(1.0 if self._scaler is None else self._scaler.get_scale())
-        self._running = program.start(self._runtime, followed.state)
-        if self._start.wrapped.finds_unused and followed.state.keeps_something:
-            self._unused = Unused(followed.state)
+        self._planned.now.follow_scale(1.0 if self._scaler is None else self._scaler.get_scale())
+        state = self._planned.state
+        self._running = program.start(self._runtime, state)
+        if self._start.wrapped.finds_unused and state.keeps_something:
+            self._unused = Unused(state)
 
     def _feed(self, number: int) -> None:
         """Hand a bucket to the step under way."""
@@ -221,10 +220,10 @@ class HookJob:
         views = kind.with_views(self._arrived.buffers[number])
         if self._unused is not None:
             self._unused.look_at(kind, views)
-        undelivered = self._kept.state.undelivered
+        owed = self._planned.state.owed
         for name, gradient in zip(kind.names, views[1:], strict=True):
-            if name in undelivered:
-                gradient.add_(undelivered[name].view(gradient.shape))
+            if name in owed:
+                gradient.add_(owed[name].view(gradient.shape))
         program.lend(number, views[0], self._runtime)
         try:
             self._running.send(views)
@@ -242,6 +241,8 @@ class HookJob:
         self._arrived.deliver()
         self._arrived = Arrived()
         self.passes += 1
+        if self._race is not None and self.passes == self._race.turn_ends:
+            self._end_turn(self._race, layout)
         if not self._is_planned and self.passes >= DENSE_PASSES:
             self._decide(layout)
 
@@ -253,7 +254,7 @@ class HookJob:
         self._runtime.finish()
         counters = self._runtime.take_counters()
         if not counters.skipped:
-            self._kept.state.settle()
+            self._planned.state.settle()
         if self._unused is not None:
             self._unused.put_back(layout, self._arrived.buffers, self._site)
             self._unused = None
@@ -261,16 +262,12 @@ class HookJob:
         if self._ended is not None and not self._gathers:
             self.times.add(self.passes, [(self._ended, end)], counters.waits)
         self._ended = end
-        if self._trial is not None:
-            self._trial.end_pass(self.passes)
-            if self._trial.is_over_after(self.passes):
-                self._end_trial(self._trial)
 
     def _run_gathered(self, layout: Layout) -> None:
         """Run a pass whose buckets have all come."""
-        if self._followed is None:
+        if self._follower is None:
             self._decide(layout)
-        self.program = self._program(layout)
+        self.program = self._program_for(layout, self._planned.now)
         self._begin(self.program)
         for number in range(len(layout)):
             self._feed(number)
@@ -282,55 +279,45 @@ class HookJob:
         with self._site.ranks.together("ddp_hook"):
             compute_us = self._times.medians_us(layout, self._site.device)
             decision = decide(self._start, self._compiler, layout, compute_us)
-            self._followed = self._fresh(decision)
-            self._restore(self._given)
-            if needs_trial(decision):
-                self._begin_trial(decision, self._followed)
+            self._follower = Follower(self._start.trained, decision)
+            self._load(self._given)
+            self._line_up(decision, layout)
         self._given = None
-        self.program = self._program(layout)
+        self.program = self._program_for(layout, self._planned.now)
         log.info("%s\n%s", self._site.cluster, decision.plan)
 
-    def _fresh(self, decision: Decision) -> Followed:
-        start = self._start
-        shapes, feedback = start.wrapped.shapes, start.options.feedback
-        return Followed(decision, GradientState.fresh(decision.plan, shapes, self._site, feedback, start.seed))
+    def _line_up(self, decision: Decision, layout: Layout) -> None:
+        """Let the plan and the others that may be faster take turns after the next passes; every rank does it here."""
+        runners = lined_up(decision.choice.runners, decision.plan) if decision.choice is not None else ()
+        if runners:
+            self._planned.line_up([runner.plan for runner in runners[1:]])
+            for followed in self._planned.racing:
+                self._program_for(layout, followed)
+            self._race = Race(runners, self.passes + WARM_STEPS)
 
-    def _begin_trial(self, decision: Decision, followed: Followed) -> None:
-        """Let the plan and the best dense one take turns from the next passes on; every rank does it here."""
-        assert decision.dense is not None, "what is chosen was compared with it"
-        self._site.make_groups_for(decision.dense)
-        dense = self._fresh(replace(decision, plan=decision.dense))
-        self._trial = Trial(followed, dense, self.passes + WARM_PASSES, clock_of(self._site.device))
-
-    def _end_trial(self, trial: Trial[Followed]) -> None:
-        """Stay with what was faster on the slowest rank; what is owed under the plan goes out with the next pass."""
-        everyone = self._site.gather_numbers("the times of passes", trial.medians_us(self._site.device))
-        plan_us, dense_us = (max(theirs) for theirs in zip(*everyone, strict=True))
-        plan, dense = trial.lanes
-        if plan_us > dense_us:
-            dense.take_over(plan, self._site.ranks.world_size)
-        self._trial = None
-        self._follow(dense if plan_us > dense_us else plan)
-        self._kept.tell(said(plan_us, dense_us))
+    def _end_turn(self, race: Race, layout: Layout) -> None:
+        """Agree on what the turn's passes took, and let the next plan have its turn, or the best one stay."""
+        race.end_turn(self.times.slowest(race.timed_steps, self._site))
         self.times.forget()
-
-    def _follow(self, followed: Followed) -> None:
-        """Go on under another decision, with what it keeps."""
-        if followed is self._followed or self.program is None:
-            return
-        self._followed, self._ended = followed, None
-        self.program = self._program(self.program.layout)
+        if race.result is None:
+            self._planned.take_turn(race.current)
+        else:
+            self._planned.settle_on(race.result.winner)
+            self._planned.tell(str(race.result))
+            self._race, self._raced = None, race.result
+        self.program = self._program_for(layout, self._planned.now)
         self._runtime.forget_buffers()
+        self._ended = self.times.look()
 
-    def _program(self, layout: Layout) -> HookProgram:
-        followed = self._kept
-        if layout not in followed.programs:
+    def _program_for(self, layout: Layout, followed: Followed) -> HookProgram:
+        key = followed.number, layout
+        if key not in self._programs:
             compute_us = self._times.medians_us(layout, self._site.device)
             graph = arriving(layout, compute_us, self._site.device)
             plan, costs = followed.decision.plan, followed.decision.costs
-            compiler = replace(self._compiler, skip_nonfinite=followed.state.keeps_something)
-            followed.programs[layout] = HookProgram.made(layout, graph, compiler, plan, costs)
-        return followed.programs[layout]
+            compiler = replace(self._compiler, skip_nonfinite=self._start.trained.keeps_something(plan))
+            self._programs[key] = HookProgram.made(layout, graph, compiler, plan, costs)
+        return self._programs[key]
 
     def explanation(self) -> Explanation:
         """Gather what a report is made of; there is a plan."""
@@ -352,24 +339,25 @@ class HookJob:
             measured_ms=self.times.median_ms,
             exposed_ms=self.times.exposed_ms,
             budget=terms.budget,
+            raced=self._raced,
+            is_racing=self._race is not None,
         )
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Copy this rank's state; empty before there is a plan."""
-        if self._followed is None:
+        follower = self._follower
+        if follower is None:
             return {}
-        # While lanes take turns, the dense one owes nothing.
-        followed = self._followed if self._trial is None else self._trial.lanes[0]
-        plan = followed.decision.plan
-        saved = state_dict(followed.state, plan, self.passes, self._site.rank, self._site.ranks.world_size)
-        return {**saved, PLAN: plan.to_json(), SCALE: followed.scale}
+        under = follower.racing[0] if follower.racing else follower.now
+        plan = under.decision.plan  # followed where it is loaded, so it is not one whose turn it just is
+        return {**follower.state_dict(under, plan, self.passes), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:
         """Take back a state, or keep it until there is a plan; every rank calls it."""
         self._lockstep.check_open()
-        if self._followed is None:
+        if self._follower is None:
             ranks = self._site.ranks
             with ranks.together("load_state_dict"):
                 options, loads = following(self._start.options, given, ranks)
@@ -377,21 +365,16 @@ class HookJob:
             self._given = given
             return
         with self._site.ranks.together("load_state_dict", after_a_stop=True):
-            if self._trial is not None:
-                self._follow(self._trial.lanes[0])
-                self._trial = None
-            self._restore(given)
+            self._load(given)
 
-    def _restore(self, given: Given) -> None:
-        exchange = Exchange(self._site.ranks, self._site.sum_over_ranks, "load_state_dict", self._site.device)
-        followed = self._kept
-        plan = followed.decision.plan
-        here = Here(plan.sizes, sorted(plan.sizes), {plan.digest})
-        agreed = read_together(given, here, exchange)
-        if agreed is not None:
-            restore(agreed, followed.state, here, exchange)
-            scales = exchange.gather("the scale of the loss", scale_of(given))
-            followed.scale = next((scale for scale in scales if scale is not None), 1.0)
+    def _load(self, given: Given) -> None:
+        follower = self._planned
+        steps = follower.load(given, {follower.decision.plan.digest})
+        if steps is not None and self._race is not None and self.program is not None:  # it begins again
+            runners = lined_up(self._race.runners, follower.decision.plan)
+            self._race = Race(runners, self.passes + WARM_STEPS)
+            self.program = self._program_for(self.program.layout, follower.now)
+            self._runtime.forget_buffers()
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there."""

@@ -18,6 +18,7 @@ from itertools import groupby
 from fxcomp.frontends.hook_program import Layout
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.decision import Decision
+from fxcomp.search.runners import Runner
 
 LEAST_BYTES = 256 << 10
 """A copy of so much takes about as long as a message more (assumed)."""
@@ -38,16 +39,23 @@ class _Part:
 
 
 def fitted(decision: Decision, layout: Layout) -> Decision:
-    """Fit a decision's plan, and what is said of it."""
-    plan = fit(decision.plan, layout)
-    if plan == decision.plan:
-        return decision
-    choice = decision.choice
-    if choice is not None:
-        same = {name: plan for name in ("dense", "fastest") if getattr(choice, name) == decision.plan}
-        choice = replace(choice, plan=plan, alternatives=((),) * len(plan.buckets), **same)
-    dense = plan if decision.dense == decision.plan else decision.dense
-    return replace(decision, plan=plan, dense=dense, choice=choice)
+    """Fit a decision's plan, and those that it is compared with."""
+    plan, choice = fit(decision.plan, layout), decision.choice
+    if choice is None:
+        return replace(decision, plan=plan)
+    runners: dict[Plan, Runner] = {}
+    for each in choice.runners:
+        runner = replace(each, plan=fit(each.plan, layout))
+        runners.setdefault(runner.plan, runner)
+    choice = replace(
+        choice,
+        plan=plan,
+        dense=fit(choice.dense, layout),
+        fastest=fit(choice.fastest, layout),
+        alternatives=choice.alternatives if plan == choice.plan else ((),) * len(plan.buckets),
+        runners=tuple(runners.values()),
+    )
+    return replace(decision, plan=plan, choice=choice)
 
 
 def fit(plan: Plan, layout: Layout) -> Plan:

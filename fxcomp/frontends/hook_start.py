@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +30,8 @@ from fxcomp.runtime.clock import clock_of
 from fxcomp.search.decision import Decision
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import PLAN
-from fxcomp.state.saved_state import Given
+from fxcomp.state.saved_state import Given, plan_of, states_given
+from fxcomp.step.follower import Trained
 
 TIMED = 3
 """So many passes tell when buckets are ready."""
@@ -134,6 +134,12 @@ class Start:
         return self.loads or has_whole_plan(self.options)
 
     @property
+    def trained(self) -> Trained:
+        """What gradients are of."""
+        shapes = self.wrapped.shapes
+        return Trained(self.site, shapes, sorted(shapes), self.options.feedback, self.seed)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What groups beside each other have in common that decide together."""
         here = {"this rank's place": self.site.rank, "the hosts of ranks": list(self.site.cluster.placement)}
@@ -168,8 +174,8 @@ def following(options: StepOptions, given: Given, ranks: Ranks) -> tuple[StepOpt
 
     Every rank calls it.
     """
-    loads = any(ranks.gather("who has a loaded state", bool(_first(given))))
-    plans = ranks.gather("the plans of loaded states", _plan_of(given))
+    loads = any(ranks.gather("who has a loaded state", bool(states_given(given))))
+    plans = ranks.gather("the plans of loaded states", plan_of(given))
     saved = next((Plan.from_json(plan) for plan in plans if plan is not None), None)
     if saved is None or has_whole_plan(options):
         return options, loads
@@ -181,25 +187,6 @@ def following(options: StepOptions, given: Given, ranks: Ranks) -> tuple[StepOpt
 def has_whole_plan(options: StepOptions) -> bool:
     """Tell options that say which gradients travel together, and not only how all of them do."""
     return isinstance(options.plan, Plan) or (options.plan is not None and is_path(options.plan))
-
-
-def _plan_of(given: Given) -> Any:
-    """The plan that a saved state was under."""
-    return _first(given).get(PLAN)
-
-
-def scale_of(given: Given) -> float | None:
-    """The factor of the loss in whose unit a saved state is; None where there is no state."""
-    return _first(given).get(SCALE)
-
-
-def _first(given: Given) -> Mapping[str, Any]:
-    states: Any = [] if given is None else [given] if isinstance(given, Mapping) else given
-    return states[0] if states else {}
-
-
-SCALE = "scale of the loss"
-"""The key of a saved state that a hook adds."""
 
 
 def decide(start: Start, compiler: Compiler, layout: Layout, compute_us: Sequence[float]) -> Decision:

@@ -22,25 +22,25 @@ FIRST = 256
 
 @dataclass(slots=True)
 class Unused:
-    """The gradients of one backward pass that are zero here, with what they were owed before it."""
+    """The gradients of one backward pass that are zero here, with their residuals and what they were owed before it."""
 
     state: GradientState
-    owed: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
-    undelivered: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    residuals: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def look_at(self, bucket: DdpBucket, views: list[Tensor]) -> None:
         """Keep what belongs to the zeros of a bucket, before it is compressed. `views` has the buffer first."""
         for name, gradient in zip(bucket.names, views[1:], strict=True):
             if not _is_zero(gradient):
                 continue
-            self.owed[name] = [piece.values.clone() for piece in self.state.residuals.slices.get(name, ())]
-            if name in self.state.undelivered:
-                self.undelivered[name] = self.state.undelivered[name]
+            self.residuals[name] = [piece.values.clone() for piece in self.state.residuals.slices.get(name, ())]
+            if name in self.state.owed:
+                self.owed[name] = self.state.owed[name]
 
     def put_back(self, layout: Layout, buffers: list[Tensor], site: Site) -> None:
         """Let what is zero on all ranks be owed again, and bring nothing; every rank calls it after the pass."""
         names = [name for bucket in layout for name in bucket.names]
-        used = torch.tensor([name not in self.owed for name in names], dtype=torch.uint8, device=site.device)
+        used = torch.tensor([name not in self.residuals for name in names], dtype=torch.uint8, device=site.device)
         site.transport.all_reduce(used, "world", "main", "max").wait()
         somewhere = {name for name, flag in zip(names, used.cpu(), strict=True) if bool(flag)}
         for bucket, buffer in zip(layout, buffers, strict=True):
@@ -50,10 +50,10 @@ class Unused:
                     self._put_back(name)
 
     def _put_back(self, name: str) -> None:
-        for piece, before in zip(self.state.residuals.slices.get(name, ()), self.owed[name], strict=True):
+        for piece, before in zip(self.state.residuals.slices.get(name, ()), self.residuals[name], strict=True):
             piece.values.copy_(before)
-        if name in self.undelivered:
-            self.state.undelivered[name] = self.undelivered[name]
+        if name in self.owed:
+            self.state.owed[name] = self.owed[name]
 
 
 def _is_zero(gradient: Tensor) -> bool:

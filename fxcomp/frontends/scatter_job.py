@@ -24,24 +24,20 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.errors import UnsupportedFeature
 from fxcomp.frontends.hook_start import ReadyTimes
-from fxcomp.frontends.hook_trial import Trial, said
-from fxcomp.frontends.scatter_plan import Scattering, needs_trial
+from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
 from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.race import WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
 """Passes before there is a plan: the last three are timed."""
-
-WARM_PASSES = 2
-"""Passes under a plan before they count in a trial."""
 
 
 @dataclass(slots=True)
@@ -77,7 +73,8 @@ class ScatterJob:
         """What was left out of each module's gradients here: fp32, a part for each rank."""
         self.scale = 1.0
         """The factor of the loss that it is in the unit of."""
-        self._trial: Trial[bool] | None = None
+        self._race: Race | None = None
+        """Of the plan and dense."""
         self._compresses = True
         """False while dense has its turn, and after it has won."""
         self._delivers = False
@@ -100,8 +97,6 @@ class ScatterJob:
             self._lockstep.enter(self.passes)
             self._lockstep.has_begun = True
             compat.at_end_of_backward(self._end)
-            if self._trial is not None:
-                self._compresses = self._trial.lane_at(self.passes)
             self._follow_scale()
             self._pass.agrees = self._delivers or (self._compresses and self.plan.keeps_something)
         self._pass.order.append(number)
@@ -138,7 +133,7 @@ class ScatterJob:
         if is_whole and self._compresses and self.plan.compressor(number) is not None:
             self._compress(number, output, given, op)
         else:
-            if is_whole and self._trial is None and (owed := self._owed(number)) is not None:
+            if is_whole and self._race is None and (owed := self._owed(number)) is not None:
                 given.add_(owed)
                 now.residuals[number] = None
             self._dense[number](output, given, group, op)
@@ -249,11 +244,9 @@ class ScatterJob:
         self._ended = end
         if self._is_timed:
             self._ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
-        if self._trial is not None:
-            self._trial.end_pass(self.passes)
-            if self._trial.is_over_after(self.passes):
-                self._end_trial(self._trial)
         self.passes += 1
+        if self._race is not None and self.passes == self._race.turn_ends:
+            self._end_turn(self._race)
         if not self.plan.is_decided and self.passes >= DENSE_PASSES:
             self._decide(list(dict.fromkeys(now.order)))
 
@@ -262,18 +255,21 @@ class ScatterJob:
         with self.site.ranks.together("compress_reduce_scatter"):
             layout = tuple(self.modules[number].bucket for number in order)
             self.plan.decide(self.site, order, layout, self._ready.medians_us(layout, self.site.device))
-            if needs_trial(self.plan.choice):
-                self._trial = Trial(True, False, self.passes + WARM_PASSES, clock_of(self.site.device))
+            if self.plan.choice is not None and not self.plan.choice.is_dense:
+                self._race = Race(self.plan.choice.runners, self.passes + WARM_STEPS)
         log.info("%s\n%s", self.site.cluster, self.plan.plan)
 
-    def _end_trial(self, trial: Trial[bool]) -> None:
-        """Stay with what was faster on the slowest rank; what is owed goes out with the next dense pass."""
-        everyone = self.site.gather_numbers("the times of passes", trial.medians_us(self.site.device))
-        plan_us, dense_us = (max(theirs) for theirs in zip(*everyone, strict=True))
-        self._trial, self._compresses = None, plan_us <= dense_us
-        self._delivers = not self._compresses
-        self.plan.tell(said(plan_us, dense_us), follows_dense=not self._compresses)
+    def _end_turn(self, race: Race) -> None:
+        """Let the other one have its turn, or the better one stay; what is owed goes out with the next dense pass."""
+        race.end_turn(self.times.slowest(race.timed_steps, self.site))
         self.times.forget()
+        if race.result is None:
+            self._compresses = race.current == 0
+        else:
+            self._race, self._compresses = None, race.result.winner == 0
+            self._delivers = not self._compresses
+            self.plan.tell(str(race.result), follows_dense=not self._compresses)
+        self._ended = self.times.look()
 
     # State
 
@@ -281,7 +277,7 @@ class ScatterJob:
         """Follow a saved plan, also where dense has won or has its turn."""
         self.plan.follow(plan)
         self.plan.notes = (*self.plan.notes, "the plan is that of a loaded state")
-        self.plan.choice, self._trial, self._compresses = None, None, True
+        self.plan.choice, self._race, self._compresses = None, None, True
 
     def owe(self, parameters: Mapping[str, Tensor], scale: float) -> None:
         """Owe nothing but this; every rank calls it. Dense gradients bring it, compressed ones take it over."""

@@ -11,7 +11,6 @@ from typing import Any
 from fxcomp.compressors import Compressor
 from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.hook_start import BURSTS
-from fxcomp.frontends.hook_trial import SURE
 from fxcomp.frontends.scattered_modules import ScatteredModule
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
@@ -20,7 +19,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import costs_as_given
 from fxcomp.planning.gather_costs import gathered_costs
 from fxcomp.report.scatter_report import ScatterFacts
-from fxcomp.search.by_module import SCATTERED, ScatterChoice, choose_by_module
+from fxcomp.search.by_module import ScatterChoice, choose_by_module
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
 
@@ -86,9 +85,8 @@ class Scattering:
         """Take over what taking turns has shown."""
         self.notes = (*self.notes, note)
         if follows_dense and self.choice is not None:
-            dense = self.choice.plan.with_strategies([SCATTERED] * len(self.choice.plan.buckets))
-            self.choice = replace(self.choice, plan=dense, step_us=self.choice.dense_us)
-            self.plan = dense
+            self.plan = self.choice.dense
+            self.choice = replace(self.choice, plan=self.plan, step_us=self.choice.dense_us, loss=0.0)
 
     def facts(self, site: Site, measured_ms: float | None) -> ScatterFacts:
         """Gather what a report is made of; there is a plan."""
@@ -102,10 +100,3 @@ class Scattering:
 
     def _is_fed_back(self, compressor: Compressor | None) -> bool:
         return compressor is not None and self.options.feedback.surrounds(compressor)
-
-
-def needs_trial(choice: ScatterChoice | None) -> bool:
-    """Tell whether the prediction leaves room for doubt that the plan is faster than dense."""
-    if choice is None or all(bucket.strategy == SCATTERED for bucket in choice.plan.buckets):
-        return False
-    return choice.step_us > SURE * choice.dense_us

@@ -64,7 +64,7 @@ from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.members import Members
 from fxcomp.site import Site
-from fxcomp.state.gradient_state import GradientState
+from fxcomp.step.follower import Follower, Trained
 
 log = logging.getLogger(__name__)
 
@@ -287,10 +287,9 @@ def _start(
     site.make_groups_for(decision.plan)
     seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
     return CompiledModel(
-        decision,
+        Follower(Trained(site, shapes, sorted(shapes), feedback, seed), decision),
         site,
         compiler,
-        GradientState.fresh(decision.plan, shapes, site, feedback, seed),
         {name: weakref.ref(parameter) for name, parameter in covered.items()},
         found.break_,
         weakref.ref(chosen.model) if chosen.model is not None else None,

@@ -91,7 +91,7 @@ class Planner:
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
         notes = (*terms.notes(work, cluster), *self._foreign(agreed))
-        return Decision(choice.plan, agreed, work, choice.dense, choice, notes=notes)
+        return Decision(choice.plan, agreed, work, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
         """Follow the plan that all ranks were given. A saved one may lie on rank 0's machine alone."""

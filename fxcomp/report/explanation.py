@@ -94,7 +94,7 @@ class Explanation:
     @property
     def has_won(self) -> bool:
         """The plan is the one that was measured fastest in the running job."""
-        return self.raced is not None and not self.is_racing and self.raced.stays.runner.plan == self.plan
+        return self.raced is not None and not self.is_racing and self.raced.stays.plan == self.plan
 
     @property
     def has_moved(self) -> bool:

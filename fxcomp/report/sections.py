@@ -133,7 +133,7 @@ def _reason(explanation: Explanation) -> str:
     """Say why the plan is followed: it was measured fastest, or chosen by prediction."""
     choice, raced = explanation.choice, explanation.raced
     if raced is not None and explanation.has_won:
-        return f"Measured in a race of {len(raced.lanes)} plans: {raced.verdict}."
+        return f"Measured in a race of {len(raced.runners)} plans: {raced.verdict}."
     if explanation.has_moved:
         return f"Follows the gradients since step {explanation.moves[-1].step}."
     if choice is not None and explanation.is_chosen:
@@ -223,10 +223,10 @@ def _race(raced: Raced, digits: int) -> list[Block]:
         Column("", is_text=True),
     )
     rows: list[Sequence[str]] = []
-    for k, lane in enumerate(raced.lanes):
-        measured = "not timed" if lane.measured_ms is None else f"{ms(1e3 * lane.measured_ms, digits)} ms"
-        predicted = f"{ms(lane.runner.step_us, digits)} ms"
-        rows.append((lane.runner.name, predicted, measured, str(lane.steps), "stays" if k == raced.winner else ""))
+    for k, runner in enumerate(raced.runners):
+        measured = "not timed" if runner.measured_ms is None else f"{ms(1e3 * runner.measured_ms, digits)} ms"
+        predicted = f"{ms(runner.step_us, digits)} ms"
+        rows.append((runner.name, predicted, measured, str(runner.steps), "stays" if k == raced.winner else ""))
     cost = (
         f"The plans took turns in {raced.when}, which cost"
         f" {ms(1e3 * raced.cost_ms, digits)} ms: {raced.share:.1%} of the first {JUDGED_STEPS:,} steps."

@@ -77,7 +77,7 @@ class Runtime:
         self.on_update: Callable[[Tensor], None] | None = None
         self.before_packing: list[Callable[[], None]] = []
         """Each is called once, in order, before the first bucket of gradients is filled."""
-        self.undelivered: dict[str, Tensor] = {}
+        self.owed: dict[str, Tensor] = {}
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.numbers: Numbers = AS_WRITTEN
         """What lines take in the place of what is written in them; those of the program that runs."""
@@ -104,7 +104,7 @@ class Runtime:
         """Copy gradients into one flat bucket, scaled, of a type if one is given.
 
         `starts` says where parts of gradients begin, all 0 if empty. A live `factor` brings gradients into the unit of
-        what is undelivered, which it leaves alone.
+        what is owed, which it leaves alone.
         """
         while parameters and self.before_packing:
             self.before_packing.pop(0)()
@@ -112,9 +112,9 @@ class Runtime:
         flat, parts = self._buffers.take_packed(name, gradients, dtype)
         copy_scaled(gradients, scale, parts, factor)
         for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
-            late = self.undelivered.get(parameter)
-            if late is not None:
-                slot.add_(late[start : start + slot.numel()].view(slot.shape), alpha=scale)
+            owed = self.owed.get(parameter)
+            if owed is not None:
+                slot.add_(owed[start : start + slot.numel()].view(slot.shape), alpha=scale)
         return flat
 
     def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -310,14 +310,12 @@ class Runtime:
                 self.on_gradient(parameter, gradient if factor is None else gradient * factor, start)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Show gradients that no bucket carries, and add what is undelivered: one rank alone has no buckets."""
+        """Show gradients that no bucket carries, and add what is owed: one rank alone has no buckets."""
         self.see(parameters, gradients)
-        if not self.undelivered:
+        if not self.owed:
             return list(gradients)
         return [
-            gradient.add(self.undelivered[name].view(gradient.shape)).to(gradient.dtype)
-            if name in self.undelivered
-            else gradient
+            gradient.add(self.owed[name].view(gradient.shape)).to(gradient.dtype) if name in self.owed else gradient
             for name, gradient in zip(parameters, gradients, strict=True)
         ]
 

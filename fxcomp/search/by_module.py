@@ -28,6 +28,7 @@ from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.runners import DENSE, FASTEST, Runner
 from fxcomp.search.shared_draws import LEAST_GAIN
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
@@ -89,6 +90,23 @@ class ScatterChoice:
     step_us: float
     dense_us: float
     times: tuple[ModuleTime, ...]
+    loss: float
+    """The relative squared error of the gradient."""
+
+    @property
+    def is_dense(self) -> bool:
+        return all(bucket.strategy == SCATTERED for bucket in self.plan.buckets)
+
+    @property
+    def dense(self) -> Plan:
+        return self.plan.with_strategies([SCATTERED] * len(self.plan.buckets))
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        """What may race: the plan, and dense."""
+        return Runner(FASTEST, self.plan, self.step_us, 1.0, self.loss), Runner(
+            DENSE, self.dense, self.dense_us, 0.0, 0.0
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "plan": self.plan.to_json()}
@@ -96,7 +114,7 @@ class ScatterChoice:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ScatterChoice:
         times = tuple(ModuleTime(**each) for each in data["times"])
-        return cls(Plan.from_json(data["plan"]), data["step_us"], data["dense_us"], times)
+        return cls(Plan.from_json(data["plan"]), data["step_us"], data["dense_us"], times, data["loss"])
 
 
 def choose_by_module(
@@ -179,7 +197,8 @@ class _Search:
             ModuleTime(ready, own[SCATTERED], own[strategy])
             for ready, own, strategy in zip(self._ready, self._own_us, best, strict=True)
         )
-        return ScatterChoice(plan, self._step_us(best), self._step_us([SCATTERED] * len(best)), times)
+        loss = math.fsum(self._lost(k, strategy) for k, strategy in enumerate(best)) / max(1, self._losses.elements)
+        return ScatterChoice(plan, self._step_us(best), self._step_us([SCATTERED] * len(best)), times, loss)
 
     def _improved(self, start: list[Strategy]) -> list[Strategy]:
         """Change one module at a time while the step gets shorter, the longest first."""

@@ -17,8 +17,6 @@ class Decision:
     plan: Plan
     costs: CostTable
     workload: Workload
-    dense: Plan | None = None
-    """The best dense plan; None where the plan was given."""
     choice: Choice | None = None
     """The comparison of plans; None where the plan was given."""
     notes: tuple[str, ...] = ()

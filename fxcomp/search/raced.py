@@ -13,36 +13,13 @@ JUDGED_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """A runner with what was measured of it."""
-
-    runner: Runner
-    measured_ms: float | None
-    """The median of its counted steps, by the slowest rank of each; None if it has not run."""
-    steps: int
-    """The number of counted steps."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to JSON; the plan by its digest, times in ms."""
-        return {
-            "name": self.runner.name,
-            "plan": self.runner.plan.digest,
-            "predicted_ms": self.runner.step_us / 1e3,
-            "measured_ms": self.measured_ms,
-            "steps": self.steps,
-            "wins": self.runner.wins,
-            "loss": self.runner.loss,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Raced:
     """A race that is over."""
 
-    lanes: tuple[Lane, ...]
+    runners: tuple[Runner, ...]
     """In the order in which they ran first; the first one's plan was in force."""
     winner: int
-    """The place of the lane whose plan stays."""
+    """The place of the one whose plan stays."""
     first_step: int
     last_step: int
     """The number of steps after which the race was over."""
@@ -50,9 +27,9 @@ class Raced:
     """The time of its timed steps beyond as many of the winner's."""
 
     @property
-    def stays(self) -> Lane:
-        """The lane of the plan that stays."""
-        return self.lanes[self.winner]
+    def stays(self) -> Runner:
+        """The runner whose plan stays."""
+        return self.runners[self.winner]
 
     @property
     def when(self) -> str:
@@ -67,8 +44,8 @@ class Raced:
 
     def to_json(self) -> Mapping[str, Any]:
         return {
-            "lanes": [lane.to_json() for lane in self.lanes],
-            "winner": self.stays.runner.name,
+            "runners": [_as_json(runner) for runner in self.runners],
+            "winner": self.stays.name,
             "first_step": self.first_step,
             "last_step": self.last_step,
             "cost_ms": self.cost_ms,
@@ -79,17 +56,30 @@ class Raced:
     def verdict(self) -> str:
         """`dense stays with 36.1 ms a step; fastest 37.9, bf16 not timed`."""
         if self.stays.measured_ms is None:
-            return f"{self.stays.runner.name} stays, because no step was timed by all ranks"
+            return f"{self.stays.name} stays, because no step was timed by all ranks"
         others = ", ".join(
-            f"{lane.runner.name} {_ms(lane.measured_ms)}" for k, lane in enumerate(self.lanes) if k != self.winner
+            f"{runner.name} {_ms(runner.measured_ms)}" for k, runner in enumerate(self.runners) if k != self.winner
         )
-        return f"{self.stays.runner.name} stays with {_ms(self.stays.measured_ms)} ms a step; {others}"
+        return f"{self.stays.name} stays with {_ms(self.stays.measured_ms)} ms a step; {others}"
 
     def __str__(self) -> str:
         return (
-            f"raced {len(self.lanes)} plans in {self.when}: {self.verdict}. Racing cost {self.cost_ms:.4g} ms,"
+            f"raced {len(self.runners)} plans in {self.when}: {self.verdict}. Racing cost {self.cost_ms:.4g} ms,"
             f" {self.share:.1%} of the first thousand steps."
         )
+
+
+def _as_json(runner: Runner) -> dict[str, Any]:
+    """Convert what was predicted and measured; the plan by its digest, times in ms."""
+    return {
+        "name": runner.name,
+        "plan": runner.plan.digest,
+        "predicted_ms": runner.step_us / 1e3,
+        "measured_ms": runner.measured_ms,
+        "steps": runner.steps,
+        "wins": runner.wins,
+        "loss": runner.loss,
+    }
 
 
 def _ms(measured_ms: float | None) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from fxcomp.cost.timeline import step_time_us
@@ -49,7 +49,7 @@ DENSE, BF16, FASTEST = "dense", "bf16", "fastest"
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A plan that may race."""
+    """A plan that may race: what is predicted of it, and once it has raced what was measured."""
 
     name: str
     plan: Plan
@@ -59,9 +59,15 @@ class Runner:
     """The share of draws in which it beats dense."""
     loss: float
     """The relative squared error of the gradient: what a tie is decided by."""
+    measured_ms: float | None = None
+    """The median of its counted steps, by the slowest rank of each; None if it has not run."""
+    steps: int = 0
+    """The number of counted steps."""
 
     def to_json(self) -> dict[str, Any]:
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "plan": self.plan.to_json()}
+        """Convert what is predicted."""
+        facts = {"name": self.name, "plan": self.plan.to_json(), "step_us": self.step_us}
+        return {**facts, "wins": self.wins, "loss": self.loss}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Runner:
@@ -105,6 +111,13 @@ def pick_runners(
             if each.wins >= WORTH_TRYING:
                 picked.append(each)
     return tuple(sorted(picked, key=lambda each: each.step_us))
+
+
+def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
+    """Let the runner whose plan is in force come first; none if it is none of them, or the only one."""
+    mine = [runner for runner in runners if runner.plan == plan]
+    others = [runner for runner in runners if runner.plan != plan]
+    return (*mine, *others) if mine and others else ()
 
 
 def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:

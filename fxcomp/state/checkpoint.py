@@ -21,8 +21,9 @@ from torch import Tensor
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 
-PLAN, GENERATORS = "followed plan", "generators"
-"""Parts of a saved state: the plan in force, and the states of the default random generators."""
+PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
+"""Parts of a saved state: the plan in force, the factor of the loss that it is in the unit of, and the states of the
+default random generators."""
 
 _STORED = "stored under"
 """The key in `about` that stands for a tensor."""

@@ -29,7 +29,7 @@ class GradientState:
     compressor_states: CompressorStates
     velocities: Velocities | None = None
     """This rank's own momentum; None where it is the optimizer's."""
-    undelivered: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Flat values by parameter that no compressor feeds back any more: the next gradients bring them."""
     rates: dict[int, float] = field(default_factory=dict[int, float])
     """The learning rate of each parameter group that residuals have been scaled to."""
@@ -68,8 +68,8 @@ class GradientState:
         `sizes` has each parameter that gets a gradient, in the same order on all ranks.
         """
         ranks = exchange.peers.world_size
-        residuals = Holding.of(ranks, self.residuals.slices, self.undelivered)
-        fresh.undelivered = hand_over(residuals, fresh.residuals, sizes, exchange)
+        residuals = Holding.of(ranks, self.residuals.slices, self.owed)
+        fresh.owed = hand_over(residuals, fresh.residuals, sizes, exchange)
         if self.velocities is not None and fresh.velocities is not None:
             velocities = Holding.of(ranks, self.velocities.slices)
             hand_over(velocities, fresh.velocities, sizes, exchange, "velocities")
@@ -87,7 +87,7 @@ class GradientState:
         What a gradient brings counts 1/ranks of the mean, so ranks need not talk about it. The parameters are the same
         on all of them.
         """
-        owed = {name: value.clone() for name, value in self.undelivered.items()}
+        owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
             whole = owed.setdefault(name, torch.zeros(sizes[name], device=self.residuals.device))
             for piece in self.residuals.slices.get(name, ()):
@@ -97,22 +97,22 @@ class GradientState:
     def also_owe(self, others: Mapping[str, Tensor]) -> None:
         """Let the next gradients bring what another state owed."""
         for name, value in others.items():
-            known = self.undelivered.get(name)
-            self.undelivered[name] = value if known is None else known + value
+            known = self.owed.get(name)
+            self.owed[name] = value if known is None else known + value
 
     def settle(self) -> None:
         """Forget what a step's gradients have delivered. It was no gradient of that step, so no velocity keeps it."""
         if self.velocities is not None:
-            for name, value in self.undelivered.items():
+            for name, value in self.owed.items():
                 self.velocities.forget(name, value)
-        self.undelivered.clear()
+        self.owed.clear()
 
     def multiply(self, factor: float) -> None:
         """Follow gradients whose unit has changed: what is kept of them is so many times as large as before."""
         for pieces in self.residuals.slices.values():
             for piece in pieces:
                 piece.values.mul_(factor)
-        for value in self.undelivered.values():
+        for value in self.owed.values():
             value.mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
@@ -130,8 +130,8 @@ class GradientState:
             for name in names.get(group, ()):
                 for piece in self.residuals.slices.get(name, ()):
                     piece.values.mul_(before / rate)
-                if name in self.undelivered:
-                    self.undelivered[name].mul_(before / rate)
+                if name in self.owed:
+                    self.owed[name].mul_(before / rate)
 
 
 def _velocities(plan: Plan, site: Site) -> Velocities:

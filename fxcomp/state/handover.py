@@ -1,7 +1,7 @@
 """Hand over what ranks owe, or their momentum, from one layout to another: the sum over the ranks stays what it was.
 
 What a rank keeps stands for `weight · values` of the mean gradient, in every slot, and what waits for its next gradient
-counts as it is: `waiting / ranks`. Together the ranks owe E, the sum of all that. Under another plan, or for another
+counts as it is: `owed / ranks`. Together the ranks owe E, the sum of all that. Under another plan, or for another
 number of ranks,
 
 - what lies as it did, in the same slot and shared by ranks in the same way, stays where it is, bit for bit where the
@@ -71,24 +71,22 @@ class Holding:
 
     ranks: int
     slices: Mapping[str, Sequence[Slice]]
-    waiting: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
+    owed: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
 
     @classmethod
-    def of(
-        cls, ranks: int, slices: Mapping[str, Sequence[Slice]], waiting: Mapping[str, Tensor] | None = None
-    ) -> Holding:
+    def of(cls, ranks: int, slices: Mapping[str, Sequence[Slice]], owed: Mapping[str, Tensor] | None = None) -> Holding:
         """Take what one rank holds by itself."""
-        return cls(ranks, slices, {n: [w] for n, w in (waiting or {}).items()})
+        return cls(ranks, slices, {n: [w] for n, w in (owed or {}).items()})
 
     def lies(self, name: str, into: Arena, ranks: int) -> bool:
         """Tell a parameter of which everything can stay where it is, or that has nothing."""
-        held, waiting = self.slices.get(name, ()), self.waiting.get(name, ())
-        if not held and not waiting:
+        held, owed = self.slices.get(name, ()), self.owed.get(name, ())
+        if not held and not owed:
             return True
         if ranks != self.ranks:
             return False
-        if waiting:
-            return not held and len(waiting) == 1 and name not in into.covered
+        if owed:
+            return not held and len(owed) == 1 and name not in into.covered
         slots = into.slices.get(name, ())
         return all(sum(slot.lies_like(piece) for slot in slots) == 1 for piece in held) and all(
             sum(slot.lies_like(piece) for piece in held) <= 1 for slot in slots
@@ -96,23 +94,23 @@ class Holding:
 
     def lacks(self, name: str, into: Arena) -> bool:
         """Tell a parameter of which this rank is to keep something, and brings nothing."""
-        return bool(into.slices.get(name)) and not self.slices.get(name) and not self.waiting.get(name)
+        return bool(into.slices.get(name)) and not self.slices.get(name) and not self.owed.get(name)
 
     def add_to(self, name: str, mean: Tensor) -> None:
         for held in self.slices.get(name, ()):
             held.add_to(mean)
-        for value in self.waiting.get(name, ()):
+        for value in self.owed.get(name, ()):
             mean.add_(value.to(mean.device), alpha=1 / self.ranks)
 
     def stay(self, name: str, into: Arena) -> Tensor | None:
-        """Put what lies as it did into its slots; returns what goes on waiting."""
+        """Put what lies as it did into its slots; returns what is still owed."""
         for slot in into.slices.get(name, ()):
             held = next((piece for piece in self.slices.get(name, ()) if slot.lies_like(piece)), None)
             if held is None:
                 slot.values.zero_()
             else:
                 slot.go_on_from(held)
-        return next((value.clone() for value in self.waiting.get(name, ())), None)
+        return next((value.clone() for value in self.owed.get(name, ())), None)
 
 
 def hand_over(
@@ -128,8 +126,8 @@ def hand_over(
 
     def looked_at() -> tuple[list[int], list[int], list[int]]:
         moving = [k for k, name in enumerate(names) if not holding.lies(name, into, ranks)]
-        waiting = [k for k, name in enumerate(names) if name in holding.waiting and name not in into.covered]
-        return moving, waiting, [k for k, name in enumerate(names) if holding.lacks(name, into)]
+        owed = [k for k, name in enumerate(names) if name in holding.owed and name not in into.covered]
+        return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
     everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", looked_at))
     # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same. What one
@@ -153,7 +151,7 @@ def hand_over(
         exchange.sum_over_ranks(whole)
 
     def placing() -> dict[str, Tensor]:
-        waiting: dict[str, Tensor] = {}
+        owed: dict[str, Tensor] = {}
         for name in sizes:
             if name in means:
                 for slot in into.slices.get(name, ()):
@@ -162,8 +160,8 @@ def hand_over(
             else:
                 stays = holding.stay(name, into)
             if stays is not None:
-                waiting[name] = stays.to(exchange.device)
-        return waiting
+                owed[name] = stays.to(exchange.device)
+        return owed
 
     return exchange.attempt(f"placing {what}", placing)
 

@@ -23,7 +23,7 @@ from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
-from fxcomp.state.checkpoint import PLAN
+from fxcomp.state.checkpoint import PLAN, SCALE
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.memories import share_memories
@@ -45,7 +45,7 @@ def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: i
         "steps": steps,
         "learning_rates": dict(state.rates),
         "residuals": _described(state.residuals.slices),
-        "owed": {name: value.detach().clone() for name, value in state.undelivered.items()},
+        "owed": {name: value.detach().clone() for name, value in state.owed.items()},
         **velocities,
         **state.compressor_states.state_dict(),
     }
@@ -65,6 +65,22 @@ def _fields(kept: Slice) -> dict[str, Any]:
         "weight": list(kept.weight.as_integer_ratio()),
         "total": list(kept.total.as_integer_ratio()),
     }
+
+
+def states_given(given: Given) -> Sequence[Mapping[str, Any]]:
+    """List the states that this rank was given."""
+    states: Any = () if given is None else (given,) if isinstance(given, Mapping) else given
+    return states
+
+
+def scale_of(given: Given) -> float | None:
+    """The factor of the loss in whose unit saved states are; None where they do not say it."""
+    return next((float(state[SCALE]) for state in states_given(given) if SCALE in state), None)
+
+
+def plan_of(given: Given) -> Any:
+    """The plan that saved states were under, as JSON; None where they do not say it."""
+    return next((state[PLAN] for state in states_given(given) if PLAN in state), None)
 
 
 # Reading one state
@@ -272,8 +288,7 @@ def read_together(given: Given, here: Here, exchange: Exchange) -> Agreed | None
     peers = exchange.peers
 
     def mine() -> tuple[Saved, ...]:
-        states: Any = [] if given is None else [given] if isinstance(given, Mapping) else given
-        return tuple(_read(state, here, peers.rank, peers.world_size) for state in states)
+        return tuple(_read(state, here, peers.rank, peers.world_size) for state in states_given(given))
 
     states = exchange.attempt("reading", mine)
     facts: list[Any] = [[s.rank, s.ranks, s.steps, list(s.rates.items())] for s in states]
@@ -321,7 +336,7 @@ def restore(agreed: Agreed, into: GradientState, here: Here, exchange: Exchange)
     states, rank = agreed.states, exchange.peers.rank
     exchange.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, rank))
     residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
-    undelivered = hand_over(residuals, into.residuals, here.trained_sizes, exchange)
+    owed = hand_over(residuals, into.residuals, here.trained_sizes, exchange)
     any_velocities = any(exchange.gather("looking for velocities", any(s.velocities for s in states)))
     if into.velocities is not None:
         if not any_velocities:
@@ -332,7 +347,7 @@ def restore(agreed: Agreed, into: GradientState, here: Here, exchange: Exchange)
         _warn("the state holds velocities of momentum correction, which this step does not use.")
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
     _restore_compressors([saved.whole for saved in own_first], into.compressor_states, exchange)
-    into.undelivered, into.rates = undelivered, dict(agreed.rates)
+    into.owed, into.rates = owed, dict(agreed.rates)
 
 
 def _joined(states: Sequence[Mapping[str, Sequence[Slice]]]) -> dict[str, list[Slice]]:

@@ -24,7 +24,7 @@ from fxcomp.report.terminal import to_text
 from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
-from fxcomp.state.saved_state import Given, state_dict
+from fxcomp.state.saved_state import Given
 from fxcomp.step.adaptation import Move
 from fxcomp.step.alike import Alike
 from fxcomp.step.applied_error import AppliedError
@@ -196,7 +196,7 @@ class CompiledStep:
 
     def _begin_verifying(self, batch: Any, program: Program) -> Verification | None:
         state = self.in_force.state
-        is_plain = self.plan.is_dense and state.velocities is None and not state.undelivered
+        is_plain = self.plan.is_dense and state.velocities is None and not state.owed
         return self._verifier.begin(batch, program, self.in_force.runtime, self.steps, is_plain=is_plain)
 
     def _watch_of(self, kind: BatchType) -> Watch | None:
@@ -352,8 +352,7 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
         self._group.check_is_over()
-        place = self._ranks.rank, self._ranks.world_size
-        saved = state_dict(self.in_force.whole_state, self.plan, self.steps, *place)
+        saved = self.in_force.state_dict(self.steps)
         return saved if self.errors is None else {**saved, "errors": self.errors.state()}
 
     def checkpoint(self) -> dict[str, Tensor]:

@@ -1,14 +1,12 @@
-"""The plan in force: the one mutable holder of what a step follows, and the one way to change it."""
+"""The plan in force: what a step follows, its warm-up, and the programs that are made for it."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
@@ -22,47 +20,29 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.handover import Exchange, Holding, hand_over
 from fxcomp.state.inputs import Inputs
-from fxcomp.state.saved_state import Given, Here, read_together, restore
+from fxcomp.state.saved_state import Given
+from fxcomp.step.follower import Follower, Trained
 from fxcomp.step.micro_programs import MicroPrograms
 from fxcomp.step.programs import Programs
 
 
-@dataclass(slots=True)
-class _Lane:
-    """A plan that races."""
-
-    number: int
-    """Of its programs."""
-    plan: Plan
-    program: Program
-    """Of the first capture."""
-    state: GradientState | None = None
-    """The values left out while it was followed; None before its first turn."""
-
-
 class PlanInForce:
-    """A decision, and all that is made for its plan: warm-up stages, gradient state, runtime, programs."""
+    """What a step follows, and all that is made for it: warm-up stages, runtime, programs."""
 
     def __init__(
         self, decision: Decision, compiler: Compiler, site: Site, capture: StepCapture, inputs: Inputs, seed: int
     ):
         self._compiler, self._site, self._capture = compiler, site, capture
-        self._seed = seed
         self.inputs = inputs
-        self.decision = decision
         self.stages = compiler.feedback.stages(decision.plan)
         """The plans that are followed one after the other; the last one stays."""
         self._stage: int = 0
-        self._numbers = itertools.count(len(self.stages))
-        self._followed: int = 0
-        """The number of the plan that is followed: of a stage its place, of any later plan one of its own."""
-        self._warming: dict[int, Timeline] = {}
-        """The predicted step of each stage, for batches like the first one."""
-        self._lanes: list[_Lane] = []
-        """The plans that race, the one that was in force first; empty if none do."""
-        self.state = self._fresh_state(decision.plan)
+        names = sorted(capture.first.gradient_names)
+        trained = Trained(site, inputs.shapes, names, compiler.feedback, seed)
+        self._follower = Follower(trained, decision, len(self.stages) - 1)
+        self._standing: dict[int, Program] = {}
+        """The first capture under each plan, by its number."""
         self.state.enter_stage(self.plan, site)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
@@ -73,8 +53,17 @@ class PlanInForce:
             self._micro_programs.of(capture.first)
         self._key = capture.guard.key()
         for number, stage in enumerate(self.stages):
-            self._adopt(self._made_of_first(stage.plan, decision), number)
-        self._share_undelivered()
+            self._adopt(self._made_of_first(stage.plan), number)
+        self._go_on()
+
+    @property
+    def decision(self) -> Decision:
+        return self._follower.decision
+
+    @property
+    def state(self) -> GradientState:
+        """What is kept of gradients under the plan that is followed."""
+        return self._follower.state
 
     @property
     def plan(self) -> Plan:
@@ -91,6 +80,21 @@ class PlanInForce:
         """The plan that stays is followed."""
         return self._stage == len(self.stages) - 1
 
+    @property
+    def _number(self) -> int:
+        """The number of the plan that is followed: of a stage its place, of any other plan one of its own."""
+        return self._follower.now.number if self.is_warm else self._stage
+
+    @property
+    def standing(self) -> Program:
+        """The first capture under the plan that stays: what predictions are of."""
+        return self._standing[self._follower.now.number]
+
+    @property
+    def trained_sizes(self) -> dict[str, int]:
+        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
+        return self._follower.trained_sizes
+
     # Following
 
     def enter_stage_of(self, step: int) -> bool:
@@ -98,7 +102,7 @@ class PlanInForce:
         stage = max(0, sum(stage.first_step <= step for stage in self.stages) - 1)
         if stage == self._stage:
             return False
-        self._stage = self._followed = stage
+        self._stage = stage
         self.state.enter_stage(self.plan, self._site)
         self.runtime.forget_buffers()
         return True
@@ -111,7 +115,7 @@ class PlanInForce:
     @property
     def predicted(self) -> Timeline:
         """The predicted step of the plan that is followed, for batches like the first one, whatever ran last."""
-        return self.standing.timeline if self.is_warm else self._warming[self._stage]
+        return self._standing[self._number].timeline
 
     def serves_first(self, kind: BatchType) -> bool:
         """Tell batches like the first one, which the prediction is for."""
@@ -119,7 +123,7 @@ class PlanInForce:
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch as everything else is now; capture here alone if there is none."""
-        self.program = self.programs.find(batch, kind, leaves, self._followed)
+        self.program = self.programs.find(batch, kind, leaves, self._number)
         self.runtime.numbers = self.program.numbers
         return self.program
 
@@ -140,25 +144,22 @@ class PlanInForce:
         as they were.
         """
 
-        def made() -> tuple[Program, GradientState]:
-            return program or self._made_of_first(decision.plan, decision), self._fresh_state(decision.plan)
+        def made() -> Program:
+            return program or self._compiler.emit(self._capture.first, decision.plan, decision.costs)
 
-        program, state = self._site.ranks.attempt(f"{topic}: emitting the step", made)
-        self.state.carry_to(state, self.trained_sizes, self.exchange("changing plans"))
-        self._lanes.clear()  # none has begun to race
-        self.decision, self.state = decision, state
-        self.stages, self._stage, self._followed = (Stage(0, decision.plan),), 0, 0
-        self._site.make_groups_for(decision.plan)
+        program = self._follower.carry_to(decision, f"{topic}: emitting the step", made)
+        self.stages, self._stage = (Stage(0, decision.plan),), 0
         self.runtime.close()
         self.runtime = Runtime(self._site.transport, self._site.device)
-        self.programs.clear()
+        for known in (self.programs, self._standing):
+            known.clear()
         self.programs.racing = 0
-        self._adopt(program, 0)
-        self._share_undelivered()
+        self._adopt(program, self._number)
+        self._go_on()
 
     def can_retune(self, plan: Plan) -> bool:
         """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
-        return self.is_warm and not self._lanes and self.plan.differs_in_parameters_only(plan)
+        return self.is_warm and not self._follower.racing and self.plan.differs_in_parameters_only(plan)
 
     def retune_in_turns(self, plan: Plan) -> Turns[Program]:
         """Make what the first capture follows after `retune`, in as many turns on all ranks."""
@@ -172,14 +173,15 @@ class PlanInForce:
         remember.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
-        decision = replace(self.decision, plan=plan)
-        states = self.state.compressor_states_for(plan, self.inputs.shapes, self._site, self._seed)
-        before, self.standing = self.standing, standing or self._compiler.retune(self.standing, plan, decision.costs)
-        for known in self.programs.of_plan(self._followed):
-            other = self.standing if known is before else self._compiler.retune(known, plan, decision.costs)
+        trained = self._follower.trained
+        states = self.state.compressor_states_for(plan, trained.shapes, self._site, trained.seed)
+        before, costs = self.standing, self.decision.costs
+        self._standing[self._number] = standing or self._compiler.retune(before, plan, costs)
+        for known in self.programs.of_plan(self._number):
+            other = self.standing if known is before else self._compiler.retune(known, plan, costs)
             self.programs.exchange(known, other)
             self.program = other if self.program is known else self.program
-        self.decision, self.state.compressor_states = decision, states
+        self._follower.now.decision, self.state.compressor_states = replace(self.decision, plan=plan), states
         self.stages, self._stage = (Stage(0, plan),), 0
         self.runtime.forget_buffers()
 
@@ -187,128 +189,76 @@ class PlanInForce:
 
     def line_up(self, plans: Sequence[Plan], topic: str) -> None:
         """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
-        assert not self._lanes, "one race at a time"
 
         def made() -> list[Program]:
-            return [self._made_of_first(plan, self.decision) for plan in plans]
+            return [self._made_of_first(plan) for plan in plans]
 
         programs = self._site.ranks.attempt(f"{topic}: emitting the steps", made)
-        for plan in plans:
-            self._site.make_groups_for(plan)
-        number = self._followed if self.is_warm else len(self.stages) - 1
-        self._lanes = [_Lane(number, self.stages[-1].plan, self.standing)]
-        self._lanes += [_Lane(next(self._numbers), *each) for each in zip(plans, programs, strict=True)]
+        self._follower.line_up(plans)
         self.programs.racing = len(plans)
-        for lane in self._lanes[1:]:
-            self.programs.adopt(self._capture.kind, lane.number, self._key, lane.program)
+        for each, program in zip(self._follower.racing[1:], programs, strict=True):
+            self._adopt(program, each.number)
 
-    def take_lane(self, number: int) -> None:
-        """Follow a plan that was lined up, with residuals of its own; those of the one before it stay where they are.
-
-        Nothing is sent, but for velocities of momentum correction, which go on under each plan: every rank calls it.
-        """
-        lane, before = self._lanes[number], self.state
-        if lane.number == self._followed:
-            return
-        next(each for each in self._lanes if each.number == self._followed).state = before
-        self.state = lane.state or self._fresh_state(lane.plan)
-        if before.velocities is not None and self.state.velocities is not None:
-            held = Holding.of(self._site.ranks.world_size, before.velocities.slices)
-            hand_over(held, self.state.velocities, self.trained_sizes, self.exchange("racing"), "velocities")
-        self._follow_lane(lane)
+    def take_turn(self, number: int) -> None:
+        """Follow a plan that was lined up; where velocities go on under each plan, every rank calls it."""
+        if self._follower.racing[number] is not self._follower.now:
+            self._follower.take_turn(number)
+            self._go_on()
 
     def settle_on(self, number: int) -> None:
         """End the race on a plan that stays; what was left out under the others goes out with the next step."""
-        self.take_lane(number)
-        winner = self._lanes[number]
-        others = [lane for lane in self._lanes if lane is not winner]
-        self._scale_to_rates(self.state)
-        for lane in others:
-            if lane.state is not None:
-                self.state.also_owe(self._owed(lane.state))
-            self.programs.forget_plan(lane.number)
-        self._lanes.clear()
+        self.take_turn(number)
+        self._scale_to_rates()
+        for loser in self._follower.settle_on(number):
+            self.programs.forget_plan(loser.number)
+            del self._standing[loser.number]
         self.programs.racing = 0
-        self.decision = replace(self.decision, plan=winner.plan)
-        self.stages, self._stage = (Stage(0, winner.plan),), 0
-        self._share_undelivered()
+        self.stages, self._stage = (Stage(0, self.decision.plan),), 0
+        self._go_on()
 
-    @property
-    def whole_state(self) -> GradientState:
-        """The state to save: what the plan in force keeps, and what is owed under plans that race with it."""
-        if self._lanes:
-            self._scale_to_rates(self.state)
-        whole = replace(self.state, undelivered=dict(self.state.undelivered))
-        for lane in self._lanes:
-            if lane.state is not None and lane.state is not self.state:
-                whole.also_owe(self._owed(lane.state))
-        return whole
-
-    def _owed(self, state: GradientState) -> dict[str, Tensor]:
-        """List what a state that goes on no more owes, in today's learning rates."""
-        self._scale_to_rates(state)
-        return state.owed_here(self.inputs.sizes, self._site.ranks.world_size)
-
-    def _scale_to_rates(self, state: GradientState) -> None:
-        """Let a state be in today's learning rates: what states owe is added up only in the same ones."""
+    def _scale_to_rates(self) -> None:
         if self._compiler.feedback.scale_with_lr:
-            state.scale_to_rates(self.inputs.rates(), self.inputs.names_by_group())
+            self._follower.scale_to_rates(self.inputs.rates(), self.inputs.names_by_group())
 
-    def _start_over(self) -> None:
-        """Follow the plan that was in force again; forget what others left out, because a state is loaded."""
-        if self._lanes and self.is_warm:
-            self.state = self._lanes[0].state or self.state
-            self._follow_lane(self._lanes[0])
-            for lane in self._lanes:
-                lane.state = None
-
-    def _follow_lane(self, lane: _Lane) -> None:
-        self._followed = lane.number
-        self.program = self.standing = lane.program
-        self.stages = (*self.stages[:-1], replace(self.stages[-1], plan=lane.plan))
+    def _go_on(self) -> None:
+        """Go on with the plan that is followed now, and its state."""
+        if self.is_warm:
+            self.stages = (*self.stages[:-1], replace(self.stages[-1], plan=self.decision.plan))
+        self.program = self._standing[self._number]
+        """The program that ran last, or runs next."""
         self.runtime.forget_buffers()
-        self._share_undelivered()
+        self.runtime.owed = self.state.owed
+
+    # State
+
+    def state_dict(self, steps: int) -> dict[str, Any]:
+        """Copy what this rank keeps: under the plan in force, and what is owed under plans that race with it."""
+        if self._follower.racing:
+            self._scale_to_rates()
+        return self._follower.state_dict(self._follower.now, self.plan, steps)
 
     def load(self, given: Given) -> int | None:
         """Take back saved states, and the stage that they were in; every rank calls it.
 
         Returns the number of steps that had been run, None if no rank was given anything. Raises BadState.
         """
-        exchange = self.exchange("load_state_dict")
-        agreed = read_together(given, self._here, exchange)
-        if agreed is None:
-            return None
-        self._start_over()
-        self.enter_stage_of(agreed.steps)
-        restore(agreed, self.state, self._here, exchange)
-        self._share_undelivered()
-        return agreed.steps
-
-    def exchange(self, topic: str) -> Exchange:
-        """Talk with all ranks about state that changes hands."""
-        return Exchange(self._site.ranks, self._site.sum_over_ranks, topic, self._site.device)
-
-    @property
-    def trained_sizes(self) -> dict[str, int]:
-        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
-        return self._here.trained_sizes
-
-    @property
-    def _here(self) -> Here:
         plans = {stage.plan.digest for stage in self.stages}
-        return Here(self.inputs.sizes, sorted(self._capture.first.gradient_names), plans)
+        steps = self._follower.load(given, plans, self._start_over)
+        if steps is not None:
+            self._follower.now.follow_scale(1.0)  # gradients come unscaled
+            self.runtime.owed = self.state.owed
+        return steps
+
+    def _start_over(self, steps: int) -> None:
+        if self._follower.racing:
+            self._go_on()
+        self.enter_stage_of(steps)
 
     # Making
 
-    def _fresh_state(self, plan: Plan) -> GradientState:
-        return GradientState.fresh(plan, self.inputs.shapes, self._site, self._compiler.feedback, self._seed)
-
-    def _share_undelivered(self) -> None:
-        self.runtime.undelivered = self.state.undelivered
-
-    def _made_of_first(self, plan: Plan, decision: Decision) -> Program:
+    def _made_of_first(self, plan: Plan) -> Program:
         """The first capture, following a plan."""
-        return self._compiler.emit(self._capture.first, plan, decision.costs)
+        return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
         """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
@@ -320,13 +270,7 @@ class PlanInForce:
             captured = self._capture.again(batch, varying)
             return self._compiler.emit(captured, self.plan, self.decision.costs)
 
-    def _adopt(self, program: Program, stage: int) -> None:
-        """Take over a program of the first capture."""
-        self.programs.adopt(self._capture.kind, stage, self._key, program)
-        if stage == self._stage:
-            self.program = program
-            """The program that ran last, or runs next."""
-        self._warming[stage] = program.timeline
-        if stage == len(self.stages) - 1:
-            self.standing = program
-            """The first capture under the plan that stays: what predictions are of."""
+    def _adopt(self, program: Program, number: int) -> None:
+        """Take over the first capture's program under the plan of a number."""
+        self._standing[number] = program
+        self.programs.adopt(self._capture.kind, number, self._key, program)

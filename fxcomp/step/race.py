@@ -24,10 +24,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fxcomp.search.raced import Lane, Raced
+from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
+
+WARM_STEPS = 2
+"""The first steps under a plan, which allocate, are no part of a race."""
 
 TURN = 4
 """The steps of a turn."""
@@ -102,8 +105,9 @@ class _Entrant:
 class Race:
     """A race of a few plans: whose turn it is, until which step, and who has won. The same on every rank."""
 
-    def __init__(self, runners: Sequence[Runner], step: int, is_verified: Callable[[int], bool]):
+    def __init__(self, runners: Sequence[Runner], step: int, is_verified: Callable[[int], bool] = lambda _: False):
         """Begin after so many steps; the first runner is followed now."""
+        self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
         self._is_verified = is_verified
         self._begun = step
@@ -212,13 +216,14 @@ class Race:
 
     def _finish(self, step: int) -> None:
         winner = self._winner()
-        lanes = tuple(
-            Lane(each.runner, each.median_ms if each.is_known else None, len(each.times_ms)) for each in self._entrants
+        runners = tuple(
+            replace(each.runner, measured_ms=each.median_ms if each.is_known else None, steps=len(each.times_ms))
+            for each in self._entrants
         )
         stays_ms = self._entrants[winner].median_ms if self._entrants[winner].is_known else math.nan
         all_ms = [ms for each in self._entrants for ms in (*each.first_ms, *each.times_ms)]
         cost_ms = sum(all_ms) - len(all_ms) * stays_ms if all_ms else 0.0
-        self.result = Raced(lanes, winner, self._begun, step, cost_ms)
+        self.result = Raced(runners, winner, self._begun, step, cost_ms)
 
     def _winner(self) -> int:
         """Find the fastest; where noise hides the difference, the one that loses least."""

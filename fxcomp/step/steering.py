@@ -17,17 +17,14 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
-from fxcomp.search.runners import Runner
+from fxcomp.search.runners import Runner, lined_up
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
 from fxcomp.step.adaptation import Adaptation, Errors
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
-from fxcomp.step.race import LONGEST, Race
-
-WARM_STEPS = 2
-"""The first steps of a job, which allocate, are no part of a race."""
+from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 
 
 class Replanner(Protocol):
@@ -116,13 +113,11 @@ class Steering:
     def _line_up(self, step: int, topic: str) -> None:
         """Make the programs of the plans that will race, if there are several; every rank calls it."""
         choice, stays = self._in_force.decision.choice, self._in_force.stages[-1].plan
-        runners = choice.runners if choice is not None and self._options.races else ()
-        mine = [runner for runner in runners if runner.plan == stays]
-        others = [runner for runner in runners if runner.plan != stays]
-        if mine and others:
+        runners = lined_up(choice.runners, stays) if choice is not None and self._options.races else ()
+        if runners:
             self._drop_adaptation(step)
-            self._in_force.line_up([runner.plan for runner in others], topic)
-            self._runners, self._races_at = (*mine, *others), self._next_race(step)
+            self._in_force.line_up([runner.plan for runner in runners[1:]], topic)
+            self._runners, self._races_at = runners, self._next_race(step)
 
     def _next_race(self, step: int) -> int:
         """Return the step after which a race begins: not in the warm-up of error feedback."""
@@ -130,18 +125,16 @@ class Steering:
 
     def _end_turn(self, race: Race, step: int) -> None:
         """Agree on what the turn's steps took, and let the next plan have its turn."""
-        mine = [-1.0 if ms is None else ms for ms in self._monitor.times.of(race.timed_steps)]
-        everyone = self._site.gather_numbers("what a turn's steps took", mine)
-        race.end_turn([max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)])
+        race.end_turn(self._monitor.times.slowest(race.timed_steps, self._site))
         self._monitor.times.forget()
         if race.result is not None:
             with self._ranks.together("ending the race"):
                 self._end_race(race.result, step)
         elif self._in_force.state.velocities is None:
-            self._in_force.take_lane(race.current)
+            self._in_force.take_turn(race.current)
         else:  # they change hands
             with self._ranks.together("racing"):
-                self._in_force.take_lane(race.current)
+                self._in_force.take_turn(race.current)
 
     def _end_race(self, raced: Raced, step: int) -> None:
         self._race, self.raced = None, raced

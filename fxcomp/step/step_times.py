@@ -11,6 +11,7 @@ import torch
 
 from fxcomp import compat
 from fxcomp.runtime.clock import clock_of
+from fxcomp.site import Site
 
 KEPT = 200
 """So many steps make the medians."""
@@ -60,6 +61,15 @@ class StepTimes:
         times = self.settled_ms()
         known = dict(zip(self._numbers, times, strict=True))
         return [known.get(number) for number in numbers]
+
+    def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
+        """What these steps took on the slowest rank, in ms; None where some rank did not count it.
+
+        Every rank calls it.
+        """
+        mine = [-1.0 if ms is None else ms for ms in self.of(numbers)]
+        everyone = site.gather_numbers("what a turn's steps took", mine)
+        return [max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)]
 
     @property
     def median_ms(self) -> float:

@@ -110,7 +110,7 @@ class UnusedHere:
                 parameter.detach().clone(),
                 {key: _copied(value) for key, value in self._owners[name].state.items()},
                 [values.clone() for values in residuals],
-                self._state.undelivered.pop(name, None),
+                self._state.owed.pop(name, None),
             )
             for values in residuals:
                 values.zero_()
@@ -129,8 +129,8 @@ class UnusedHere:
             self._put_back_state(self._owners[name].state, kept.optimizer_state)
             for piece, values in zip(self._state.residuals.slices.get(name, ()), kept.residuals, strict=True):
                 piece.values.copy_(values)
-            if kept.undelivered is not None:
-                self._state.undelivered[name] = kept.undelivered
+            if kept.owed is not None:
+                self._state.owed[name] = kept.owed
 
     @staticmethod
     def _put_back_state(state: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class _Kept:
     parameter: Tensor
     optimizer_state: dict[str, Any]
     residuals: list[Tensor]
-    undelivered: Tensor | None
+    owed: Tensor | None
 
 
 def _copied(value: Any) -> Any:

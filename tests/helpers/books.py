@@ -116,7 +116,7 @@ class Job:
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The mean that is applied."""
         self.steps += 1
-        together = [{n: mine[n] + kept.undelivered.get(n, 0.0) for n in SIZES}
+        together = [{n: mine[n] + kept.owed.get(n, 0.0) for n in SIZES}
                     for mine, kept in zip(gradients, self.carried, strict=True)]  # fmt: skip
         applied: dict[str, Tensor] = {}
         for number, bucket in enumerate(self.plan.buckets):
@@ -126,7 +126,7 @@ class Job:
             for (name, extent), piece in zip(held, torch.split(mean, list(bucket.sizes)), strict=True):
                 applied.setdefault(name, torch.zeros(SIZES[name]))[extent.start : extent.stop] = piece
         for kept in self.carried:
-            kept.undelivered = {}
+            kept.owed = {}
         return applied or dict(together[0])
 
     def _reduced(self, number: int, bucket: Bucket, flat: list[Tensor]) -> Tensor:
@@ -156,7 +156,7 @@ class Job:
         ranks = self.cluster.world_size
         total = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
         for kept in self.carried:
-            for name, value in kept.undelivered.items():
+            for name, value in kept.owed.items():
                 total[name] += value.double() / ranks
         for number, bucket in enumerate(self.plan.buckets):
             whole = torch.zeros(bucket.elements, dtype=torch.float64)

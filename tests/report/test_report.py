@@ -28,7 +28,7 @@ from fxcomp.report.short_names import short
 from fxcomp.report.terminal import encodable, to_text
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.raced import Lane, Raced
+from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Gradient, Workload
 
@@ -162,20 +162,24 @@ def test_a_plan_that_stays_dense_names_the_faster_one(golden: Callable[[str, str
     )
 
 
+def measured(runner: Runner, ms: float, steps: int) -> Runner:
+    return replace(runner, measured_ms=ms, steps=steps)
+
+
 def test_a_race_shows_what_each_runner_was_predicted_and_measured_at_and_what_it_cost():
     choice = by_hand().choice
     assert choice is not None
     fastest, dense = choice.runners
     idle = replace(dense, name="bf16")
-    lanes = (Lane(fastest, 21.5, 12), Lane(dense, 40.5, 1), Lane(idle, None, 0))
-    explained = by_hand(raced=Raced(lanes, 0, 2, 17, 43.0))
+    runners = (measured(fastest, 21.5, 12), measured(dense, 40.5, 1), idle)
+    explained = by_hand(raced=Raced(runners, 0, 2, 17, 43.0))
     text = " ".join(to_text(explained).split())
     assert "fastest 19.96 ms 21.50 ms 12 stays" in text
     assert "dense 40.00 ms 40.50 ms 1" in text
     assert "bf16 40.00 ms not timed 0" in text
     assert "The plans took turns in steps 2 to 16, which cost 43.00 ms: 0.2% of the first 1,000 steps." in text
     data = to_json(explained)
-    assert [lane["measured_ms"] for lane in data["race"]["lanes"]] == [21.5, 40.5, None]
+    assert [each["measured_ms"] for each in data["race"]["runners"]] == [21.5, 40.5, None]
     assert data["race"]["winner"] == "fastest"
     assert [each["wins"] for each in data["runners"]] == [0.95, 0.0]
 
@@ -184,8 +188,8 @@ def test_a_plan_that_the_race_measured_best_is_no_plan_that_somebody_gave():
     choice = by_hand().choice
     assert choice is not None
     fastest, dense = choice.runners
-    lanes = (Lane(fastest, 50.0, 12), Lane(dense, 40.5, 12))
-    explained = by_hand(plan=choice.dense, raced=Raced(lanes, 1, 2, 17, 43.0))
+    runners = (measured(fastest, 50.0, 12), measured(dense, 40.5, 12))
+    explained = by_hand(plan=choice.dense, raced=Raced(runners, 1, 2, 17, 43.0))
     text = " ".join(to_text(explained).split())
     assert "Do not compress Measured in a race of 2 plans: dense stays with 40.5 ms a step; fastest 50." in text
     assert "chosen by prediction 19.96 ms" in text
@@ -197,7 +201,7 @@ def test_a_plan_that_the_race_measured_best_is_no_plan_that_somebody_gave():
 def test_a_race_without_a_timed_step_says_so():
     choice = by_hand().choice
     assert choice is not None
-    raced = Raced(tuple(Lane(each, None, 0) for each in choice.runners), 0, 2, 102, 0.0)
+    raced = Raced(choice.runners, 0, 2, 102, 0.0)
     assert "fastest stays, because no step was timed by all ranks" in str(raced)
 
 

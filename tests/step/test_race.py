@@ -34,8 +34,7 @@ from fxcomp.search.choose import uniform
 from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
-from fxcomp.step.race import BUDGET, LONGEST, Race
-from fxcomp.step.steering import WARM_STEPS
+from fxcomp.step.race import BUDGET, LONGEST, WARM_STEPS, Race
 
 # The race by itself, on numbers
 
@@ -57,22 +56,22 @@ def raced(*entrants: tuple[Runner, float], verified: Callable[[int], bool] = lam
 
 def test_the_fastest_stays_whatever_was_predicted():
     found = raced((runner("int8", 10.0), 30.0), (runner("bf16", 14.0), 15.0), (runner("dense", 20.0), 20.0))
-    assert found.stays.runner.name == "bf16"
-    assert [lane.measured_ms for lane in found.lanes] == [30.0, 15.0, 20.0]
+    assert found.stays.name == "bf16"
+    assert [each.measured_ms for each in found.runners] == [30.0, 15.0, 20.0]
 
 
 def test_a_tie_goes_to_the_plan_that_loses_less():
     found = raced(
         (runner("int8", 10.0, 1e-4), 19.98), (runner("bf16", 14.0, 1e-6), 19.99), (runner("dense", 20.0), 20.0)
     )
-    assert found.stays.runner.name == "dense"
+    assert found.stays.name == "dense"
 
 
 def test_what_is_slow_is_out_early_and_a_race_costs_little():
     """Dense takes five times as long as the winner, bf16 three times: as dear as the docstring says."""
     found = raced((runner("int8", 10.0, 1e-4), 10.0), (runner("bf16", 30.0), 30.0), (runner("dense", 50.0), 50.0))
-    assert found.stays.runner.name == "int8"
-    assert [lane.steps for lane in found.lanes][1:] == [1, 1]
+    assert found.stays.name == "int8"
+    assert [each.steps for each in found.runners][1:] == [1, 1]
     assert found.cost_ms / 10.0 <= 12.0 < BUDGET
     assert found.share <= 0.02
 
@@ -81,15 +80,15 @@ def test_what_is_slow_is_out_early_and_a_race_costs_little():
 def test_a_race_keeps_to_its_budget_whatever_is_slow(times: float):
     slow = [runner(name, 10.0 * times) for name in ("bf16", "dense")]
     found = raced((runner("int8", 10.0, 1e-4), 10.0), *((each, 10.0 * times) for each in slow))
-    assert found.stays.runner.name == "int8"
+    assert found.stays.name == "int8"
     assert found.share <= 0.02
-    assert (found.lanes[1].measured_ms is None) is (times > BUDGET + 1)
+    assert (found.runners[1].measured_ms is None) is (times > BUDGET + 1)
 
 
 def test_what_slow_runners_cost_keeps_no_faster_one_from_its_heat():
     slow = (runner("int8", 10.0), 500.0), (runner("int4", 12.0), 400.0)
     found = raced((runner("dense", 20.0), 20.0), *slow, (runner("topk", 14.0), 12.0))
-    assert found.stays.runner.name == "topk"
+    assert found.stays.name == "topk"
 
 
 def test_noise_does_not_decide():
@@ -99,7 +98,7 @@ def test_noise_does_not_decide():
         (runner("int8", 18.0, 1e-4), 17.0), (runner("bf16", 14.0, 1e-6), 19.0), (runner("dense", 20.0), 20.0),
         noise=factors.__getitem__,
     )  # fmt: skip
-    assert found.stays.runner.name == "int8"
+    assert found.stays.name == "int8"
     assert found.last_step - found.first_step <= LONGEST
 
 
@@ -112,12 +111,12 @@ def test_a_machine_that_is_disturbed_for_a_moment_does_not_decide(moment: int, l
         (runner("int8", 16.0, 1e-4), 16.0), (runner("bf16", 18.0, 1e-6), 18.5), (runner("dense", 20.0), 21.0),
         noise=lambda step: 3.0 if step in disturbed else 1.0,
     )  # fmt: skip
-    assert found.stays.runner.name == "int8"
+    assert found.stays.name == "int8"
 
 
 def test_what_is_predicted_to_be_far_behind_is_not_heard_again():
     found = raced((runner("int8", 10.0, 1e-4), 10.0), (runner("bf16", 13.0), 30.0), (runner("dense", 12.0), 24.0))
-    assert [lane.steps for lane in found.lanes][1:] == [1, 2]
+    assert [each.steps for each in found.runners][1:] == [1, 2]
 
 
 def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
@@ -136,7 +135,7 @@ def test_one_of_several_batches_is_enough():
     while race.result is None:
         ms = (30.0, 20.0)[race.current]
         race.end_turn([None if step % 3 else ms for step in race.timed_steps])
-    assert race.result.stays.runner.name == "dense"
+    assert race.result.stays.name == "dense"
 
 
 def test_a_bad_option_is_refused():
@@ -187,19 +186,19 @@ def test_the_race_ends_on_the_measured_best_whatever_the_table_says_of_compressi
     """The table's compression is twice too dear, right, or twice too cheap."""
     found = same(run_ranks(2, trained, gbit, factor, {}))
     result: Raced = found["raced"]
-    known = [lane for lane in result.lanes if lane.measured_ms is not None]
+    known = [each for each in result.runners if each.measured_ms is not None]
     assert len(known) >= 3
-    best = min(known, key=lambda lane: lane.measured_ms or 0.0)
+    best = min(known, key=lambda each: each.measured_ms or 0.0)
     assert result.stays.measured_ms == pytest.approx(best.measured_ms, rel=0.02)
-    assert found["plan"] == result.stays.runner.plan.digest
-    assert (result.stays.runner.plan.digest == found["predicted"]) is (factor == 1)
+    assert found["plan"] == result.stays.plan.digest
+    assert (result.stays.plan.digest == found["predicted"]) is (factor == 1)
     assert len(found["plans"]) >= len(known)
     assert result.share <= 0.02
     assert "raced" in found["notes"][0]
     assert found["when_over"]["source"] == found["source"], "what is shown is the winner, also before it runs again"
-    assert found["when_over"]["predicted_us"] == pytest.approx(result.stays.runner.step_us, rel=0.1)
-    for lane in known:
-        assert lane.runner.name in found["text"]
+    assert found["when_over"]["predicted_us"] == pytest.approx(result.stays.step_us, rel=0.1)
+    for each in known:
+        assert each.name in found["text"]
 
 
 def test_without_a_race_the_predicted_plan_is_followed():
@@ -240,7 +239,7 @@ def captures(lengths: int) -> tuple[int, int]:
             batch = JOB.batch(step.steps, dist.get_rank())
             step(tuple(t.repeat_interleave(2, 0)[: 2 * len(t) - step.steps % lengths] for t in batch))  # never one row
         assert step.raced is not None
-        return len(seen), len(step.raced.lanes)
+        return len(seen), len(step.raced.runners)
 
 
 def test_plans_that_race_do_not_displace_each_others_captures():

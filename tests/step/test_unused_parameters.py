@@ -129,7 +129,7 @@ def test_what_waits_for_a_parameter_goes_on_waiting_while_nobody_uses_it():
     model = built()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = fxcomp.compile_step(model, loss_of, optimizer, batch(0, 0, 0), find_unused_parameters=True)
-    waiting = step.in_force.state.undelivered
+    waiting = step.in_force.state.owed
     waiting["heads.1.bias"] = torch.ones(4)
     before = model.heads[1].bias.detach().clone()
     step(batch(0, 0, 0))

@@ -77,7 +77,7 @@ class Verifier:
         """Run eager PyTorch for a step that is about to run; None if some rank has no room for that.
 
         Raises ReplicasDiffer on all ranks where parameters or the optimizer's state are not the same.
-        `is_plain` says that updates get the mean of local gradients: nothing is compressed or undelivered.
+        `is_plain` says that updates get the mean of local gradients: nothing is compressed or owed.
         """
         spare, needed = compat.spare_bytes(self.training.device), needed_bytes(self.training, batch)
         replicas = Replicas(self.training, self.ranks)
@@ -231,7 +231,7 @@ class Verification:
 
     def _with_undelivered(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add what has waited for eager's gradients, as one rank does by itself."""
-        waited = {name: self._runtime.undelivered[name] for name in gradients if name in self._runtime.undelivered}
+        waited = {name: self._runtime.owed[name] for name in gradients if name in self._runtime.owed}
         return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

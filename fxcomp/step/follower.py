@@ -1,0 +1,204 @@
+"""Own what steps follow: a plan, or a few that take turns, each with what is kept of gradients under it.
+
+carry_to            another decision: all that is kept changes hands           every rank talks
+line_up             other plans, to take turns with the one in force
+take_turn           one of them, with a state of its own                       nobody talks, but for velocities
+settle_on           the one that stays: it takes over what others owe
+state_dict, load    on any ranks, under any plan
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeVar
+
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.plan import Plan
+from fxcomp.search.decision import Decision
+from fxcomp.site import Site
+from fxcomp.state.checkpoint import SCALE
+from fxcomp.state.gradient_state import GradientState, Shapes
+from fxcomp.state.handover import Exchange, Holding, hand_over
+from fxcomp.state.layouts import residual_layout, state_layout
+from fxcomp.state.saved_state import Given, Here, read_together, restore, scale_of, state_dict
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What gradients are of, whatever the plan: states are laid out for it."""
+
+    site: Site
+    shapes: Shapes
+    """Of all parameters."""
+    names: Sequence[str]
+    """Those that get a gradient, in an order that all ranks share."""
+    feedback: ErrorFeedback
+    seed: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The elements of all parameters."""
+        return {name: prod(shape) for name, shape in self.shapes.items()}
+
+    def fresh(self, plan: Plan) -> GradientState:
+        """Make a state under a plan, with nothing left out."""
+        return GradientState.fresh(plan, self.shapes, self.site, self.feedback, self.seed)
+
+    def keeps_something(self, plan: Plan) -> bool:
+        """Tell a plan that leaves something behind: a residual, or what a compressor remembers."""
+        where = self.site.cluster, self.site.rank
+        return bool(residual_layout(plan, *where, self.feedback) or state_layout(plan, self.shapes, *where))
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """A plan that steps follow, and what is kept of gradients under it."""
+
+    decision: Decision
+    number: int
+    """Its programs are kept by it."""
+    state: GradientState | None = None
+    """None before its first turn."""
+    scale: float = 1.0
+    """The factor of the loss that what is kept is in the unit of."""
+
+    def follow_scale(self, scale: float) -> None:
+        """Let what is kept be in the unit of another factor of the loss."""
+        if scale != self.scale and self.state is not None:
+            self.state.multiply(scale / self.scale)
+        self.scale = scale
+
+
+class Follower:
+    """The plan that is followed, with its state, and those that take turns with it."""
+
+    def __init__(self, trained: Trained, decision: Decision, number: int = 0):
+        self.trained, self._site = trained, trained.site
+        self._numbers = itertools.count(number)
+        self.now = self._entered(decision, trained.fresh(decision.plan))
+        """What is followed now."""
+        self.racing: tuple[Followed, ...] = ()
+        """The plans that take turns, the one that was in force first; empty if none do."""
+
+    @property
+    def decision(self) -> Decision:
+        return self.now.decision
+
+    @property
+    def state(self) -> GradientState:
+        assert self.now.state is not None, "what is followed has a state"
+        return self.now.state
+
+    def _entered(self, decision: Decision, state: GradientState | None = None) -> Followed:
+        return Followed(decision, next(self._numbers), state)
+
+    def exchange(self, topic: str) -> Exchange:
+        """Talk with all ranks about state that changes hands."""
+        return Exchange(self._site.ranks, self._site.sum_over_ranks, topic, self._site.device)
+
+    @property
+    def trained_sizes(self) -> dict[str, int]:
+        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
+        sizes = self.trained.sizes
+        return {name: sizes[name] for name in self.trained.names}
+
+    def tell(self, note: str) -> None:
+        """Add to what a report says of the decision."""
+        self.now.decision = replace(self.decision, notes=(*self.decision.notes, note))
+
+    def carry_to(self, decision: Decision, topic: str, make: Callable[[], T]) -> T:
+        """Follow another decision from now on; nothing that was left out is lost. Every rank calls it.
+
+        Returns what `make` makes for it. If that fails on one rank, all of them go on as they were.
+        """
+        made, state = self._site.ranks.attempt(topic, lambda: (make(), self.trained.fresh(decision.plan)))
+        self.state.carry_to(state, self.trained_sizes, self.exchange("changing plans"))
+        self.racing, self.now = (), replace(self._entered(decision, state), scale=self.now.scale)
+        self._site.make_groups_for(decision.plan)
+        return made
+
+    # Taking turns
+
+    def line_up(self, plans: Sequence[Plan]) -> None:
+        """Let plans take turns with the one in force; every rank calls it."""
+        assert not self.racing, "one race at a time"
+        for plan in plans:
+            self._site.make_groups_for(plan)
+        others = [self._entered(replace(self.decision, plan=plan)) for plan in plans]
+        self.racing = (self.now, *others)
+
+    def take_turn(self, number: int) -> None:
+        """Follow a plan that was lined up; what others keep stays where it is.
+
+        Nothing is sent, but for velocities of momentum correction, which go on under each plan: every rank calls it.
+        """
+        before, self.now = self.state, self.racing[number]
+        if self.now.state is None:
+            self.now.state = self.trained.fresh(self.decision.plan)
+        velocities = self.state.velocities
+        if self.state is not before and before.velocities is not None and velocities is not None:
+            held = Holding.of(self._site.ranks.world_size, before.velocities.slices)
+            hand_over(held, velocities, self.trained_sizes, self.exchange("racing"), "velocities")
+
+    def settle_on(self, number: int) -> tuple[Followed, ...]:
+        """End the race on a plan that stays; what is owed under the others goes out with the next gradients.
+
+        Returns the others.
+        """
+        self.take_turn(number)
+        others = tuple(each for each in self.racing if each is not self.now)
+        self._take_over(self.state, self.now, others)
+        self.racing = ()
+        return others
+
+    def start_over(self) -> None:
+        """Follow the plan that was in force again; forget what others left out, because a state is loaded."""
+        if self.racing:
+            self.take_turn(0)
+            for other in self.racing[1:]:
+                other.state = None
+
+    def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
+        """Let all that is kept be in these learning rates: what states owe is added up only in the same ones."""
+        for each in self.racing or (self.now,):
+            if each.state is not None:
+                each.state.scale_to_rates(rates, names)
+
+    def _take_over(self, state: GradientState, into: Followed, others: Sequence[Followed]) -> None:
+        for other in others:
+            if other.state is not None:
+                other.follow_scale(into.scale)
+                state.also_owe(other.state.owed_here(self.trained.sizes, self._site.ranks.world_size))
+
+    # State
+
+    def state_dict(self, under: Followed, plan: Plan, steps: int) -> dict[str, Any]:
+        """Copy what this rank keeps under a plan, and what it owes under those that race with it."""
+        assert under.state is not None, "it has been followed"
+        whole = replace(under.state, owed=dict(under.state.owed))
+        self._take_over(whole, under, [each for each in self.racing if each is not under])
+        saved = state_dict(whole, plan, steps, self._site.rank, self._site.ranks.world_size)
+        return {**saved, SCALE: under.scale}
+
+    def load(self, given: Given, plans: Collection[str], enter: Callable[[int], object] = lambda _: None) -> int | None:
+        """Take back saved states; every rank calls it. `plans` are digests of those that are followed here.
+
+        Calls `enter` with the number of steps that had been run before anything is taken back, and returns it; None if
+        no rank was given anything. A race starts over. Raises BadState.
+        """
+        exchange = self.exchange("load_state_dict")
+        here = Here(self.trained.sizes, self.trained.names, plans)
+        agreed = read_together(given, here, exchange)
+        if agreed is None:
+            return None
+        self.start_over()
+        enter(agreed.steps)
+        restore(agreed, self.state, here, exchange)
+        scales = exchange.gather("the scale of the loss", scale_of(given))
+        self.now.scale = next((scale for scale in scales if scale is not None), 1.0)
+        return agreed.steps
