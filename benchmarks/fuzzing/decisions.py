@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -150,6 +151,10 @@ def _split(given: Given, value: Tensor) -> Tensor:
     return value + left.sum() * 0.5 - right.sum() * 0.3
 
 
+def _differs_from_itself(number: float) -> bool:
+    return number != number
+
+
 HARMLESS: dict[str, Decision] = {
     "below_vocabulary": lambda g, v: _assert(g.ids.max() < WORDS, v),
     "not_negative": lambda g, v: _assert(torch.all(g.ids >= 0), v),
@@ -183,10 +188,27 @@ HARMLESS: dict[str, Decision] = {
     "chosen": _chosen,
     "repeat": _repeat,
     "split": _split,
+    "text": lambda g, v: v * 2 if f"{g.lengths[0].item()}" == "2" else v,
+    "format": lambda g, v: v * 2 if f"{g.lengths[0]:02d}" == "02" else v,
+    "text_of_list": lambda g, v: v * 2 if "3" in str(g.ids[0].tolist()) else v,
+    "text_of_shape": lambda g, v: v * 2 if str(g.rows.shape).startswith("torch.Size([2,") else v,
+    "key": lambda g, v: v * {1: 2.0, 2: 3.0}.get(g.lengths[0].item(), 1.0),
+    "members": lambda g, v: v * len(set(g.ids.flatten().tolist())),
+    "identity": lambda g, v: v * 2 if g.mask.any().item() is True else v,
+    "instance": lambda g, v: v * 2 if isinstance(g.lengths.max().item(), int) else v,
+    "is_nan": lambda g, v: v * 2 if _differs_from_itself((g.x.sum() * 0 / g.mask.sum()).item()) else v,
+    "minus_zero": lambda g, v: v * 2 if math.copysign(1, (-g.mask.sum() * 0.0).item()) < 0 else v,
+    "times_zero": lambda g, v: v * 2 if g.x.log().sum().item() * 0 == 0 else v,
 }
 """By the batch and by buffers."""
 
-TRAINED: dict[str, Decision] = {"by_embedded": _by_embedded, "by_loss": _by_loss, "by_draw": _by_draw}
+TRAINED: dict[str, Decision] = {
+    "by_embedded": _by_embedded,
+    "by_loss": _by_loss,
+    "by_draw": _by_draw,
+    "loss_is_nan": lambda _, v: v if _differs_from_itself(v.item()) else v * 2,
+    "text_of_loss": lambda _, v: v if str(v.item()) == "1.0" else v * 2,
+}
 """By what is trained or drawn: refused."""
 
 DECISIONS = {**HARMLESS, **TRAINED}

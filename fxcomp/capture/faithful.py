@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxcomp import compat
+from fxcomp.capture.fake_mode import StepFakes
+from fxcomp.capture.pythons_numbers import Reader, pythons_numbers
 from fxcomp.errors import CaptureFailed
 
 _DATA: Any = inspect.getattr_static(Tensor, "data")
 
 
 @contextmanager
-def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[list[str]]:
+def faithful(names: Mapping[int, str], fakes: StepFakes, *, caches_casts: bool) -> Generator[list[str]]:
     """Run a forward pass as eager would. `names` are those of the model's tensors, by id.
 
     Gives a list of the weights whose gradient is sparse in eager PyTorch, which is filled on the way.
@@ -38,8 +40,7 @@ def faithful(names: Mapping[int, str], *, caches_casts: bool) -> Generator[list[
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        refusing = _Refusing(names)
-        with refusing:
+        with pythons_numbers(fakes) as reader, _Refusing(names, reader) as refusing:
             yield refusing.densified
     finally:
         torch.clear_autocast_cache()
@@ -61,6 +62,10 @@ _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 """Functions that make sparse gradients when they are asked to."""
 
 
+_READS = (Tensor.item, Tensor.tolist)
+
+_WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
+
 _COMPARES = (torch.equal, Tensor.equal)
 """Functions that ask about values, in one operator that has no fake."""
 
@@ -72,9 +77,9 @@ _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 class _Refusing(TorchFunctionMode):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
-    def __init__(self, names: Mapping[int, str]):
+    def __init__(self, names: Mapping[int, str], reader: Reader):
         super().__init__()
-        self._names = names
+        self._names, self._reader = names, reader
         self.densified: list[str] = []
 
     def __torch_function__(
@@ -103,6 +108,16 @@ class _Refusing(TorchFunctionMode):
                 f"{func.__name__} runs under autocast, which reaches into it: a captured step would compute in another"
                 f" precision.\n{_at()}"
                 "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
+            )
+        if func in _READS:
+            return self._reader.read(func, args[0])
+        if func in _WRITES_TEXT and compat.is_fake(args[0]):
+            if func is Tensor.__format__ and args[0].dim() == 0:
+                return format(self._reader.number(args[0]), args[1])
+            raise CaptureFailed(
+                f"the step makes a text of a tensor's values, which a graph does not have.\n{_at()}"
+                "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the"
+                " batch (.item()) is captured."
             )
         if func in _COMPARES and not kwargs and _are_alike(*args):
             return bool((args[0] == args[1]).all())

@@ -69,7 +69,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         follow()
         with (
             swapped(training.model, inputs.stand_ins(parameters, buffers)),
-            faithful(inputs.names(parameters, buffers), caches_casts=caches_casts) as densified,
+            faithful(inputs.names(parameters, buffers), inputs.mode, caches_casts=caches_casts) as densified,
             keeping_collectives(training.model),
             keeping_random_states(),
         ):
@@ -125,7 +125,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
     _restore_random_order(body)
     drop_idle_states(body)
     check_generators(body, training.model, training.loss_fn)
-    return reshape_uncertain_views(body), outputs
+    with explaining(inputs.mode):
+        return reshape_uncertain_views(body), outputs
 
 
 # The results of the loss function

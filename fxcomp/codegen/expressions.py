@@ -52,6 +52,8 @@ def function_text(target: Any) -> str:
     if compat.is_operator(target):
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
+    if module == "builtins":
+        return target.__name__
     assert module in ("operator", "math", "torch"), f"cannot write a call of {module}.{target.__name__}"
     return f"{module}.{target.__name__}"
 

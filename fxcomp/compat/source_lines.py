@@ -18,6 +18,14 @@ import torch
 _NOT_THE_USERS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
 """Beginnings of the names of files of torch, of fxcomp, of Python's library, and of made-up ones."""
 
+_PASSES_ON = (os.path.dirname(os.__file__), "<frozen", "<string>")
+"""Beginnings of the names of files of Python's library, whose callers ask."""
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+_KNOW_SYMBOLS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<eval")
+"""Beginnings of the names of files that work on symbols, beside SymPy's."""
+
 
 def users_line(error: BaseException | None = None) -> str | None:
     """Name the user's line that runs now, or that ran when an error came up: `train.py:41`."""
@@ -39,6 +47,23 @@ def is_raised_by_user(error: BaseException) -> bool:
     if last is None or last.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         return False
     return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+
+
+def is_asked_by_user() -> bool:
+    """Ask if the user's Python calls the caller of this, by itself or through Python's library."""
+    for frame in frames(sys._getframe(2)):
+        name = frame.f_code.co_filename
+        if name.startswith(_PASSES_ON) and not any(part in name for part in _INSTALLED):
+            continue
+        return not name.startswith(_KNOW_SYMBOLS) and f"{os.sep}sympy{os.sep}" not in name
+    return False
+
+
+def users_code_names(name: str) -> bool:
+    """Ask if the user's function that runs now uses a global or an attribute of this name."""
+    codes = (frame.f_code for frame in frames(sys._getframe(1)))
+    users = next((code for code in codes if not code.co_filename.startswith(_NOT_THE_USERS)), None)
+    return users is not None and name in users.co_names
 
 
 def users_level() -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -116,3 +116,21 @@ def without_locations() -> Generator[None]:
         yield
     finally:
         symbolic_shapes.uninteresting_files = before
+
+
+@contextmanager
+def attributes_instead(attributes: Mapping[type, Mapping[str, Any]]) -> Generator[None]:
+    """Give classes other attributes meanwhile."""
+    before = {kind: {name: vars(kind)[name] for name in new if name in vars(kind)} for kind, new in attributes.items()}
+    try:
+        for kind, new in attributes.items():
+            for name, value in new.items():
+                setattr(kind, name, value)
+        yield
+    finally:
+        for kind, new in attributes.items():
+            for name in new:
+                if name in before[kind]:
+                    setattr(kind, name, before[kind][name])
+                else:
+                    delattr(kind, name)

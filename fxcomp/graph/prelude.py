@@ -43,8 +43,9 @@ class BatchQuestion:
         return self.answer_of({name: numbers[place] for name, place in self.reads.items()})
 
     def is_answered(self, answer: Any) -> bool:
-        """Compare an answer with the one that the step was captured with. One that is no number equals itself."""
-        return answer == self.answer or (answer != answer and self.answer != self.answer)
+        """Compare an answer with the one that the step was captured with: nan equals itself, and -0.0 is not 0.0."""
+        is_same = answer == self.answer or (answer != answer and self.answer != self.answer)
+        return is_same and str(answer) == str(self.answer)
 
 
 @dataclass(frozen=True, slots=True)

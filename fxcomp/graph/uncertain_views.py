@@ -97,9 +97,9 @@ def _is_certain(node: Node, certain: set[Node]) -> bool:
 
 def _lies_in_one_way(value: object) -> bool:
     """Tell whether no other strides are possible: a number, or a vector without gaps."""
-    return not isinstance(value, Tensor | tuple | list) or (
-        isinstance(value, Tensor) and (value.dim() == 0 or (value.dim() == 1 and value.stride(0) == 1))
-    )
+    if not isinstance(value, Tensor):
+        return not isinstance(value, tuple | list)
+    return value.dim() == 0 or (value.dim() == 1 and not compat.is_open(value.stride(0)) and value.stride(0) == 1)
 
 
 def _refuse_unless_nothing_moves(node: Node, tensor: Node) -> None:

@@ -1,0 +1,137 @@
+"""Let Python treat the numbers that tracing has symbols for as its own.
+
+    str(ids[0].item()), {3: ...}.get(n)     the number is asked for: its text and its hash follow from it
+    isinstance(rows.shape[0], int)          true, as in eager PyTorch
+    flag.item() is True                     a truth is asked for when it is read
+    v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 is that number from when it is read
+
+A symbol would answer for itself: "u0" is its text, SymInt its type, and SymPy's algebra holds for finite numbers alone.
+A number that must not be asked for (`fxcomp.capture.questions`) is refused where Python would go on with such an
+answer. Only the user's Python is answered so; torch's own sees symbols.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.capture.fake_mode import StepFakes
+from fxcomp.errors import CaptureFailed
+
+_KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+
+
+class Reader:
+    """Reads numbers from traced tensors for the user's Python."""
+
+    def __init__(self, fakes: StepFakes):
+        self._fakes = fakes
+        self.open: set[str] = set()
+        """Symbols of floats of which it is not known if they are nan, infinite or -0.0."""
+
+    def read(self, read: Callable[..., Any], tensor: Tensor) -> Any:
+        """Take `item` or `tolist` of a tensor."""
+        found = read(tensor)
+        symbols = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, compat.SYMBOLS)]
+        if not symbols:
+            return found
+        asks = tensor.dtype is torch.bool or (tensor.is_floating_point() and self._is_special(tensor, symbols))
+        if asks or compat.users_code_names("type"):
+            return pytree.tree_map_only(compat.SYMBOLS, _number if asks else _number_if_known, found)
+        return found
+
+    def number(self, tensor: Tensor) -> Any:
+        """Ask for a tensor's one number."""
+        found = self.read(Tensor.item, tensor)
+        return _number(found) if isinstance(found, compat.SYMBOLS) else found
+
+    def _is_special(self, tensor: Tensor, symbols: list[Any]) -> bool:
+        """Ask if one of the values is nan, infinite or -0.0."""
+        tensor = tensor.detach()
+        try:
+            return bool((~tensor.isfinite() | ((tensor == 0) & tensor.signbit())).any())
+        except compat.DATA_DEPENDENT:
+            names = {name for symbol in symbols for name in compat.unbacked_symbols(symbol)}
+            self.open |= {name for name in names if not self._fakes.unknown[name].is_drawn}
+            return False
+
+
+@contextmanager
+def pythons_numbers(fakes: StepFakes) -> Generator[Reader]:
+    """Trace the user's Python inside."""
+    reader = Reader(fakes)
+    with compat.attributes_instead({kind: _attributes(kind, reader) for kind in _KINDS}):
+        yield reader
+
+
+def _number(symbol: Any) -> Any:
+    """Ask for a number; raises one of DATA_DEPENDENT where it must not be asked for."""
+    return _KINDS[type(symbol)](symbol)
+
+
+def _number_if_known(symbol: Any) -> Any:
+    try:
+        return _number(symbol)
+    except compat.DATA_DEPENDENT:
+        return symbol
+
+
+def _attributes(kind: type, reader: Reader) -> dict[str, Callable[..., Any]]:
+    """Make the methods of a kind of symbols."""
+    plain: Any = kind  # its methods are taken unbound
+    text, hashed, attribute = plain.__repr__, plain.__hash__, plain.__getattribute__
+
+    def __repr__(self: Any) -> str:
+        return repr(_number(self)) if compat.is_asked_by_user() else text(self)
+
+    def __format__(self: Any, form: str) -> str:
+        return format(_number(self), form) if compat.is_asked_by_user() else object.__format__(self, form)
+
+    def __hash__(self: Any) -> int:
+        # Libraries fall back where a size has no hash.
+        if compat.unbacked_symbols(self) and compat.is_asked_by_user():
+            return hash(_number(self))
+        return hashed(self)
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        return _KINDS[kind] if name == "__class__" and compat.is_asked_by_user() else attribute(self, name)
+
+    methods = [__repr__, __format__, __hash__, __getattribute__]
+    named: dict[str, Callable[..., Any]] = {method.__name__: method for method in methods}
+    return named | {name: _comparison(getattr(kind, name), reader) for name in _COMPARISONS if hasattr(kind, name)}
+
+
+def _comparison(compare: Callable[[Any, Any], Any], reader: Reader) -> Callable[[Any, Any], Any]:
+    def compared(self: Any, other: Any) -> Any:
+        if isinstance(other, bool) and not isinstance(self, torch.SymBool):
+            other = int(other)
+        result = compare(self, other)
+        if reader.open and not compat.is_open(result) and compat.is_asked_by_user():
+            _check_algebra((self, other), reader.open)
+        return result
+
+    return compared
+
+
+def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
+    """Refuse a comparison that algebra has decided of floats that may be nan: as in v != v, or of v * 0, which is 0."""
+    floats = [compat.symbols_of(side.node.expr) for side in sides if isinstance(side, torch.SymFloat)]
+    if any(not names or open_.intersection(names) for names in floats):
+        line = compat.users_line()
+        raise CaptureFailed(
+            "the step decides by the values of tensors, which one graph cannot: here, if a number is nan or infinite.\n"
+            f"  {line or 'loss_fn'}\n"
+            "  Move the decision out of loss_fn: return the number beside the loss. To leave out steps whose gradients"
+            " are not finite, pass skip_nonfinite=True."
+        )
