@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxcomp import compat
 from fxcomp.capture.questions import Questions
+from fxcomp.errors import CaptureFailed
 
 aten = torch.ops.aten
 
@@ -111,6 +112,8 @@ class StepFakes(compat.FakeMode):
         if func is aten._ctc_loss_backward.Tensor:
             with self:
                 return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+        if args and isinstance(args[0], list | tuple) and func._schema.is_mutable:
+            _check_each_once(func, args[0])
         if func in _CASTS:
             self._check_type(_CASTS[func], args, given)
         out: Any = super().dispatch(func, types, args, given)
@@ -122,7 +125,10 @@ class StepFakes(compat.FakeMode):
         return out
 
     def _answer(self, expression: compat.Expression) -> Any:
-        return self.questions.answer(expression) if self.questions is not None else None
+        if self.questions is None:
+            return None
+        with compat.plain_values():
+            return self.questions.answer(expression)
 
     def _check_type(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise what eager does where the tensor that is written cannot hold the result."""
@@ -189,6 +195,15 @@ class StepFakes(compat.FakeMode):
             for size in out.shape:
                 for name in compat.unbacked_symbols(size):
                     self.unknown[name] = Unknown(func, out.dtype, is_drawn=False, is_size=True)
+
+
+def _check_each_once(func: OpOverload, written: Sequence[Any]) -> None:
+    """Refuse a list with one tensor twice: made functional, an operator forgets what it did to the first."""
+    if len(set(map(id, written))) < len(written):
+        raise CaptureFailed(
+            f"the step gives {func} a list in which one tensor is twice, and writes it twice: a compiled step would"
+            " write it once.\n  Give each tensor once, or call the operator once for each."
+        )
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -34,6 +34,11 @@ def explaining(fakes: StepFakes) -> Generator[None]:
                 f" follow.\n{at}  Register that tensor as a buffer of the model, or make it a plain one that requires"
                 " no gradient."
             ) from error
+        if "metadata mutating ops on non-Fake" in str(error):
+            raise CaptureFailed(
+                "the step changes the shape of a tensor that does not belong to the model, which a compiled step would"
+                f" not do again.\n{at}  Work with a view or a copy of it, as .t() and .unsqueeze() make them."
+            ) from error
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
             "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from fxcomp.compat.constants import Constants
 from fxcomp.compat.products import symbolic_products
 
 FakeMode = FakeTensorMode
@@ -89,8 +90,13 @@ def is_traced_here() -> bool:
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
     """Trace a function of fake inputs into ATen operators; the graph writes its Python only if somebody asks for it."""
+
+    def outside_exchanged(*args: Any) -> Any:
+        with Constants(args):
+            return function(*args)
+
     with _use_lazy_graph_module(True), symbolic_products(pytree.tree_leaves(inputs)), _generators_as_attributes():
-        return make_fx(function, tracing_mode="real")(*inputs)
+        return make_fx(outside_exchanged, tracing_mode="real")(*inputs)
 
 
 @contextmanager

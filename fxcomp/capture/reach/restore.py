@@ -73,8 +73,6 @@ class _Content:
         self._slots: list[tuple[str, Any, str, Any]] = []
         for place in reach.places:
             self._copy(place)
-        # Tracing runs in-place operators of other modules than the model on the one number that a tensor holds.
-        self._single = [(tensor, tensor.detach().clone()) for tensor in reach.tensors if tensor.numel() == 1]
 
     def put_back(self) -> list[str]:
         """Take every traced value out again; returns where tensors were, in the order of reaching."""
@@ -88,10 +86,6 @@ class _Content:
             if value is not before and (kept := _what_is_kept(value)):
                 _write(owner, key, before)
                 found += [name] * (kept == "tensor")
-        with torch.no_grad():
-            for tensor, value in self._single:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
         return found
 
     def _copy(self, place: Place) -> None:

@@ -1,0 +1,70 @@
+"""Give a trace one fake for each tensor that comes in from outside: what is written is the fake.
+
+   c = torch.ones(3)          outside the traced function
+   c.mul_(0.5)                torch's own fake mode computes this on `c` itself, as its operand is a Python number
+-->
+   %c     f32[3]  constant
+   %mul_  f32[3]  mul_(%c, 0.5)
+"""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""Operators whose argument was made in the trace: by torch.tensor(...)."""
+
+
+class Constants(TorchDispatchMode):
+    """Sees every operator before the tracer does, and exchanges real tensors for traced fakes."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, inputs: Any):
+        super().__init__()
+        self._fakes: FakeTensorMode | None = detect_fake_mode(inputs)
+        proxies = get_proxy_mode()
+        assert proxies is not None, "constants are those of a trace"
+        self._tracer: Any = proxies.tracer
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        """Real tensors and their fakes, by the id of the real ones."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given: Any = (args, kwargs or {})
+        if not _is_torchs_own(func) and any(map(_is_real, pytree.tree_leaves(given))):
+            given = pytree.tree_map_only(Tensor, self._traced, given)
+        return func(*given[0], **given[1])
+
+    def _traced(self, tensor: Tensor) -> Tensor:
+        if self._fakes is None or not _is_real(tensor):
+            return tensor
+        if id(tensor) not in self._known:
+            fake = self._fakes.from_tensor(tensor, static_shapes=True)
+            proxy = Proxy(self._tracer.create_arg(tensor), self._tracer)
+            track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+            self._known[id(tensor)] = tensor, fake
+        return self._known[id(tensor)][1]
+
+
+def _is_torchs_own(func: Any) -> bool:
+    """Ask if torch knows what to do: it refuses operators that give a real tensor another shape."""
+    return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
+
+
+def _is_real(leaf: Any) -> bool:
+    return type(leaf) in (Tensor, torch.nn.Parameter)
