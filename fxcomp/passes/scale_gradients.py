@@ -18,13 +18,15 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from fxcomp.graph.edit import call, gradients, placeholder
+from fxcomp.graph.edit import call, count_of, gradients, has_scale, placeholder
 from fxcomp.graph.factors import SHARE, multiply_gradients
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 
 
-def scale_gradients(gm: GraphModule, is_scaled: bool) -> GraphModule:
+def scale_gradients(gm: GraphModule, micro_batches: int) -> GraphModule:
     local = gradients(gm)
+    # The mean over micro-batches is made by a factor, but of a loss with a count; a scale is taken off by one.
+    is_scaled = has_scale(gm) or (micro_batches > 1 and count_of(gm) is None)
     if not is_scaled or not local:
         return gm
     fresh = next(iter(local.values())).meta["val"].new_empty((), dtype=torch.float32)

@@ -12,7 +12,8 @@ from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
-from fxcomp.pipeline import Compiler, Turns
+from fxcomp.graph.run_passes import Turns
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.check_feedback import check_momentum, check_rates
 from fxcomp.plan.error_feedback import Stage
 from fxcomp.plan.plan import Plan

@@ -21,7 +21,7 @@ from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.order_for_overlap import order_for_overlap
-from fxcomp.pipeline import Compiler, PassRunner
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 
@@ -93,7 +93,7 @@ def test_the_results_of_one_operator_stay_together(per_bucket: int):
     dense = [Strategy.parse(DENSE)]
     plans = [plan_in_turns(model, dense, per_bucket), cut_in_halves(plan_in_turns(model, dense, 1), "0.weight")]
     for plan in plans:
-        gm = Compiler(TWO).rewrite(step.graph, plan, COSTS, PassRunner())
+        gm = Compiler(TWO).graphs_after_each_pass(step.graph, plan, COSTS)["order_for_overlap"]
         (backward,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.convolution_backward.default)
         assert last_result(backward) in backward.users
         assert set(backward.users) == set(itertools.islice(following(backward), len(backward.users)))

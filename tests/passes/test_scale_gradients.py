@@ -17,7 +17,7 @@ PLAN = one_bucket("all_reduce@world")
 
 
 def test_a_pack_takes_the_factor(golden):
-    text, gm = before_after(scale_gradients, bucketed(PLAN, TWO), True)
+    text, gm = before_after(scale_gradients, bucketed(PLAN, TWO), 2)
     golden("scale_gradients/bucket.txt", text)
     pack = node_named(lower_strategies(gm, PLAN, TWO, 0), "pack_0")
     assert pack.args[1] == 0.5, "the strategy's own scale stays apart"
@@ -25,13 +25,13 @@ def test_a_pack_takes_the_factor(golden):
 
 
 def test_one_rank_alone_multiplies_each_gradient(golden):
-    text, gm = before_after(scale_gradients, linear_step(), True)
+    text, gm = before_after(scale_gradients, linear_step(), 2)
     golden("scale_gradients/alone.txt", text)
     assert part(gm, Role.GRADIENT) == "scaled scaled_1"
 
 
 def test_nothing_is_scaled_where_nobody_asks():
-    text, _ = before_after(scale_gradients, bucketed(PLAN, TWO), False)
+    text, _ = before_after(scale_gradients, bucketed(PLAN, TWO), 1)
     assert not text
 
 
@@ -44,7 +44,7 @@ def test_a_sum_is_multiplied_before_it_is_rounded_to_a_narrower_type():
     gm = linear_step()
     for gradient in gradients(gm).values():
         gradient.meta["val"] = gradient.meta["val"].half()
-    for gradient in gradients(scale_gradients(sum_gradients(gm, 2), True)).values():
+    for gradient in gradients(scale_gradients(sum_gradients(gm, 2), 2)).values():
         scaled = gradient.args[0]
         assert isinstance(scaled, Node)
         assert scaled.args[1] is node_named(gm, "factor")
