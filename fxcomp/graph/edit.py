@@ -134,8 +134,7 @@ def level_of(collective: Node) -> Level:
 def sent_bytes(collective: Node) -> int:
     """Count the bytes that a collective works on: of a gather one rank's, the largest; else what a rank has in full."""
     value, cut = cast("tuple[Any, Any]", collective.args[:2])
-    is_joining = collective_kind(collective) in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
-    if collective.target in MOVES and is_joining:
+    if collective.target in MOVES and not collective_kind(collective).splits:
         return max(cut) * value.meta["val"].element_size()
     return value_bytes(value)
 

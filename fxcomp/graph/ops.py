@@ -188,8 +188,9 @@ _define(
 _define("seed_rng(int seed, Device device) -> ()", seed_rng, _seed_rng_fake, [torch.Tag.nondeterministic_seeded])
 
 # Parts between ranks, each of its own size; the first rank is the root of the last three.
-for _kind in ("all_to_all", "all_gather", "reduce_scatter", "gather", "reduce", "broadcast"):
-    _move(_kind)
+for _kind in CollectiveKind:
+    if _kind.has_parts:
+        _move(_kind.value)
 
 PACK = torch.ops.fxcomp.pack.default
 CAST = torch.ops.fxcomp.cast.default
@@ -214,23 +215,14 @@ ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 BROADCAST = torch.ops._c10d_functional.broadcast.default
 
-ALL_TO_ALL = torch.ops.fxcomp.all_to_all.default
-ALL_GATHER_PARTS = torch.ops.fxcomp.all_gather.default
-REDUCE_SCATTER_PARTS = torch.ops.fxcomp.reduce_scatter.default
-GATHER = torch.ops.fxcomp.gather.default
-REDUCE = torch.ops.fxcomp.reduce.default
-BROADCAST_FROM_ROOT = torch.ops.fxcomp.broadcast.default
-
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-MOVES: dict[Any, CollectiveKind] = {
-    ALL_TO_ALL: CollectiveKind.ALL_TO_ALL,
-    ALL_GATHER_PARTS: CollectiveKind.ALL_GATHER,
-    REDUCE_SCATTER_PARTS: CollectiveKind.REDUCE_SCATTER,
-    GATHER: CollectiveKind.GATHER,
-    REDUCE: CollectiveKind.REDUCE,
-    BROADCAST_FROM_ROOT: CollectiveKind.BROADCAST,
+OF_PARTS: dict[CollectiveKind, Any] = {
+    kind: getattr(torch.ops.fxcomp, kind.value).default for kind in CollectiveKind if kind.has_parts
 }
+"""The operator of each collective whose ranks own parts of their own sizes."""
+
+MOVES = {operator: kind for kind, operator in OF_PARTS.items()}
 """The collectives with (value, cut, place, level): `runtime/moves.py` says what a cut is."""
 
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
@@ -241,7 +233,3 @@ COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     BROADCAST: CollectiveKind.BROADCAST,
 }
 """The collectives of gradients and buffers."""
-
-
-OF_PARTS = {kind: operator for operator, kind in MOVES.items()}
-"""The operator of each collective whose ranks own parts of their own sizes."""

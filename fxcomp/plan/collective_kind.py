@@ -50,6 +50,11 @@ class CollectiveKind(Enum):
         return self is CollectiveKind.ALL_REDUCE
 
     @property
+    def has_parts(self) -> bool:
+        """Each rank owns a part, of its own size: `runtime/moves.py` says which it brings and gets."""
+        return self not in (CollectiveKind.ALL_REDUCE, CollectiveKind.POINT_TO_POINT)
+
+    @property
     def joined_by(self) -> CollectiveKind:
         """The collective that puts together what this one splits."""
         return _JOINED_BY[self]

@@ -84,19 +84,15 @@ class Send:
     @property
     def is_priced_by_largest(self) -> bool:
         """Ranks bring parts of their own sizes, of which the largest counts."""
-        return bool(self.parts) and self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
+        return bool(self.parts) and not self.kind.splits
 
     def leaves(self, held: int) -> int:
         """Count the bytes that this rank holds afterwards."""
-        match self.kind:
-            case CollectiveKind.ALL_GATHER | CollectiveKind.BROADCAST:
-                return self.cut * held if isinstance(self.cut, int) else sum(self.cut) * self.itemsize
-            case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
-                return len(self.parts) * self.parts[self.place] * self.itemsize
-            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
-                return self.parts[self.place] * self.itemsize
-            case _:
-                return held
+        if not self.kind.has_parts:
+            return held
+        if self.kind.splits:
+            return (1 if self.kind.sums else len(self.parts)) * self.parts[self.place] * self.itemsize
+        return self.cut * held if isinstance(self.cut, int) else sum(self.cut) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ from fxcomp.plan.interpret import Standing, after, misfit
 from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose, Step
 from fxcomp.plan.strategy import Strategy
 
-INDIVISIBLE = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+INDIVISIBLE = tuple(kind for kind in CollectiveKind if (kind.sums or kind.gathers) and not kind.splits)
 """One collective gives everybody the sum."""
 
-SHARDED = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
+SHARDED = tuple(kind for kind in CollectiveKind if kind.splits and not kind.is_rooted)
 """Each rank gets the sum of one shard; shards are put together later."""
 
-ROOTED = (CollectiveKind.REDUCE, CollectiveKind.GATHER)
+ROOTED = tuple(kind for kind in CollectiveKind if kind.splits and kind.is_rooted)
 """The first rank gets the sum, and sends it to the others later."""
 
 

@@ -23,8 +23,8 @@ from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.moves import Cut, Move, Pattern, from_first
-from fxcomp.runtime.transport import Groups, Transport
+from fxcomp.runtime.moves import Move, from_first, pattern_of
+from fxcomp.runtime.transport import Groups, Transport, start_move
 
 SMALL_BYTES = 4096
 """A collective of so few bytes costs the processor what starting one costs."""
@@ -148,29 +148,17 @@ class TimedCollectives:
         whole = -(-elements // ranks) * ranks if kind.deals else elements  # as much for everyone
         value, rooted = self._buffer(3 * slot, whole), from_first(elements, ranks)
 
-        def move(pattern: Pattern, cut: Cut) -> Move:
-            going, coming = pattern.elements(pattern.parts(cut, whole), members.index(me))
-            memory = functools.partial(self._buffer, 3 * slot + 2)
-            return Move(value[:going], self._buffer(3 * slot + 1, coming), cut, *place, memory)
-
-        match kind:
-            case CollectiveKind.ALL_REDUCE:
-                return lambda: transport.all_reduce(value, *place)
-            case CollectiveKind.ALL_GATHER | CollectiveKind.BROADCAST:
-                cut = ranks if kind.gathers else rooted
-                return functools.partial(transport.all_gather, move(Pattern.ALL_GATHER, cut))
-            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.REDUCE:
-                cut = ranks if kind.deals else rooted
-                return functools.partial(transport.reduce_scatter, move(Pattern.REDUCE_SCATTER, cut))
-            case CollectiveKind.ALL_TO_ALL | CollectiveKind.GATHER:
-                cut = ranks if kind.deals else rooted
-                return functools.partial(transport.all_to_all, move(Pattern.ALL_TO_ALL, cut))
-            case CollectiveKind.POINT_TO_POINT if me == root:
+        if kind is CollectiveKind.POINT_TO_POINT:
+            if me == root:
                 return lambda: _started(dist.isend(value, members[1], group=group))
-            case CollectiveKind.POINT_TO_POINT if me == members[1]:
-                return lambda: _started(dist.irecv(value, root, group=group))
-            case CollectiveKind.POINT_TO_POINT:
-                return _Idle
+            return (lambda: _started(dist.irecv(value, root, group=group))) if me == members[1] else _Idle
+        if not kind.has_parts:
+            return lambda: transport.all_reduce(value, *place)
+        pattern, cut = pattern_of(kind.value), rooted if kind.is_rooted else ranks
+        going, coming = pattern.elements(pattern.parts(cut, whole), members.index(me))
+        memory = functools.partial(self._buffer, 3 * slot + 2)
+        move = Move(value[:going], self._buffer(3 * slot + 1, coming), cut, *place, memory)
+        return functools.partial(start_move, transport, pattern, move)
 
     def _buffer(self, number: int, elements: int) -> Tensor:
         """Return a buffer that is kept: making 64 MiB again takes longer than sending it through memory."""

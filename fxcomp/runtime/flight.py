@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fxcomp.errors import LostTouch
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.moves import Cut, Move, Pattern, pattern_of
-from fxcomp.runtime.transport import Transport
+from fxcomp.runtime.moves import Cut, Move, pattern_of
+from fxcomp.runtime.transport import Transport, start_move
 
 Take = Callable[[str, int, torch.dtype, torch.device], Tensor]
 """Gives the buffer of a name, with so many elements."""
@@ -57,13 +57,7 @@ class Launch:
             return take(f"{self.name}_parts", elements, value.dtype, value.device)
 
         move = Move(value, out, self.cut, self.level, self.lane, memory)
-        match pattern:
-            case Pattern.ALL_GATHER:
-                return out, transport.all_gather(move)
-            case Pattern.ALL_TO_ALL:
-                return out, transport.all_to_all(move)
-            case Pattern.REDUCE_SCATTER:
-                return out, transport.reduce_scatter(move)
+        return out, start_move(transport, pattern, move)
 
     def told(self, lost: LostTouch) -> LostTouch:
         """Say what did not end: the collective, its bucket and its line."""

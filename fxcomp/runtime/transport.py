@@ -49,6 +49,17 @@ class Transport(Protocol):
         ...
 
 
+def start_move(transport: Transport, pattern: Pattern, move: Move) -> Work:
+    """Start a collective of parts by its pattern."""
+    match pattern:
+        case Pattern.ALL_GATHER:
+            return transport.all_gather(move)
+        case Pattern.ALL_TO_ALL:
+            return transport.all_to_all(move)
+        case Pattern.REDUCE_SCATTER:
+            return transport.reduce_scatter(move)
+
+
 class Groups:
     """Collectives over torch.distributed process groups, one for each level and lane.
 

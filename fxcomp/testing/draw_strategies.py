@@ -143,9 +143,9 @@ def _sent_to(leg: Send, ranks: int, held: int) -> list[int]:
         case CollectiveKind.ALL_REDUCE:
             following = (place + 1) % ranks
             return [2 * (ranks - 1) * held // ranks if other == following else 0 for other in everybody]
-        case CollectiveKind.REDUCE_SCATTER | CollectiveKind.ALL_TO_ALL:
+        case kind if kind.splits and not kind.is_rooted:
             return [part * leg.itemsize if other != place else 0 for other, part in enumerate(leg.parts)]
-        case CollectiveKind.REDUCE | CollectiveKind.GATHER:
+        case kind if kind.splits:
             return [held if other == 0 != place else 0 for other in everybody]
         case _:
             sends = place == 0 or leg.kind is not CollectiveKind.BROADCAST

@@ -13,10 +13,11 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadPlan
 from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import Role, info
-from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, PACK, REDUCE_SCATTER_PARTS, TURN
+from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, OF_PARTS, PACK, TURN
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies
+from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Plan
 
@@ -92,7 +93,7 @@ def test_dense_gradients_in_bf16_are_not_cast():
 def test_a_bucket_by_level_is_scattered_reduced_and_gathered(golden):
     text, after = lowered(BY_LEVEL, TWO_BY_TWO)
     golden("lower_strategies/by_level.txt", text)
-    (scatter,) = [n for n in after.graph.nodes if n.target is REDUCE_SCATTER_PARTS]
+    (scatter,) = [n for n in after.graph.nodes if n.target is OF_PARTS[CollectiveKind.REDUCE_SCATTER]]
     assert (scatter.args[1], tuple(scatter.meta["val"].shape)) == ([6, 6], (6,))
 
 
