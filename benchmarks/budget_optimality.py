@@ -1,14 +1,14 @@
 """Compare plans under an error budget with the fastest ones within it, found exactly.
 
-    python benchmarks/budget_optimality.py --json budget_optimality.json
+    PYTHONPATH=tests python benchmarks/budget_optimality.py --json budget_optimality.json
                                          300 cases of up to 12 tensors on one wire, 60 of up to 4 with every strategy
-    python benchmarks/budget_optimality.py --only 171 --plans        case 171 alone, with both plans
+    PYTHONPATH=tests python benchmarks/budget_optimality.py --only 171 --plans        case 171 alone, with both plans
 
 A record is `{case, kind, tensors, step_ms, best_ms, dense_ms, free_ms, error, limit}`. `step_ms` is the chosen plan's
 step as the simulator says once more, `best_ms` the fastest of all that lose at most `limit`, None where there are too
 many partial plans. `error` is what the chosen plan loses by the table (`plan_error`). `kind` is `one wire`, where the
-best is found by `optimum/one_wire.py`, or `all`, by `optimum/oracle.py`. `budget_optimality_workloads.py` says what is
-drawn.
+best is found by `tests/helpers/optimum/one_wire.py`, or `all`, by `tests/helpers/optimum/oracle.py`.
+`budget_optimality_workloads.py` says what is drawn.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from budget_optimality_workloads import BudgetCase, drawn
+from helpers.optimum.one_wire import fastest_on_one_wire
+from helpers.optimum.oracle import Optimum, TooLarge, optimum
 
-from fxcomp.optimum.one_wire import fastest_on_one_wire
-from fxcomp.optimum.oracle import Optimum, TooLarge, optimum
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose, predict_us

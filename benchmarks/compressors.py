@@ -34,7 +34,7 @@ from rich.markdown import Markdown
 from torch import Tensor
 
 from fxcomp.compressors import Bias, Compressor, kernels, parse_compressor
-from fxcomp.testing.describe_compressors import examples
+from fxcomp.compressors.examples import examples
 from fxcomp.testing.rounds import replicas_of
 
 SIZES = tuple(2**exponent for exponent in range(10, 27, 2))

@@ -46,8 +46,8 @@ from tasks import ALL_TASKS, TASKS, WORKERS, Task, make_task
 from trials import DENSE, OPTIMIZERS, Band, Record, Trial
 
 from fxcomp.compressors import Compressor, Feedback, parse_compressor
+from fxcomp.compressors.examples import bits_per_value, examples
 from fxcomp.testing import average, replicas_of
-from fxcomp.testing.describe_compressors import SAMPLE, SAMPLE_SHAPE, bits_per_value, examples
 from fxcomp.testing.samples import gaussian
 
 PAIRS = ("int8 > int8", "int4 > int4", "int4 > int8", "sign > sign", "topk(0.01) > topk(0.01)", "topk(0.01) > int8")
@@ -78,6 +78,12 @@ def train(task: Task, optimizer: str, exchange: Exchange, momentum: float = MOME
 
 
 # What to expect
+
+SHAPE = 1024, 1024
+"""Of the parameter whose payload is counted."""
+SAMPLE_SHAPE = 512, 256
+SAMPLE = math.prod(SAMPLE_SHAPE)
+"""Values of which an error is measured."""
 
 LOSSLESS, SMALL = 1e-3, 0.1  # the largest ω of these classes, on Gaussian values
 TOO_LATE = 0.98  # a value waits about 1 / (1 - ω) steps: from 50 on these rates are too large, and it must show
@@ -218,9 +224,9 @@ def _bits_of(trial: Trial) -> float | None:
     if trial.method in CONTROLS:
         return None
     if trial.owner is None:
-        return bits_per_value(parse_compressor(trial.method))
+        return bits_per_value(parse_compressor(trial.method), SHAPE)
     pair = parse_pair(trial.method)
-    return bits_per_value(pair.first) + bits_per_value(pair.second)
+    return bits_per_value(pair.first, SHAPE) + bits_per_value(pair.second, SHAPE)
 
 
 def _finite(value: float) -> float | None:

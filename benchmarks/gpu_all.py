@@ -32,12 +32,13 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
 from gpu_records import TIMED, Results
 from gpu_scripts import SCRIPTS, SHARDED, largest_distance, sharded_distance
+from helpers.devices import round_on
 from torch import nn
 
 import fxcomp
@@ -51,7 +52,6 @@ from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.testing import SAMPLES, replicas_of
 from fxcomp.testing.bits import assert_same_bits, plain_torch
-from fxcomp.testing.devices import round_on
 from fxcomp.testing.samples import NOT_FINITE
 
 STEPS = 20

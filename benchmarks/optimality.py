@@ -9,6 +9,8 @@
                                                              what FILE lists: [{"name": ..., "cluster": ..., "tensors":
                                                              [[elements, ready_us], ...]}, ...], in every mode
 
+With `PYTHONPATH=tests`: the exact search is `helpers.optimum` there.
+
 A record is `{workload, tensors, mode, step_ms, oracle_ms, bound_ms, dense_ms, decide_ms}`. `step_ms` is the chosen
 plan's step as the simulator says once more, `oracle_ms` the best of all plans, None where there are more than 8 tensors
 or too many partial plans, `bound_ms` what no plan can be faster than, `decide_ms` the processor's time for choosing.
@@ -29,10 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import optimality_published as published
+from helpers.optimum.oracle import TooLarge, bound_us, optimum
 from optimality_workloads import COSTS, Case, drawn, read
 
 from fxcomp.errors import BadOption
-from fxcomp.optimum.oracle import TooLarge, bound_us, optimum
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose, predict_us

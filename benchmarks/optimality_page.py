@@ -16,8 +16,8 @@ from optimality import MOST_LABELS, MOST_TENSORS, Record, to_markdown, worst
 PAGE = """# How far from the best possible
 
 `benchmarks/optimality.py` compares what the search chooses with the best plan of all, found by an exact search
-(`fxcomp/optimum/oracle.py`), and with a lower bound that is proved for any size (`fxcomp/optimum/bound.py`). Run on
-{date}; the records are [beside](optimality_{date}.json). Gaps are exact: they are differences of simulated steps and
+(`tests/helpers/optimum/oracle.py`), and with a lower bound that is proved for any size (`fxcomp/search/bound.py`). Run
+on {date}; the records are [beside](optimality_{date}.json). Gaps are exact: they are differences of simulated steps and
 depend on no clock. `decide_ms` in the records does: other work shared the processors, so it says nothing.
 
 ## Against the best plan

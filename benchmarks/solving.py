@@ -1,8 +1,8 @@
 """Time the solving of error budgets, from nothing and again for a plan in force, with every family of compressors.
 
-    python benchmarks/solving.py --json solving.json
+    PYTHONPATH=tests python benchmarks/solving.py --json solving.json
 
-Gradients are drawn: matrices and biases whose errors differ as layers' do (`fxcomp.testing.drawn_errors`). Of a
+Gradients are drawn: matrices and biases whose errors differ as layers' do (`tests/helpers/drawn_errors.py`). Of a
 solution again, `same buckets` is what a running step can follow at once, and `longest turn` is what one step waits for.
 Processor time of one thread, the median of the runs; each run has tables of its own, so nothing is known beforehand.
 """
@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from helpers.drawn_errors import drawn_table
+
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.budget import Budget, ErrorBudget
@@ -29,7 +31,6 @@ from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.resolve import Resolve
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.testing.drawn_errors import drawn_table
 
 COUNTS = (12, 60, 314, 1000)
 SHAPES = ("8x1", "8x8")

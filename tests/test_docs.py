@@ -14,7 +14,11 @@ from fxcomp.__main__ import COMMANDS, main, make_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-SOURCES = [path for folder in ("fxcomp", "benchmarks", "examples") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
+SOURCES = [
+    path
+    for folder in ("fxcomp", "benchmarks", "docs/make", "examples")
+    for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
+]
 COMMAND = re.compile(r"(fxcomp [a-z]|python [\w./-]|torchrun |make [a-z])")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

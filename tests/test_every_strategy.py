@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers.plans import plan_in_turns
 from helpers.ranks import run_ranks
 from helpers.replicas import replica_fingerprint
+from helpers.strategy_meaning import meaning
 from torch import Tensor, nn
 
 import fxcomp
@@ -21,7 +22,6 @@ from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.space import Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.testing.strategy_meaning import meaning
 
 COMPRESSORS = ("bf16", "int8(block=16)", "topk(0.1)")
 """One that is linear, one that quantises, one that is sparse."""

@@ -16,7 +16,6 @@ FLOORS = [
     ["cost", "graph", "ranks"],
     ["beside"],
     ["capture", "codegen", "options", "passes", "search", "site"],
-    ["optimum"],
     ["pipeline", "report", "state"],
     ["planning", "step"],
     ["frontends", "testing"],

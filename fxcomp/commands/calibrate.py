@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fxcomp.commands.launcher import launched_ranks
 from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.compressors.examples import examples
 from fxcomp.cost.compare import diff, merge
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.trace import table_from_traces
@@ -21,7 +22,6 @@ from fxcomp.planning.measure_machine import device_here, hardware
 from fxcomp.planning.survey import survey
 from fxcomp.ranks import Ranks
 from fxcomp.report.terminal import encodable, print_costs
-from fxcomp.testing.describe_compressors import examples
 
 NAME = "calibrate"
 HELP = "measure collectives, compressors and memory into a table; under torchrun for collectives"

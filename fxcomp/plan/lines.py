@@ -9,7 +9,7 @@
     at last   (copy to the device, cast)
 
 Everything else is a short walk over these lines, with a table by kind: `passes/lower_strategies.py` makes nodes,
-`search/plan_tasks.py` tasks, `optimum/least_work.py` bounds; `sent` lists what a bucket sends.
+`search/plan_tasks.py` tasks, `search/least_work.py` bounds; `sent` lists what a bucket sends.
 """
 
 from __future__ import annotations

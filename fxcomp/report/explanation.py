@@ -18,7 +18,6 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
-from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.budget import Budget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
@@ -27,6 +26,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report.moves import Moved
 from fxcomp.report.quantities import count
 from fxcomp.report.wire_arithmetic import sent_by
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.raced import Raced

@@ -20,7 +20,7 @@ from compressors import (
 )
 
 from fxcomp.compressors import BF16, Compressor, Int8, SharedInt8, Sign, TopK
-from fxcomp.testing.describe_compressors import examples
+from fxcomp.compressors.examples import examples
 
 RECORD = Record("topk(0.01)", "cpu", 1, 2**24, 8.0, 9.0, 10.0, 0.8, 0.3, torch_ms=400.0, ours_ms=50.0)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from trials import DENSE, Record, Trial
 
 from fxcomp.compressors import Compressor, Int4, Int8, Sign, TopK
-from fxcomp.testing.describe_compressors import examples
+from fxcomp.compressors.examples import examples
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.compressors.examples import examples
 from fxcomp.compressors.gaussian_error import SHAPE, gaussian_error
-from fxcomp.testing.describe_compressors import examples
 from fxcomp.testing.rounds import average, replicas_of
 from fxcomp.testing.samples import gaussian
 

@@ -18,13 +18,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.compressor_cases import COMPRESSORS
+from helpers.devices import round_on
 
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
 from fxcomp.testing import SAMPLES
 from fxcomp.testing.bits import assert_same_bits, plain_torch
-from fxcomp.testing.devices import round_on
 
 FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
 

@@ -11,6 +11,7 @@ import torch
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor, parse_compressor
+from fxcomp.compressors.examples import examples
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost import measure
 from fxcomp.cost.collectives import Library
@@ -26,7 +27,6 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device
 from fxcomp.planning import measure_machine
-from fxcomp.testing.describe_compressors import examples
 
 FLAT = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
 

@@ -3,11 +3,11 @@
 import pytest
 
 from fxcomp.compressors import parse_compressor
+from fxcomp.compressors.examples import examples
 from fxcomp.cost.devices import MEMORY_SHARE, PRESETS, PRODUCT_SHARE, preset_named
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.testing.describe_compressors import examples
 
 COMPRESSORS = tuple(examples())
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import BadCompressor
+from fxcomp.compressors.examples import examples
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan
@@ -29,7 +30,6 @@ from fxcomp.report.terminal import to_text
 from fxcomp.search.choose import uniform
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.testing.describe_compressors import examples
 
 LIBRARY = torch.library.Library("fxcomp_test_whatif", "DEF")
 for name in ("mystery", "mystery_backward"):

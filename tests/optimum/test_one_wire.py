@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 from budget_optimality_workloads import ONE_WIRE, BudgetCase, OneCollective, drawn
+from helpers.optimum.one_wire import NotOneWire, fastest_on_one_wire
+from helpers.optimum.oracle import optimum
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.optimum.one_wire import NotOneWire, fastest_on_one_wire
-from fxcomp.optimum.oracle import optimum
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Content, Mode
 from fxcomp.plan.plan import Bucket, Plan

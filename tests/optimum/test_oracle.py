@@ -5,12 +5,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.optimum.oracle import EXACT, TooLarge, bound_us, optimum
 from helpers.workloads import COSTS, cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import Processors
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.oracle import EXACT, TooLarge, bound_us, optimum
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.choose import choose, predict_us, uniform

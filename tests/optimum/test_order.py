@@ -4,17 +4,17 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.optimum.oracle import EXACT, TooLarge, optimum
 from helpers.workloads import COSTS, cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.bound import bound_us
-from fxcomp.optimum.oracle import EXACT, TooLarge, optimum
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode, error_limit
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload

@@ -1,6 +1,7 @@
 """How much a plan may lose, as users say it."""
 
 import pytest
+from helpers.drawn_errors import drawn_table
 from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.error_tables import ASSUMED
@@ -9,7 +10,6 @@ from fxcomp.plan.budget import ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.search.choose import uniform
-from fxcomp.testing.drawn_errors import drawn_table
 
 WORKLOAD, WHERE = layers(6), cluster(4, 1, "1gbit")
 

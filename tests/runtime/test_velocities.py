@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, kernels, parse_compressor
+from fxcomp.compressors.examples import examples
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.testing import average, replicas_of
-from fxcomp.testing.describe_compressors import examples
 
 
 @pytest.mark.parametrize("elements", [0, 1, 31, 1000, 300_001])

@@ -8,12 +8,12 @@ import statistics
 
 import pytest
 from budget_optimality_workloads import drawn
+from helpers.optimum.one_wire import fastest_on_one_wire
 from helpers.workloads import COSTS, cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxcomp.error_tables import STANDARD, ErrorTable, Row, legal
-from fxcomp.optimum.one_wire import fastest_on_one_wire
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode

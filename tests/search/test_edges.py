@@ -12,10 +12,10 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.compressors import BadCompressor, kernels
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Plan
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
 from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled

@@ -1,6 +1,7 @@
 """What strategies lose of a workload, against the error of whole plans."""
 
 import pytest
+from helpers.drawn_errors import drawn_table
 from helpers.workloads import cluster, layers
 
 from fxcomp.error_tables import ASSUMED
@@ -9,7 +10,6 @@ from fxcomp.plan.modes import LADDER_COMPRESSORS, Content, strategies_within
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.atoms import atoms_of
 from fxcomp.search.losses import Losses
-from fxcomp.testing.drawn_errors import drawn_table
 
 WORKLOAD, WHERE = layers(6), cluster(4, 2, "1gbit")
 

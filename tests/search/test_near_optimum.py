@@ -9,10 +9,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.optimum.oracle import optimum
 from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.optimum.oracle import optimum
 from fxcomp.plan.modes import Mode, strategies
 from fxcomp.search.atoms import atoms_of
 from fxcomp.search.choose import bf16_everywhere, choose, predict_us, uniform

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.drawn_errors import drawn_table
 from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.processors import Processors
@@ -20,7 +21,6 @@ from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.resolve import WORTH_MOVING, Resolve
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
-from fxcomp.testing.drawn_errors import drawn_table
 
 WORKLOAD, SLOW = layers(10), cluster(8, 1, "300mbit")
 

@@ -11,12 +11,12 @@ from helpers.workloads import cluster
 from fxcomp.compressors import CastCompressor, kernels
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadPlan
-from fxcomp.optimum.bound import bound_us
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled

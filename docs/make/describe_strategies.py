@@ -1,6 +1,6 @@
 """Write docs/strategies.md from the grammar, the rules and the meaning of strategies.
 
-    python -m fxcomp.testing.describe_strategies > docs/strategies.md
+    PYTHONPATH=tests python docs/make/describe_strategies.py > docs/strategies.md
 
 Errors are what `Strategy.parse` raises, pictures what `strategy_meaning` says of four ranks, bytes those of the bound
 routes. Words are here and in `strategy_shapes.py`; all else is made.
@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from textwrap import fill
 
+from draw_strategies import ELEMENTS, cluster_of, names_of, picture, traffic_of
+from strategy_shapes import CHAPTERS
+
 from fxcomp.cluster.cluster import Level
 from fxcomp.compressors import BF16, TopK
 from fxcomp.errors import BadStrategy
 from fxcomp.plan.modes import ENTRIES, Entry, Mode
 from fxcomp.plan.space import Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import DENSE, Device, Strategy
-from fxcomp.testing.draw_strategies import ELEMENTS, cluster_of, names_of, picture, traffic_of
-from fxcomp.testing.strategy_shapes import CHAPTERS
 
 WIDTH = 120
 
 HEAD = """\
 # Strategies
 
-Made by `python -m fxcomp.testing.describe_strategies`: edit that file or `strategy_shapes.py` beside it, not this page.
+Made by `PYTHONPATH=tests python docs/make/describe_strategies.py`: edit that file or `strategy_shapes.py` beside it,
+not this page.
 
 DistributedDataParallel does one thing with a bucket of gradients: it all-reduces it. A *strategy* is a longer way to
 the same end, on which fewer bytes cross the slow links. It is a line of steps, which every rank takes:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from describe_compressors import describe, relative_error
 
 from fxcomp.compressors import BF16, CATALOGUE, Int8, TopK, parse_compressor
+from fxcomp.compressors.examples import bits_per_value, example_of, examples, ours
 from fxcomp.compressors.facts import Case
 from fxcomp.plan.modes import Mode, compressors_of
-from fxcomp.testing.describe_compressors import bits_per_value, describe, example_of, examples, ours, relative_error
 from fxcomp.testing.samples import gaussian
 
 PAGE = Path(__file__).parents[2] / "docs" / "compressors.md"
@@ -33,8 +34,8 @@ def test_an_example_takes_typical_values_for_parameters_without_a_default() -> N
 
 
 def test_sizes_and_errors_are_those_of_the_formulas() -> None:
-    assert bits_per_value(BF16()) == 16
-    assert bits_per_value(Int8()) == 8 + 32 / 512
+    assert bits_per_value(BF16(), (1024, 1024)) == 16
+    assert bits_per_value(Int8(), (1024, 1024)) == 8 + 32 / 512
     assert relative_error(TopK(1.0), gaussian(1000), (1000,)) == 0
     assert relative_error(TopK(0.5), gaussian(1000), (1000,)) < 0.5
 

@@ -1,8 +1,7 @@
-"""Judge the search: find the best plan of a small workload exactly, and for any size a bound that no plan beats.
+"""Judge the search: find the best plan of a small workload exactly.
 
 oracle ─► space (buckets that may be) ─► labels (partial plans) ─► rest (what they still cost at least)
 one_wire ─► space (where only one wire is busy: a dozen gradients in a second)
-bound  ─► least_work (lines below every price)
 
-The search imports nothing from here.
+For any size, `fxcomp/search/bound.py` has a bound that no plan beats.
 """

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxcomp.optimum.blocks import COMPUTE, POOLS, STREAMS, Blocks, Stage, stage_within
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.search.least_work import COMPUTE, STREAMS
 from fxcomp.search.workload import Gradient, Workload
+from helpers.optimum.blocks import POOLS, Blocks, Stage, stage_within
 
 
 @dataclass(frozen=True, eq=False)

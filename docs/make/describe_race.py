@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from textwrap import fill
 
+from decision_example import CLUSTER, COSTS, WORKLOAD
+
 from fxcomp.cost.measured import CompressorCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
@@ -20,7 +22,6 @@ from fxcomp.search.raced import Raced
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, Errors
 from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
-from fxcomp.testing.decision_example import CLUSTER, COSTS, WORKLOAD
 
 DEARER = 8.0
 """So much longer compressors take in truth than in the table."""

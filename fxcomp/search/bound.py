@@ -31,14 +31,13 @@ from numpy.typing import NDArray
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.blocks import COMPUTE, STREAMS
-from fxcomp.optimum.least_work import Least, LeastWork
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_budget import is_bursty, strategy_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies, worth_offering
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of
+from fxcomp.search.least_work import COMPUTE, STREAMS, Least, LeastWork
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned, elements_of
 from fxcomp.search.workload import Gradient, Workload

@@ -28,13 +28,13 @@ import numpy as np
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
-from fxcomp.optimum.blocks import COMPUTE
-from fxcomp.optimum.labels import Option, plan_of
-from fxcomp.optimum.oracle import Optimum, TooLarge
-from fxcomp.optimum.space import Rows, rows_of
+from fxcomp.search.least_work import COMPUTE
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
+from helpers.optimum.labels import Option, plan_of
+from helpers.optimum.oracle import Optimum, TooLarge
+from helpers.optimum.space import Rows, rows_of
 
 GRID = 2048
 """Steps from no error to the limit, by which bounds are counted."""

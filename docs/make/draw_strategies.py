@@ -14,6 +14,7 @@ from fractions import Fraction
 from string import ascii_lowercase
 
 import torch
+from helpers.strategy_meaning import Holding, Slot, holdings_of, meaning
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import CANDIDATES, Library, steps
@@ -22,7 +23,6 @@ from fxcomp.plan.error_budget import strategy_error
 from fxcomp.plan.legs import Decode, Encode, Leg, Send
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Collective, Strategy
-from fxcomp.testing.strategy_meaning import Holding, Slot, holdings_of, meaning
 
 SHAPE = (1024, 1024)
 ELEMENTS = math.prod(SHAPE)

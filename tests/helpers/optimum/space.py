@@ -12,8 +12,6 @@ import numpy as np
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.blocks import Blocks
-from fxcomp.optimum.labels import Option
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_budget import is_bursty
 from fxcomp.plan.modes import Content, worth_offering
@@ -24,6 +22,8 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import price_bucket
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
+from helpers.optimum.blocks import Blocks
+from helpers.optimum.labels import Option
 
 _SAME = 1e-9  # relative: a plan's error may exceed the limit by rounding
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.blocks import COMPUTE, STREAMS
 from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.legs import Decode, Encode, Route
 from fxcomp.plan.lines import BucketLine, LineKind, lines_of
@@ -30,6 +29,8 @@ _CANONICAL = ((1 << 15, 1 << 15),) * 16  # a bucket so large that what is rounde
 _ROUNDED = 8  # grains by which a shard's part may be rounded up, more than it is
 _JUST_BELOW = 1 - 1e-9  # a break's price before it jumps
 
+STREAMS = tuple(Stream)
+COMPUTE = STREAMS.index(Stream.COMPUTE)
 _CPU, _ARRIVING = STREAMS.index(Stream.CPU), STREAMS.index(Stream.CPU_ARRIVING)
 
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fxcomp.optimum.blocks import COMPUTE, STREAMS
-from fxcomp.optimum.labels import Label, Option
-from fxcomp.optimum.space import Row, Rows
+from fxcomp.search.least_work import COMPUTE, STREAMS
 from fxcomp.search.workload import Workload
+from helpers.optimum.labels import Label, Option
+from helpers.optimum.space import Row, Rows
 
 Weights = tuple[tuple[int, float], ...]
 """Streams and their weights, which add up to 1."""

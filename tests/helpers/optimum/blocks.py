@@ -16,10 +16,9 @@ from itertools import pairwise
 
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.streams import POOL, Stream
+from fxcomp.search.least_work import COMPUTE, STREAMS
 from fxcomp.search.plan_tasks import BucketTasks
 
-STREAMS = tuple(Stream)
-COMPUTE = STREAMS.index(Stream.COMPUTE)
 WAITING = tuple(STREAMS.index(stream) for stream in (*POOL, Stream.H2D))
 """Streams whose final blocks wait for the end of backward."""
 POOLS = tuple(STREAMS.index(stream) for stream in POOL)

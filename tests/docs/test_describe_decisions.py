@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from decision_example import CLUSTER, COSTS, MODE, WORKLOAD
+from describe_decisions import UNIFORM, describe, timeline_of
+from describe_race import right_costs, run_race, step_ms
 
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import error_limit
 from fxcomp.search.choose import choose, predict_us, uniform
-from fxcomp.testing.decision_example import CLUSTER, COSTS, MODE, WORKLOAD
-from fxcomp.testing.describe_decisions import UNIFORM, describe, timeline_of
-from fxcomp.testing.describe_race import right_costs, run_race, step_ms
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_fxcomp_decides.md"
 

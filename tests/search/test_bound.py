@@ -11,13 +11,13 @@ from fxcomp.cluster.processors import Processors
 from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.table import CostTable
-from fxcomp.optimum.bound import bound_us
-from fxcomp.optimum.least_work import line_below
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, predict_us
+from fxcomp.search.least_work import line_below
 from fxcomp.search.workload import Gradient, Workload
 
 EAGER = replace(COSTS, error=0.0)

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from describe_strategies import BROKEN, STEPS, describe
+from draw_strategies import cluster_of, picture, traffic_of
+from strategy_shapes import CHAPTERS
 
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.steps import Collective
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.testing.describe_strategies import BROKEN, STEPS, describe
-from fxcomp.testing.draw_strategies import cluster_of, picture, traffic_of
-from fxcomp.testing.strategy_shapes import CHAPTERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 SHAPES = [Strategy.parse(shape.strategy) for chapter in CHAPTERS for shape in chapter.shapes]

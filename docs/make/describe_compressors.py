@@ -1,19 +1,20 @@
 """Write docs/compressors.md from what the compressors declare.
 
-    python -m fxcomp.testing.describe_compressors > docs/compressors.md
+    python docs/make/describe_compressors.py > docs/compressors.md
 
 Sizes are computed and errors are measured on seeded samples while the page is made; all else comes from `facts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, cast
 
 import torch
 
-from fxcomp.compressors import CATALOGUE, Bias, Compressor, Feedback, Parameter
+from fxcomp.compressors import Bias, Compressor, Feedback, Parameter
+from fxcomp.compressors.examples import bits_per_value, examples
 from fxcomp.testing.rounds import average, replicas_of
 from fxcomp.testing.samples import gaussian, laplace
 
@@ -21,8 +22,6 @@ SIZE = 2**20
 SHAPE = (1024, 1024)
 SAMPLE = 2**17
 SAMPLE_SHAPE = (512, 256)
-TYPICAL: dict[str, float] = {"ratio": 0.01, "value": 2.6, "rank": 4}
-"""Values for parameters without a default, by name. 2.6 is what 1 % of Gaussian values of unit variance exceed."""
 
 _BIAS = {Bias.UNBIASED: "unbiased", Bias.ROUNDING: "rounding", Bias.BIASED: "biased"}
 _FEEDBACK = {
@@ -34,7 +33,7 @@ _FEEDBACK = {
 HEAD = f"""\
 # Compressors
 
-Made by `python -m fxcomp.testing.describe_compressors` from what each compressor declares: edit `facts`, not this page.
+Made by `python docs/make/describe_compressors.py` from what each compressor declares: edit `facts`, not this page.
 
 A compressor is written as in the first column, in plans and strategies. n is the number of values of one parameter, B a
 block's size, ⌈ ⌉ rounds up. Bits count all that a rank hands to the network, agreement included, for a matrix of
@@ -65,60 +64,12 @@ def describe() -> str:
     return HEAD + _table(compressors) + "\n" + "\n".join(paragraphs)
 
 
-def examples() -> list[Compressor]:
-    """One of each of our compressors with typical parameters, and one more for each switch that it has, turned."""
-    found: list[Compressor] = []
-    for kind in sorted(ours(), key=lambda kind: kind.facts.name):
-        first = example_of(kind)
-        found.append(first)
-        found += [_with_flipped(first, field.name) for field in fields(cast(Any, first)) if _is_switch(first, field)]
-    return found
-
-
-def ours() -> list[type[Compressor]]:
-    """The catalogue without what other packages have put into it."""
-    return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
-
-
-def example_of(kind: type[Compressor], **values: float) -> Compressor:
-    """A compressor with its defaults, and typical values for parameters without."""
-    ranges = {parameter.name: parameter for parameter in kind.facts.parameters}
-    required = [field for field in fields(cast(Any, kind)) if field.default is MISSING and field.name in ranges]
-    for field in required:
-        value = values.get(field.name, TYPICAL.get(field.name, _middle(ranges[field.name])))
-        values[field.name] = round(value) if field.type == "int" else value
-    make = cast(Callable[..., Compressor], kind)
-    return make(**values)
-
-
 def relative_error(compressor: Compressor, values: torch.Tensor, shape: Sequence[int]) -> float:
     """ω: the share of the squared norm that one compression loses, for one rank."""
     bound, segments = compressor.bound_to([shape], 1), (len(values),)
     replicas = replicas_of(bound, segments, feedback=False)
     lost = values - average(bound, [values], replicas, segments, [shape])
     return (lost.double().square().sum() / values.double().square().sum()).item()
-
-
-def bits_per_value(compressor: Compressor, shape: Sequence[int] = SHAPE) -> float:
-    """Count the bits that a rank sends for one value of a parameter of this shape, agreement included."""
-    size = torch.Size(shape).numel()
-    bound = compressor.bound_to([shape], 1)
-    return 8 * (bound.payload_bytes((size,)) + bound.proposal_bytes((size,))) / size
-
-
-def _is_switch(compressor: Compressor, field: Any) -> bool:
-    return field.type == "bool" and any(field.name == parameter.name for parameter in compressor.facts.parameters)
-
-
-def _with_flipped(compressor: Compressor, switch: str) -> Compressor:
-    values = {field.name: getattr(compressor, field.name) for field in fields(cast(Any, compressor))}
-    return cast(Callable[..., Compressor], type(compressor))(**values | {switch: not values[switch]})
-
-
-def _middle(parameter: Parameter) -> float:
-    """Take, where no typical value is known, the middle of the range, in ratios where it has any."""
-    low, high = parameter.low, parameter.high
-    return (low * high) ** 0.5 if low > 0 else (low + high) / 2
 
 
 def _table(compressors: Sequence[Compressor]) -> str:
@@ -140,7 +91,7 @@ def _table(compressors: Sequence[Compressor]) -> str:
         cells = (
             f"[`{compressor}`](#{compressor.name})",
             facts.payload,
-            f"{bits_per_value(compressor):.3g}",
+            f"{bits_per_value(compressor, SHAPE):.3g}",
             "yes" if facts.is_linear else "no",
             _BIAS[compressor.bias],
             compressor.feedback.value,

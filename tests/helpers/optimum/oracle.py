@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
-from fxcomp.optimum.bound import bound_us
-from fxcomp.optimum.labels import Label, Option, plan_of
-from fxcomp.optimum.rest import Rest
-from fxcomp.optimum.space import Rows, rows_of
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
+from fxcomp.search.bound import bound_us
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
+from helpers.optimum.labels import Label, Option, plan_of
+from helpers.optimum.rest import Rest
+from helpers.optimum.space import Rows, rows_of
 
 __all__ = ["EXACT", "MOST_LABELS", "Optimum", "TooLarge", "bound_us", "optimum"]
 

@@ -1,6 +1,6 @@
 """Write docs/how_fxcomp_decides.md: one small job, decided by the code that decides all of them.
 
-    python -m fxcomp.testing.describe_decisions > docs/how_fxcomp_decides.md
+    PYTHONPATH=tests python docs/make/describe_decisions.py > docs/how_fxcomp_decides.md
 
 The job is in `decision_example.py`, the race in `describe_race.py`. Words are there and here; every number, plan and
 timeline is made.
@@ -10,19 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxcomp.cost.timeline import Span, Timeline, simulate
-from fxcomp.optimum.bound import bound_us
-from fxcomp.optimum.oracle import EXACT, optimum
-from fxcomp.plan.error_budget import plan_error, strategy_error
-from fxcomp.plan.given import strategy_named
-from fxcomp.plan.modes import Content, error_limit, strategies
-from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.streams import WIRES, Stream
-from fxcomp.report.draw_timeline import draw_timeline, legend
-from fxcomp.report.wire_arithmetic import sent_by
-from fxcomp.search.choose import Choice, bf16_everywhere, choose, predict_us, uniform
-from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.testing.decision_example import (
+from decision_example import (
     CLUSTER,
     COMPRESSOR_START_US,
     COMPRESSORS_US,
@@ -31,7 +19,20 @@ from fxcomp.testing.decision_example import (
     MODE,
     WORKLOAD,
 )
-from fxcomp.testing.describe_race import gate, race
+from describe_race import gate, race
+from helpers.optimum.oracle import EXACT, optimum
+
+from fxcomp.cost.timeline import Span, Timeline, simulate
+from fxcomp.plan.error_budget import plan_error, strategy_error
+from fxcomp.plan.given import strategy_named
+from fxcomp.plan.modes import Content, error_limit, strategies
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.streams import WIRES, Stream
+from fxcomp.report.draw_timeline import draw_timeline, legend
+from fxcomp.report.wire_arithmetic import sent_by
+from fxcomp.search.bound import bound_us
+from fxcomp.search.choose import Choice, bf16_everywhere, choose, predict_us, uniform
+from fxcomp.search.plan_tasks import plan_tasks
 
 WIDTH = 110  # of a drawn timeline
 UNIFORM = ("bf16", "int8", "int4")
@@ -39,7 +40,7 @@ UNIFORM = ("bf16", "int8", "int4")
 HEAD = """\
 # How fxcomp decides
 
-Made by `python -m fxcomp.testing.describe_decisions`: edit that file or `describe_race.py` beside it,
+Made by `PYTHONPATH=tests python docs/make/describe_decisions.py`: edit that file or `describe_race.py` beside it,
 not this page.
 
 A plan says which gradients travel together (buckets) and how each bucket travels (its [strategy](strategies.md)). A
@@ -142,8 +143,8 @@ budget lets it. The best of these means bounds all plans of the mode from below:
 {gap:.1f} % longer. The report prints this gap for every plan that was chosen.
 
 The bound is proved but seldom reached, since an element may be cheap for each stream in another way. So small a job can
-also be solved exactly (`optimum/oracle.py`): {looked_at:,} partial plans later, the best of all takes {best:,.0f} µs,
-{verdict}.
+also be solved exactly (`tests/helpers/optimum/oracle.py`): {looked_at:,} partial plans later, the best of all takes
+{best:,.0f} µs, {verdict}.
 """
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.legs import Walker, walk
+from helpers.strategy_meaning import meaning
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -22,7 +23,6 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.space import ROOTED, Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 from fxcomp.testing.rounds import Replica
-from fxcomp.testing.strategy_meaning import meaning
 
 SHAPES = [(7, 3), (5,), (150,)]
 COMPRESSORS = ("bf16", "int8(block=16)", "topk(0.05)")

@@ -1,0 +1,62 @@
+"""Give an example of each compressor: what `calibrate --compressors all` measures, and pages and tests show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, cast
+
+import torch
+
+from fxcomp.compressors import CATALOGUE, Compressor, Parameter
+
+TYPICAL: dict[str, float] = {"ratio": 0.01, "value": 2.6, "rank": 4}
+"""Values for parameters without a default, by name. 2.6 is what 1 % of Gaussian values of unit variance exceed."""
+
+
+def examples() -> list[Compressor]:
+    """One of each of our compressors with typical parameters, and one more for each switch that it has, turned."""
+    found: list[Compressor] = []
+    for kind in sorted(ours(), key=lambda kind: kind.facts.name):
+        first = example_of(kind)
+        found.append(first)
+        found += [_with_flipped(first, field.name) for field in fields(cast(Any, first)) if _is_switch(first, field)]
+    return found
+
+
+def ours() -> list[type[Compressor]]:
+    """The catalogue without what other packages have put into it."""
+    return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
+
+
+def example_of(kind: type[Compressor], **values: float) -> Compressor:
+    """A compressor with its defaults, and typical values for parameters without."""
+    ranges = {parameter.name: parameter for parameter in kind.facts.parameters}
+    required = [field for field in fields(cast(Any, kind)) if field.default is MISSING and field.name in ranges]
+    for field in required:
+        value = values.get(field.name, TYPICAL.get(field.name, _middle(ranges[field.name])))
+        values[field.name] = round(value) if field.type == "int" else value
+    make = cast(Callable[..., Compressor], kind)
+    return make(**values)
+
+
+def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
+    """Count the bits that a rank sends for one value of a parameter of this shape, agreement included."""
+    size = torch.Size(shape).numel()
+    bound = compressor.bound_to([shape], 1)
+    return 8 * (bound.payload_bytes((size,)) + bound.proposal_bytes((size,))) / size
+
+
+def _is_switch(compressor: Compressor, field: Any) -> bool:
+    return field.type == "bool" and any(field.name == parameter.name for parameter in compressor.facts.parameters)
+
+
+def _with_flipped(compressor: Compressor, switch: str) -> Compressor:
+    values = {field.name: getattr(compressor, field.name) for field in fields(cast(Any, compressor))}
+    return cast(Callable[..., Compressor], type(compressor))(**values | {switch: not values[switch]})
+
+
+def _middle(parameter: Parameter) -> float:
+    """Take, where no typical value is known, the middle of the range, in ratios where it has any."""
+    low, high = parameter.low, parameter.high
+    return (low * high) ** 0.5 if low > 0 else (low + high) / 2
