@@ -48,6 +48,7 @@ from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
+from fxcomp.search.descent.engine import search_notes
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
@@ -212,6 +213,7 @@ def what_if(
         flip_gbit=_flip_gbit(workload, costs, cluster, terms, choice),
         is_own_compute=question.step_ms is None and preset is None and not foreign,
         notes=(
+            *search_notes(),
             *terms.notes(workload, cluster),
             *foreign,
             *_notes(costs, choice.error, cluster, question.step_ms),

@@ -26,6 +26,7 @@ from fxcomp.planning.measure_machine import hardware
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.decision import Decision
+from fxcomp.search.descent.engine import search_notes
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
@@ -84,13 +85,14 @@ class Planner:
 
         def decide() -> dict[str, Any]:
             chosen = choose(workload, costs, cluster, terms)
-            return {"choice": chosen.to_json(), "costs": costs.to_json(), "workload": workload.to_json()}
+            chosen_by = {"costs": costs.to_json(), "workload": workload.to_json(), "notes": list(search_notes())}
+            return {"choice": chosen.to_json(), **chosen_by}
 
         beside = self.site.beside
         data = self.site.ranks.from_rank_0(topic, lambda: beside.from_first(topic, decide))
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
-        notes = (*terms.notes(work, cluster), *self._foreign(agreed))
+        notes = (*data["notes"], *terms.notes(work, cluster), *self._foreign(agreed))
         return Decision(choice.plan, agreed, work, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:

@@ -22,11 +22,12 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom
 from fxcomp.search.descent.cells import Lane
-from fxcomp.search.descent.engine import engine_of
+from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
 from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, option_of, pinned_option
-from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problem, Problems, TracedPrices
+from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problems, TracedPrices
 from fxcomp.search.descent.templates import Setting
+from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned, elements_of
 from fxcomp.search.question import questions_of
@@ -86,10 +87,10 @@ class Resolve:
     def _with_same_buckets(self, losses: Losses) -> Generator[None, None, tuple[Value, Plan]]:
         buckets = _Buckets(self._workload, self._traced, self._plan, self._terms, losses)
         yield None
-        value = engine_of(buckets.problem(NO_BOUNDS)).values([buckets.now])[0]
+        value = buckets.engine(NO_BOUNDS).values([buckets.now])[0]
         self.before = Solved(value.us, value.lost / max(1, losses.elements))
         yield None
-        engine, lossable = engine_of(buckets.problem(buckets.bounds)), buckets.bounds.lost
+        engine, lossable = buckets.engine(buckets.bounds), buckets.bounds.lost
         starts = (buckets.now, buckets.plainest)
         found = list(zip(engine.values(starts), starts, strict=True))
         dense_us = found[1][0].us
@@ -151,6 +152,7 @@ class _Buckets:
 
     def __init__(self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._traced, cluster = plan, traced, traced.cluster
+        self._exact = ExactPlans(workload, traced.costs, cluster)
         limit = terms.limit(workload, cluster)
         lossable = limit * elements_of(workload)
         offload = traced.costs.offloads
@@ -192,9 +194,9 @@ class _Buckets:
         ]
         self._cells = [(lane, cell) for _, lane, cell in sorted(places)]
 
-    def problem(self, bounds: Bounds) -> Problem:
-        """Write down the numbers under these limits."""
-        return self._problems.at(self._traced, bounds)
+    def engine(self, bounds: Bounds) -> Engine:
+        """Price plans under these limits."""
+        return engine_of(self._problems.at(self._traced, bounds), self.plan, self._exact)
 
     @property
     def now(self) -> Parts:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.descent.descent import Descent
 from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.cluster.cluster import Cluster
@@ -17,7 +18,6 @@ from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
-from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled
 from fxcomp.search.descent.parts import Limits, Part
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.descent.descent import Descent
 from helpers.workloads import cluster
 
 from fxcomp.compressors import CastCompressor, kernels
@@ -18,7 +19,6 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
-from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled
 from fxcomp.search.descent.plan_search import searches_of
 from fxcomp.search.descent.problem import TracedPrices

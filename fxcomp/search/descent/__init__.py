@@ -1,4 +1,6 @@
-"""Improve plans by numbers alone: buckets are spans of cells, prices are lines; csrc/search.cpp takes the same steps.
+"""Improve plans by numbers alone, in csrc/search.cpp: buckets are spans of cells, prices are lines.
 
-plan_search ─► engine ─► descent (moves) ─► plan_clock (a step's time) ─► priced_parts ─► problem (the numbers)
+plan_search ─► engine ─► problem (the numbers)
+
+Where the kernels are not built, plans of one strategy everywhere are compared by simulation (`Simulated` in engine.py).
 """

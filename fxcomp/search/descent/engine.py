@@ -1,18 +1,20 @@
-"""Price and improve plans of one problem: in C++ where kernels are built, else in Python."""
+"""Price and improve plans of one problem in C++. Where kernels are not built, plans are simulated and not improved."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice, pairwise
 from typing import Protocol
 
 from fxcomp.compressors import kernels
-from fxcomp.search.descent.descent import Descent
+from fxcomp.plan.plan import Plan
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
-from fxcomp.search.descent.problem import Problem
+from fxcomp.search.descent.problem import BURSTY, Problem
+from fxcomp.search.exact_plans import ExactPlans
 
 
 class Engine(Protocol):
@@ -93,8 +95,66 @@ class Compiled:
         return tuple(Part(*room[4 * k : 4 * k + 4]) for k in range(size)), evaluations.value
 
 
-def engine_of(problem: Problem) -> Engine:
-    return Compiled(problem) if kernels.available() else Descent(problem)
+class Simulated:
+    """Simulates plans as they are: what is left of the search where no kernels are built."""
+
+    def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], exact: ExactPlans) -> None:
+        self._problem, self._plan_of, self._exact = problem, plan_of, exact
+        self._options = [end - start for start, end in pairwise(problem.lane_options)]
+        self._known: dict[Parts, Value] = {}
+
+    def values(self, plans: Sequence[Parts]) -> list[Value]:
+        return [self._value(parts) for parts in plans]
+
+    def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
+        return self.values([tuple(part._replace(option=each[part.lane]) for part in plan) for each in options])
+
+    def others(self, plan: Parts) -> list[list[Value]]:
+        """Judge no other option: a simulation for each bucket and option would take minutes."""
+        return [[Value(math.inf, math.inf)] * self._options[part.lane] for part in plan]
+
+    def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
+        """Leave the plan as it is."""
+        del limits
+        return plan, 0
+
+    def _value(self, parts: Parts) -> Value:
+        value = self._known.get(parts)
+        if value is None:
+            lost, bursting = sum(map(self._lost, parts)), sum(map(self._bursting, parts))
+            is_allowed = lost <= self._problem.lossable and bursting <= self._problem.bursty
+            us = self._exact.step_us(self._plan_of(parts)) if is_allowed else math.inf
+            value = self._known[parts] = Value(us, lost)
+        return value
+
+    def _lost(self, part: Part) -> float:
+        """Return what a bucket loses, in elements; infinitely much if its compressor cannot carry it."""
+        p, option = self._problem, self._problem.lane_options[part.lane] + part.option
+        reach = p.option_reach[option]
+        if reach >= 0 and part.stop > p.reach[reach + part.start]:
+            return math.inf
+        first, width = p.lane_losses[part.lane] + part.option, self._options[part.lane]
+        return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
+
+    def _bursting(self, part: Part) -> float:
+        p, row = self._problem, self._problem.lane_cells[part.lane] + part.lane
+        if not p.option_traits[p.lane_options[part.lane] + part.option] & BURSTY:
+            return 0.0
+        return p.sums[(row + part.stop) * p.features] - p.sums[(row + part.start) * p.features]
+
+
+def engine_of(problem: Problem, plan_of: Callable[[Parts], Plan], exact: ExactPlans) -> Engine:
+    return Compiled(problem) if kernels.available() else Simulated(problem, plan_of, exact)
+
+
+def search_notes() -> tuple[str, ...]:
+    """Say that plans are compared and not searched for, where the search is not built."""
+    if kernels.available():
+        return ()
+    return (
+        "The search is not built: only plans of one strategy everywhere were compared, in buckets of a few sizes."
+        " Install fxcomp where a C++ compiler is found.",
+    )
 
 
 def _values(found: array[float]) -> list[Value]:

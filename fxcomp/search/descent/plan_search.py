@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.plan.element_type import ElementType
@@ -25,9 +25,10 @@ from fxcomp.search.descent.effort import ALONE, QUICK, SHARED
 from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.kicks import kicks
 from fxcomp.search.descent.parts import Limits, Part, Parts, Value
-from fxcomp.search.descent.problem import Option, Problems, TracedPrices
+from fxcomp.search.descent.problem import Option, Problem, Problems, TracedPrices
 from fxcomp.search.descent.spent_starts import spent_starts
 from fxcomp.search.descent.templates import Setting
+from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.losses import Losses
 from fxcomp.search.question import Question, questions_of
 from fxcomp.search.terms import Terms
@@ -96,7 +97,7 @@ class PlanSearch:
     def _ask(self, traced: TracedPrices) -> None:
         self.traced = traced
         self.problem = self.problems.at(traced, self.question.bounds)
-        self.engine = engine_of(self.problem)
+        self.engine = self._engine(self.problem, self.lanes)
         self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
         self._engine_of_whole: Engine | None = None
 
@@ -183,7 +184,7 @@ class PlanSearch:
         far = zip(starts, is_rough, rounded_us, strict=True)
         rough = [found for found, rough, more_us in far if rough and found.value.us - more_us < limit]
         if rough:
-            least = engine_of(self.problem.unrounded).values([found.parts for found in rough])
+            least = self._engine(self.problem.unrounded, self.lanes).values([found.parts for found in rough])
             rough = [found for found, value in zip(rough, least, strict=True) if value.us < limit]
         return [*_of_buckets(rough, _ROUGH), *_of_buckets(close, _LISTED)]
 
@@ -200,12 +201,15 @@ class PlanSearch:
         return any(lane.cells < len(lane.atoms) for lane in self.lanes)
 
     def plan(self, found: Found) -> Plan:
+        return self._plan(found.lanes, found.parts)
+
+    def _plan(self, lanes: Sequence[Lane], parts: Parts) -> Plan:
         buckets: list[Bucket] = []
-        for part in found.parts:
-            members = joined(found.lanes[part.lane].within(part.start, part.stop), self.traced.costs)
+        for part in parts:
+            members = joined(lanes[part.lane].within(part.start, part.stop), self.traced.costs)
             names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
             starts = tuple(extent.start for _, extent in members)
-            kind = found.lanes[part.lane].element_type
+            kind = lanes[part.lane].element_type
             buckets.append(Bucket(names, sizes, self._strategy(part), starts, kind))
         return Plan(tuple(buckets))
 
@@ -296,12 +300,16 @@ class PlanSearch:
         """The lanes with a cell for each atom."""
         return tuple(lane.whole() for lane in self.lanes)
 
+    def _engine(self, problem: Problem, lanes: Sequence[Lane]) -> Engine:
+        exact = ExactPlans(self.question.workload, self.traced.costs, self.traced.cluster)
+        return engine_of(problem, partial(self._plan, lanes), exact)
+
     def _engine_in_full(self) -> Engine:
         if not self.is_joined:
             return self.engine
         if self._engine_of_whole is None:
             problems = Problems(self._losses, self.question.workload, self._whole, self.options, self.setting)
-            self._engine_of_whole = engine_of(problems.at(self.traced, self.question.bounds))
+            self._engine_of_whole = self._engine(problems.at(self.traced, self.question.bounds), self._whole)
         return self._engine_of_whole
 
 

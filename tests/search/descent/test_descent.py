@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from helpers.descent.descent import Descent
 from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster
@@ -20,7 +21,6 @@ from fxcomp.plan.error_budget import strategy_error
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import predict_us
-from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.engine import Compiled
 from fxcomp.search.descent.parts import Limits, Part, Parts
 from fxcomp.search.descent.plan_search import Found, PlanSearch

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 from budget_optimality_workloads import drawn
+from helpers.descent.descent import Descent
 
-from fxcomp.search.descent.descent import Descent
 from fxcomp.search.descent.parts import Limits
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices

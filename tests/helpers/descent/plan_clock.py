@@ -12,10 +12,10 @@ from fxcomp.cluster.processors import Processors
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.plan.plan import launch_order
 from fxcomp.plan.streams import POOL, Stream
-from fxcomp.search.descent.priced_parts import Record
 from fxcomp.search.descent.problem import NOTHING, PLACE, Problem
 from fxcomp.search.descent.templates import BACKWARD, REGION
 from fxcomp.search.plan_tasks import ROUNDING_US
+from helpers.descent.priced_parts import Record
 
 _COMPUTE = PLACE[Stream.COMPUTE]
 _POOL = frozenset(PLACE[stream] for stream in POOL)

@@ -2,7 +2,7 @@
 
 A change gives a bucket another option, splits it, joins it with the next one of its lane, or moves the border between
 them. The best options of a bucket by themselves are tried together with another change, too. csrc/search.cpp does the
-same, operation by operation; this is its specification, and what runs where no kernels are built.
+same, operation by operation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fxcomp.search.descent.parts import SAME, Limits, Part, Parts, Value
-from fxcomp.search.descent.plan_clock import PlanClock
-from fxcomp.search.descent.priced_parts import PricedParts, Record
 from fxcomp.search.descent.problem import DENSE, Problem
+from helpers.descent.plan_clock import PlanClock
+from helpers.descent.priced_parts import PricedParts, Record
 
 _WORTH_A_ROUND = 1e-4  # relative: a round that gains less is the last
 _CUTS = 6  # even parts that a bucket is split into, and near its ends
