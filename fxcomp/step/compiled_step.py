@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture.batch_type import BatchType, batch_type
+from fxcomp.capture.batch_type import batch_type
 from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
@@ -28,6 +28,7 @@ from fxcomp.state.saved_state import Given
 from fxcomp.step.adaptation import Move
 from fxcomp.step.alike import Alike
 from fxcomp.step.applied_error import AppliedError
+from fxcomp.step.calendar import Use
 from fxcomp.step.drift.watch import Watch
 from fxcomp.step.error_watch import ErrorWatch
 from fxcomp.step.explain import Explainer
@@ -41,7 +42,7 @@ from fxcomp.step.step_times import Looks
 from fxcomp.step.unused import FindsUnused, UnusedHere, note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verification, Verifier
 
-Observer = Watch | StepLook | AppliedError
+Observer = Watch | StepLook | AppliedError | Verification
 """Runs a step, and sees something of it."""
 
 
@@ -80,9 +81,7 @@ class CompiledStep:
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         inputs = force.inputs
-        self._verifier = Verifier(
-            self.training, site.ranks, options.verified, inputs.is_fresh, self.notes.append, inputs.sums
-        )
+        self._verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         self._alike = Alike(self.training, site) if site.ranks.world_size > 1 else None
         self._finds_unused = FindsUnused(self.training, site) if options.find_unused_parameters else None
         if site.ranks.world_size > 1:
@@ -140,28 +139,27 @@ class CompiledStep:
         kind, leaves = batch_type(batch)
         program = self.in_force.find(batch, kind, leaves)
         self._group.complete(is_weighted=program.captured.is_weighted)
-        verifies = self._verifier.wants(self.steps)
-        look = self.errors.look_at(self.steps, kind, verifies=verifies) if self.errors is not None else None
+        use = self._use_of_step()
+        look = self.errors.begin(use, kind) if self.errors is not None else None
         begin = self.monitor.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         with torch.inference_mode(False):
-            verification = self._begin_verifying(batch, program) if verifies else None
+            verification = self._begin_verifying(batch, program) if use is Use.VERIFY else None
             with torch.no_grad(), compat.without_autocast():
-                observer = verification if verifies else look or self._watch_of(kind)
+                timing = self.monitor.watch if use is Use.TIMED and self.in_force.serves_first(kind) else None
+                observer = verification or look or timing
                 result = self._run(program, leaves, observer)
         is_like_first = self._group.is_like_first and self.in_force.serves_first(kind)
         self._steps_unlike_first += not is_like_first
         took = self._group.took((begin, self.monitor.times.look()))
         self._group.clear()
-        self._count(took, timed=not verifies and look is None and is_like_first)
+        self._count(took, timed=use in (None, Use.TIMED) and is_like_first)
         if self.errors is not None:
             self.errors.act(self.steps)
         self._steering.act(self.steps)
         return result
 
-    def _run(
-        self, program: Program, leaves: Sequence[Any], observer: Watch | StepLook | AppliedError | Verification | None
-    ) -> Any:
+    def _run(self, program: Program, leaves: Sequence[Any], observer: Observer | None) -> Any:
         inputs, state, runtime = self.in_force.inputs, self.in_force.state, self.in_force.runtime
         if self._options.feedback.scale_with_lr:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())
@@ -199,11 +197,12 @@ class CompiledStep:
         is_plain = self.plan.is_dense and state.velocities is None and not state.owed
         return self._verifier.begin(batch, program, self.in_force.runtime, self.steps, is_plain=is_plain)
 
-    def _watch_of(self, kind: BatchType) -> Watch | None:
-        """The watch that times this step; None for most steps, and for batches that nothing was predicted for."""
-        watch = self.monitor.watch
-        is_timed = self.in_force.serves_first(kind) and self.in_force.is_warm and not self._steering.is_racing
-        return watch if watch is not None and is_timed and watch.wants(self.steps) else None
+    def _use_of_step(self) -> Use | None:
+        """Say what the next step is for; all ranks find the same."""
+        calendar = self.monitor.calendar(is_quiet=self._steering.is_quiet)
+        if self.errors is not None:
+            calendar = self.errors.enter_in(calendar, self.steps)
+        return calendar.use_of(self.steps)
 
     def _count(self, looks: Sequence[Looks], *, timed: bool) -> None:
         counters = self.in_force.runtime.take_counters()
@@ -243,7 +242,7 @@ class CompiledStep:
 
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
-        self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self._steering, self.notes.append)
+        self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self.notes.append)
         self._steering.follow_errors(self.errors)
 
     # Looking

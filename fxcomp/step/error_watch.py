@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil, inf, prod
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
 from fxcomp.step.applied_error import AppliedError, lags
+from fxcomp.step.calendar import Calendar, Use
 from fxcomp.step.look_schedule import LookSchedule
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
@@ -62,13 +63,6 @@ FASTER = 10.0
 """A value on a GPU, as a guess (assumed); a gradient takes what starting its kernels takes."""
 
 
-class Races(Protocol):
-    """The races of plans; `fxcomp.step.steering.Steering` has them."""
-
-    @property
-    def is_racing(self) -> bool: ...
-
-
 class ErrorWatch:
     """The error table of one step function, and the looks that it is from."""
 
@@ -77,12 +71,10 @@ class ErrorWatch:
         force: PlanInForce,
         site: Site,
         monitor: Monitor,
-        races: Races,
         note: Callable[[str], None],
         columns: Columns = STANDARD,
     ):
-        self._force, self._site, self._monitor = force, site, monitor
-        self._races, self._note = races, note
+        self._force, self._site, self._monitor, self._note = force, site, monitor, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.trained_sizes}
         self._families = families(columns)
         self._begin_with(None)
@@ -119,27 +111,27 @@ class ErrorWatch:
 
     # In a step
 
-    def look_at(self, step: int, kind: BatchType, *, verifies: bool) -> StepLook | AppliedError | None:
-        """Return the look that a step takes, or the check of what its plan loses; None for most steps. Called before
-        every step.
-
-        No look is taken while plans race or error feedback warms up, nor in a step that is verified or timed line by
-        line, all of which ranks know alike; nor if the batch is unlike the first one on some rank.
-        """
-        watch = self._monitor.watch
-        is_timed = watch is not None and watch.schedule.every > 1 and watch.wants(step)
-        is_quiet = self._force.is_warm and not self._races.is_racing
-        if not is_quiet or self._force.plan is not self._plan:
+    def enter_in(self, calendar: Calendar, step: int) -> Calendar:
+        """Enter the next look and the next check; before every step. A plan that has just come has no look yet."""
+        if not calendar.is_quiet or self._force.plan is not self._plan:
             self.schedule.postpone(step)
-        self._plan, self._look = self._force.plan, None
-        if is_quiet and not (verifies or is_timed) and self.schedule.is_due(step):
+        self._plan = self._force.plan
+        can_check = self.table.is_measured and self._force.state.velocities is None
+        check_from = self._checked_at if can_check else None
+        return replace(calendar, look_from=self.schedule.due_from, check_from=check_from)
+
+    def begin(self, use: Use | None, kind: BatchType) -> StepLook | AppliedError | None:
+        """Return the look that the step takes, or the check of what its plan loses; None for most steps.
+
+        A look is not taken if the batch is unlike the first one on some rank.
+        """
+        self._look = self._check = None
+        if use is Use.LOOK:
             columns = joined_columns([self._families[place] for place in self.schedule.families])
             aim = Aim(columns, self._groups[self.schedule.group], self.looks)
             residuals, wants = self._force.state.residuals, self._force.serves_first(kind)
             self._look = StepLook(aim, self._shapes, residuals, self._site, wants=wants)
-        self._check = None
-        is_due = step >= self._checked_at and self._look is None and self.table.is_measured
-        if is_due and is_quiet and not (verifies or is_timed) and self._force.state.velocities is None:
+        elif use is Use.CHECK:
             self._check = self._begun()
         return self._look or self._check
 

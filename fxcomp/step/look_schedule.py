@@ -76,9 +76,10 @@ class LookSchedule:
         self._was_at_once = self._comes_at_once
         self._due = step + (0 if self._was_at_once else self._wait(self._next_us))
 
-    def is_due(self, step: int) -> bool:
-        """Tell a step that takes a look."""
-        return self._due is not None and step >= self._due and step >= self._earliest
+    @property
+    def due_from(self) -> int | None:
+        """The first step that may take the next look; None before ranks have told what a step takes."""
+        return None if self._due is None else max(self._due, self._earliest)
 
     @property
     def families(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from fxcomp.options import Replan, StepOptions
 from fxcomp.runtime.clock import clock_of
 from fxcomp.search.choose import predict_us
 from fxcomp.site import Site
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.drift.correct import corrected, describe
 from fxcomp.step.drift.judge import Finding, Row, agreed_rows, all_costs, judge, step_with
 from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
@@ -59,7 +60,12 @@ class Monitor:
             return predict_us(decision.workload, decision.plan, decision.costs, site.cluster)
 
         step_us = site.ranks.from_rank_0("how long a step is", predicted_us)
-        return Watch(Schedule.of(step_us, self._options.verify_every), clock_of(site.device))
+        return Watch(Schedule.of(step_us, self._options.verified), clock_of(site.device))
+
+    def calendar(self, *, is_quiet: bool) -> Calendar:
+        """Say which steps to come are verified, and which are timed while one plan is followed."""
+        every, begun = (0, 0) if self.watch is None else (self.watch.schedule.every, self.watch.begun)
+        return Calendar(self._options.verified, every, begun, is_quiet)
 
     # Beginning again
 

@@ -71,6 +71,11 @@ class Steering:
         return self._race is not None or self._races_at is not None
 
     @property
+    def is_quiet(self) -> bool:
+        """One plan is followed, the one that stays."""
+        return self._in_force.is_warm and not self.is_racing
+
+    @property
     def takes_turns(self) -> bool:
         """A race is on."""
         return self._race is not None

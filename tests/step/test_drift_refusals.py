@@ -222,24 +222,6 @@ def test_short_steps_are_timed_less_often(step_us: float, every: int):
     assert Schedule.of(step_us).every == every
 
 
-@pytest.mark.parametrize("begun", [0, 7, 20])
-@pytest.mark.parametrize("verify_every", [2, 3, 4, 5, 7, 10, 20])
-@pytest.mark.parametrize("step_us", [1e3, 50e3, 100e3, 1e6])
-def test_verified_steps_are_not_timed_and_leave_enough_that_are(step_us: float, verify_every: int, begun: int):
-    schedule = Schedule.of(step_us, verify_every)
-    steps = range(begun, begun + schedule.every * schedule.window)
-    timed = [step for step in steps if schedule.is_timed(step, begun)]
-    assert all(step % verify_every != 0 for step in timed)
-    assert schedule.window // 2 < len(timed) <= schedule.window
-    assert len({(step - begun) // schedule.every for step in timed}) == len(timed)
-    if schedule.every > 1:
-        assert len(timed) == schedule.window
-
-
-def test_where_every_step_is_verified_none_is_timed():
-    assert not any(Schedule.of(1e3, 1).is_timed(step, 0) for step in range(100))
-
-
 @pytest.mark.parametrize(
     ("plan", "cluster"),
     [(two_buckets(DENSE, INT8), TWO), (one_bucket(ON_CPU), TWO_BY_TWO), (one_bucket(DENSE), TWO_BY_TWO)],

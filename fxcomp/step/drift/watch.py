@@ -12,7 +12,7 @@ from typing import Any
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.graph.lines import TIMED_METHODS
-from fxcomp.plan.verified_steps import NEVER, NO_STEPS, VerifiedSteps
+from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.stopwatch import Stopwatch
@@ -34,32 +34,17 @@ MOST_SELDOM = 10
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One in `every` steps is timed; `window` of them make a median.
-
-    A step that is verified takes longer, and the next one is timed instead, which is never verified.
-    """
+    """One in `every` steps is timed; `window` of them make a median. The calendar says which steps these are."""
 
     every: int
     window: int = WINDOW
-    verified: VerifiedSteps = NO_STEPS
-    """The steps that are verified, counted from the first of the job."""
 
     @classmethod
-    def of(cls, step_us: float, verify_every: int | str = NEVER) -> Schedule:
+    def of(cls, step_us: float, verified: VerifiedSteps = NO_STEPS) -> Schedule:
         """Time steps of about this length as often as TIMING_SHARE allows and verifying leaves steps to time."""
         share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
-        verified = VerifiedSteps.parse(verify_every)
         least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
-        return cls(min(MOST_SELDOM, max(least, math.ceil(share))), verified=verified)
-
-    def is_verified(self, step: int) -> bool:
-        """Tell whether a step is compared with eager PyTorch."""
-        return step in self.verified
-
-    def is_timed(self, step: int, begun: int) -> bool:
-        """Tell whether a step of a plan followed since `begun` is timed: the first of each `every` that can be."""
-        place = (step - begun) % self.every
-        return not self.is_verified(step) and all(self.is_verified(step - k) for k in range(1, place + 1))
+        return cls(min(MOST_SELDOM, max(least, math.ceil(share))))
 
     @property
     def judged_every(self) -> int:
@@ -89,20 +74,17 @@ class Watch:
         """The step that was timed last, while it has not been read."""
         self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * schedule.window)
         """The measured costs of timed steps, with the step's number."""
-        self._begun = 0
+        self.begun = 0
+        """The first step of the plan that is timed."""
 
     def restart(self, step: int) -> None:
         """Forget everything: from this step on another plan is followed."""
-        self._timed, self._pending, self._begun = None, None, step
+        self._timed, self._pending, self.begun = None, None, step
         self._samples.clear()
-
-    def wants(self, step: int) -> bool:
-        """Tell whether a step is timed."""
-        return self.schedule.is_timed(step, self._begun)
 
     def is_due(self, steps: int) -> bool:
         """Tell whether ranks judge after so many steps: all at the same one."""
-        passed = steps - self._begun
+        passed = steps - self.begun
         return passed > 0 and passed % self.schedule.judged_every == 0
 
     def run(self, step: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:

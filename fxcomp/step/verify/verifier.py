@@ -35,7 +35,6 @@ from fxcomp.errors import VerificationFailed
 from fxcomp.graph.buffers import written_parameters
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.regions import regions
-from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.sums import Sums
@@ -55,21 +54,16 @@ STATES_AT_ONCE = 12
 
 @dataclass(slots=True)
 class Verifier:
-    """Knows which steps are verified, and begins to."""
+    """Begins to verify the steps that the calendar says, unless a rank lacks the room."""
 
     training: Training
     ranks: Ranks
-    steps: VerifiedSteps
     is_fresh: Callable[[Owned], bool]
     """Asks if a parameter's first step is still to come."""
     note: Callable[[str], None]
     sums: Sums
     """The other micro-batches of a step's group."""
     _has_noted: bool = False
-
-    def wants(self, step: int) -> bool:
-        """Ask if a step is verified; every rank says the same."""
-        return step in self.steps
 
     def begin(
         self, batch: Any, program: Program, runtime: Runtime, step: int, *, is_plain: bool
