@@ -23,7 +23,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable
 from fxcomp.error_tables.table import ErrorSource
 from fxcomp.errors import BadState, PeerFailed
-from fxcomp.step import look_schedule
+from fxcomp.step import error_watch, look_schedule
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.error_look import ErrorLook
 from fxcomp.step.race import LONGEST
@@ -68,7 +68,8 @@ def both_ways() -> dict[str, Any]:
     for looks in (True, False):
         with often():
             step = compiled(job, looks=looks)
-        found[f"at, {looks}"] = measured_at(step, 50, lambda number: job.batch(number, dist.get_rank()))
+        with patch.object(error_watch, "CHECKS", 50):  # on a busy machine a second check may be cheap enough
+            found[f"at, {looks}"] = measured_at(step, 50, lambda number: job.batch(number, dist.get_rank()))
         found[f"parameters, {looks}"] = replica_fingerprint(step.training.model)
         found[f"table, {looks}"] = step.error_table.to_json()
         found[f"timed, {looks}"] = len(step.monitor.times.step_ms)
