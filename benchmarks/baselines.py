@@ -104,14 +104,15 @@ def _eager_step(job: Job, model: nn.Module) -> Callable[[Any], torch.Tensor]:
 
 def _without_transport(job: Job) -> Callable[[Any], torch.Tensor]:
     step = fxcomp.compile_step(
-        job.model, job.loss_fn, job.optimizer, job.batch, plan="dense", max_grad_norm=job.max_grad_norm
+        job.model, job.loss_fn, job.optimizer, job.batch, max_grad_norm=job.max_grad_norm, compress="dense"
     )
     step.in_force.runtime.transport = NullTransport(step.in_force.runtime.transport)
     return step
 
 
 def _hooked(name: str, job: Job, plan: Any) -> Contestant:
-    parallel, hook = DistributedDataParallel(job.model), fxcomp.ddp_hook(mode=FXCOMP[name], plan=plan)
+    parallel = DistributedDataParallel(job.model)
+    hook = fxcomp.ddp_hook(compress=FXCOMP[name] if plan is None else plan)
     parallel.register_comm_hook(None, hook)
     return Contestant(name, job.model, _eager_step(job, parallel), hook=hook)
 
@@ -122,9 +123,8 @@ def _compiled(name: str, job: Job, plan: Any) -> Contestant:
         job.loss_fn,
         job.optimizer,
         job.batch,
-        plan=plan,
-        mode=FXCOMP[name],
         max_grad_norm=job.max_grad_norm,
+        compress=FXCOMP[name] if plan is None else plan,
     )
     timeline = step.timeline
     return Contestant(

@@ -48,7 +48,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     shape_this_host(arguments.before)
-    step = fxcomp.compile_step(model, loss, optimizer, batch(), mode=arguments.mode, replan="auto")
+    step = fxcomp.compile_step(
+        model, loss, optimizer, batch(), compress=arguments.mode, checks=fxcomp.Checks(replan="auto")
+    )
     judged = step.judged_every
     assert judged is not None, "replan='auto' compares"
 

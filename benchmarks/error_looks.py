@@ -53,9 +53,14 @@ def looked(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         job = MODELS[name]()
         feedback = ErrorFeedback(allow_diverging=True)
         return job, fxcomp.compile_step(
-            job.model, job.loss_fn, job.optimizer, job.batch, max_grad_norm=job.max_grad_norm, plan=arguments.plan,
-            error_feedback=feedback, verify_every="never",
-        )  # fmt: skip
+            job.model,
+            job.loss_fn,
+            job.optimizer,
+            job.batch,
+            max_grad_norm=job.max_grad_norm,
+            compress=fxcomp.Compress(plan=arguments.plan, feedback=feedback),
+            checks=fxcomp.Checks(verify="never"),
+        )
 
     rank = dist.get_rank()
     (job, step), (other_job, other) = compiled(), compiled()

@@ -84,7 +84,7 @@ def among_ranks(model: str, rank: int) -> tuple[float, float, float]:
         )
 
     costs = compiled().costs
-    step = compiled(plan="dense", costs=costs)
+    step = compiled(compress="dense", costs=costs)
     runtime = step.in_force.runtime
     runtime.transport = NullTransport(runtime.transport)
     took = measured_ms(step, lambda k: job.batch_at(k, rank))

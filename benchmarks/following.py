@@ -98,9 +98,15 @@ def trained(job: str, follows: bool, arguments: argparse.Namespace) -> dict[str,
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     where = Cluster.parse("4x1, inter 100mbit@50us, intra 100gbit")
     step = fxcomp.compile_step(
-        model, loss_of, optimizer, batch_at(0), cluster=where, costs=CostTable(), error_budget=arguments.budget,
-        verify_every="never", race="off", replan="off",
-    )  # fmt: skip
+        model,
+        loss_of,
+        optimizer,
+        batch_at(0),
+        cluster=where,
+        costs=CostTable(),
+        compress=fxcomp.Compress(within=arguments.budget, measured=True),
+        checks=fxcomp.Checks(verify="never", race="off", replan="off"),
+    )
     names = dict(model.named_parameters())
     gradients: dict[str, Tensor] = {}
     owed_apart: list[float] = []

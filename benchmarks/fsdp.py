@@ -21,11 +21,11 @@ from sharded import Contestant, Turns, options, run, sharded
 
 import fxcomp
 
-CHOSEN: dict[str, dict[str, Any]] = {
-    "fxcomp_dense": {"plan": "dense"},
-    "fxcomp_int8": {"plan": "int8"},
-    "fxcomp_balanced": {"mode": "balanced"},
-    "fxcomp_aggressive": {"mode": "aggressive"},
+CHOSEN = {
+    "fxcomp_dense": "dense",
+    "fxcomp_int8": "int8",
+    "fxcomp_balanced": "balanced",
+    "fxcomp_aggressive": "aggressive",
 }
 NAMES = ("native", "native_again", *CHOSEN)
 
@@ -34,7 +34,7 @@ def contestant(name: str, model: str) -> Contestant:
     torch.manual_seed(0)
     job = MODELS[model]()
     wrapped = sharded(job.model)
-    ours = fxcomp.compress_reduce_scatter(wrapped, **CHOSEN[name]) if name in CHOSEN else None
+    ours = fxcomp.compress_reduce_scatter(wrapped, compress=CHOSEN[name]) if name in CHOSEN else None
     return Contestant(job, wrapped, ours)
 
 

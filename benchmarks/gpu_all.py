@@ -113,7 +113,10 @@ def one_gpu(results: Results) -> None:
 
         def parity(regions: str = regions) -> tuple[bool, str]:
             mine, reference = job(), job()
-            step, eager = compiled_step(mine, verify_every=1 if regions == "eager" else 0), eager_step(reference)
+            step, eager = (
+                compiled_step(mine, checks=fxcomp.Checks(verify=1 if regions == "eager" else 0)),
+                eager_step(reference),
+            )
             for _ in range(STEPS):
                 step(mine.batch), eager()
             contestants[f"compiled, {regions} regions"] = lambda: step(mine.batch)
@@ -122,7 +125,7 @@ def one_gpu(results: Results) -> None:
 
         def clock() -> tuple[bool, str]:
             mine = job()
-            step = compiled_step(mine, verify_every="never")
+            step = compiled_step(mine, checks=fxcomp.Checks(verify="never"))
             for _ in range(STEPS):
                 step(mine.batch)
             torch.cuda.synchronize()
@@ -284,14 +287,14 @@ def rank_main(backend: str, path: Path) -> None:
     results = Results(path if dist.get_rank() == 0 else None)
     program.INDUCTOR_DEVICES = ()
     plans: dict[str, object] = {"dense": "dense", "bf16": "bf16", "int8": "int8"}
-    first = compiled_step(job(), plan="dense")
+    first = compiled_step(job(), compress="dense")
     plans["int8 on the host"] = offload_plan(first, Device.CPU)
     models: dict[str, nn.Module] = {}
     for name, plan in plans.items():
 
         def agreement(name: str = name, plan: object = plan) -> tuple[bool, str]:
             mine = job()
-            step = compiled_step(mine, plan=plan, verify_every=5)
+            step = compiled_step(mine, compress=plan, checks=fxcomp.Checks(verify=5))
             for _ in range(STEPS):
                 step(mine.batch)
             models[name] = mine.model

@@ -105,7 +105,8 @@ def largest_distance(name: str, device: torch.device, steps: int) -> tuple[bool,
     twin = copy.deepcopy(model)
     start, scaler = next(batches(device, 1)), script.scaler(device)
     step = fxcomp.compile_step(
-        model, script.loss, script.optimizer(model.parameters()), start, plan="dense", verify_every=1,
+        model, script.loss, script.optimizer(model.parameters()), start,
+        compress="dense", checks=fxcomp.Checks(verify=1),
         accumulate=script.micro_batches, scaler=scaler, **script.options,
     )  # fmt: skip
     torch.manual_seed(3)
@@ -133,7 +134,7 @@ def sharded_distance(plan: str, device: torch.device, steps: int) -> tuple[bool,
         for layer in list(model.children())[1:3]:
             fully_shard(layer)
         fully_shard(model)
-        scatter = fxcomp.compress_reduce_scatter(model, plan=plan) if ours else None
+        scatter = fxcomp.compress_reduce_scatter(model, compress=plan) if ours else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for tokens, targets in batches(device, steps):
             optimizer.zero_grad()

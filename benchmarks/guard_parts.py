@@ -158,7 +158,7 @@ def prelude(_: nn.Module) -> dict[tuple[str, str], list[float]]:
     model, ids = Checked(), torch.zeros(8, 128, dtype=torch.long)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     try:
-        step = fxcomp.compile_step(model, loss_fn, optimizer, ids, verify_every="never")
+        step = fxcomp.compile_step(model, loss_fn, optimizer, ids, checks=fxcomp.Checks(verify="never"))
     except FxcompError as error:
         raise Absent(f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
     questions: Any = getattr(step.in_force.program.captured, "prelude", None)

@@ -25,17 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fxcomp
 
 HOSTS, RANKS_PER_HOST = 2, 2
-MODES = {"fxcomp_dense": None, "fxcomp_balanced": "balanced", "fxcomp_aggressive": "aggressive"}
-NAMES = ("native", "native_again", "free", *MODES)
+CHOSEN = {"fxcomp_dense": "dense", "fxcomp_balanced": "balanced", "fxcomp_aggressive": "aggressive"}
+NAMES = ("native", "native_again", "free", *CHOSEN)
 
 
 def contestant(name: str, model: str, mesh: DeviceMesh) -> Contestant:
     job = MODELS[model]()
     wrapped = sharded(job.model, mesh if name.startswith("native") else mesh["shard"])
-    if name not in MODES:
+    if name not in CHOSEN:
         return Contestant(job, wrapped, None)
-    chosen: Any = {"plan": "dense"} if MODES[name] is None else {"mode": MODES[name]}
-    return Contestant(job, wrapped, fxcomp.average_replicas(wrapped, mesh["replicate"], **chosen))
+    return Contestant(job, wrapped, fxcomp.average_replicas(wrapped, mesh["replicate"], compress=CHOSEN[name]))
 
 
 def record(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -49,11 +48,11 @@ def record(arguments: argparse.Namespace) -> dict[str, Any]:
         name: statistics.median(
             (slow - mine) / (slow - free) for slow, mine, free in zip(native, took[name], took["free"], strict=True)
         )
-        for name in MODES
+        for name in CHOSEN
     }
     medians = turns.medians
     slow, free = statistics.median(native), medians["free"]
-    of_medians = {name: (slow - medians[name]) / (slow - free) for name in MODES}
+    of_medians = {name: (slow - medians[name]) / (slow - free) for name in CHOSEN}
     ours = {name: each.ours for name, each in contestants.items() if each.ours is not None}
     predicted = {name: each.timeline.step_time_us / 1e3 for name, each in ours.items() if each.timeline is not None}
     return {
@@ -67,7 +66,7 @@ def record(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     for name, ms in found["median_ms"].items():
-        both = (found["recovered"][name], found["recovered_of_medians"][name]) if name in MODES else ()
+        both = (found["recovered"][name], found["recovered_of_medians"][name]) if name in CHOSEN else ()
         share = "".join(f"{each:8.1%}" for each in both)
         print(f"{name:<18}{ms:9.1f} ms {found['sent_by_a_host_bytes'][name] / 1e6:9.2f} MB {share}")
     print(f"A/A {found['A/A']:.3f}")

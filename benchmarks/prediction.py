@@ -119,12 +119,12 @@ def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str,
     timed_only = fxcomp.ErrorFeedback(allow_diverging=True)  # top-k with AdamW
     tell("measuring costs")
     first = compiled()
-    free = compiled(plan="dense", costs=first.costs, error_feedback=timed_only)
+    free = compiled(compress=fxcomp.Compress(plan="dense", feedback=timed_only), costs=first.costs)
     steps: dict[str, Any] = {}
     for name in names:
         tell(f"compiling {name}")
         plan = plan_called(name, free.in_force.decision.workload)
-        steps[name] = compiled(plan=plan, costs=first.costs, error_feedback=timed_only)
+        steps[name] = compiled(compress=fxcomp.Compress(plan=plan, feedback=timed_only), costs=first.costs)
     runtime = free.in_force.runtime
     runtime.transport = NullTransport(runtime.transport)
     return {**steps, FREE: free}

@@ -152,7 +152,7 @@ def _with_compile_step(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     optimizer = _optimizer(model)
     start = time.perf_counter()
-    step = fxcomp.compile_step(model, loss_of, optimizer, batches[0], plan=plan)
+    step = fxcomp.compile_step(model, loss_of, optimizer, batches[0], compress=plan)
     about: dict[str, Any] = {"capture_s": round(time.perf_counter() - start, 1)}
     _seed(rank)
     losses = [step(batch) for batch in batches]
@@ -164,7 +164,7 @@ def _with_compile_step(
 def _with_torch_compile(
     model: nn.Module, batches: Sequence[Any], rank: int, _ranks: int, plan: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    options = {"plan": plan, "model": model}
+    options = {"compress": plan, "model": model}
     logger: Any = logging.Logger  # the library adds methods; a warning would break the graph, whatever the backend
     torch._dynamo.config.ignore_logging_functions |= {logger.warning, logger.warning_once, logger.info}
     net: Any = torch.compile(model, backend="fxcomp", fullgraph=True, options=options)
@@ -174,7 +174,7 @@ def _with_torch_compile(
 def _with_hook(
     model: nn.Module, batches: Sequence[Any], rank: int, ranks: int, plan: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    hook = fxcomp.ddp_hook(plan=plan)
+    hook = fxcomp.ddp_hook(compress=plan)
     found = run_eagerly(model, batches, rank, ranks, hook)
     assert hook.plan is not None, "the hook follows a plan by now"
     return found, {}

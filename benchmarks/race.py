@@ -74,7 +74,7 @@ def raced(model: str, inter: str, arguments: argparse.Namespace) -> dict[str, An
     begin = time.perf_counter()
     with patch.object(PlanInForce, "line_up", timed):
         step = fxcomp.compile_step(
-            job.model, job.loss_fn, job.optimizer, job.batch, mode=arguments.mode, max_grad_norm=job.max_grad_norm
+            job.model, job.loss_fn, job.optimizer, job.batch, max_grad_norm=job.max_grad_norm, compress=arguments.mode
         )
     compile_s = time.perf_counter() - begin
     choice = step.in_force.decision.choice

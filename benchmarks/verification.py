@@ -46,7 +46,13 @@ def rank_main(rank: int, arguments: argparse.Namespace, meeting: str, out: str) 
     assert job.next_batch is not None, "the example draws batches"
     plan = arguments.plan if arguments.ranks > 1 else None
     step = fxcomp.compile_step(
-        job.model, job.loss_fn, job.optimizer, job.batch, max_grad_norm=job.max_grad_norm, plan=plan, verify_every=2
+        job.model,
+        job.loss_fn,
+        job.optimizer,
+        job.batch,
+        max_grad_norm=job.max_grad_norm,
+        compress=plan,
+        checks=fxcomp.Checks(verify=2),
     )
     times: list[float] = []
     for number in range(WARM + 2 * arguments.pairs):

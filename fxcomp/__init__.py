@@ -16,16 +16,22 @@ with gc_paused():
     from fxcomp.frontends.job import Job
     from fxcomp.frontends.no_sync import no_sync
     from fxcomp.frontends.read_checkpoint import read_checkpoint
+    from fxcomp.options import Checks
+    from fxcomp.plan.budget import like
+    from fxcomp.plan.compress import Compress
     from fxcomp.plan.error_feedback import ErrorFeedback
     from fxcomp.plan.plan import Plan
     from fxcomp.plan.strategy import Strategy
+    from fxcomp.plan.warmup import Warmup
     from fxcomp.ranks import cluster_of_group
     from fxcomp.state.checkpoint import saved_plan
     from fxcomp.step.compiled_step import CompiledStep
 
 __all__ = [
+    "Checks",
     "Cluster",
     "CompiledStep",
+    "Compress",
     "CostTable",
     "DdpHook",
     "ErrorFeedback",
@@ -36,12 +42,14 @@ __all__ = [
     "ReplicaAverage",
     "ShardScatter",
     "Strategy",
+    "Warmup",
     "WeightedLoss",
     "average_replicas",
     "cluster_of_group",
     "compile_step",
     "compress_reduce_scatter",
     "ddp_hook",
+    "like",
     "load_cluster",
     "no_sync",
     "read_checkpoint",

@@ -37,7 +37,7 @@ def compiled(name: str, seed: int = 0) -> CompiledStep:
     model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Dropout(0.2), nn.Linear(300, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     plan = plan_in_turns(model, [strategy(name)], per_bucket=2)
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), plan=plan)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), compress=plan)
     torch.manual_seed(seed + dist.get_rank())
     return step
 
@@ -117,7 +117,7 @@ def of_another_model() -> None:
     saved = step.checkpoint()
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10))
     other = fxcomp.compile_step(
-        model, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), JOB.batch(0), plan="int8"
+        model, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), JOB.batch(0), compress="int8"
     )
     other.load_state_dict(saved)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS
 from helpers.plans import TWO_HOSTS, plan_in_turns
 from helpers.ranks import run_ranks
@@ -38,13 +39,13 @@ class World:
 WORLDS = [
     World(4, ["topk(0.1)", None]),
     World(4, ["int4"], by_level=True, gives_up=True),
-    World(4, ["topk(0.1)", "randomk(0.2)"], by_level=True, options={"verify_every": 1}),
+    World(4, ["topk(0.1)", "randomk(0.2)"], by_level=True, options={"verify": 1}),
     World(2, ["powersgd(2)", "int4"]),
-    World(1, [], options={"verify_every": 1}),
-    World(2, ["randomk(0.1)"], gives_up=True, options={"error_feedback": fxcomp.ErrorFeedback(density_steps=40)}),
+    World(1, [], options={"verify": 1}),
+    World(2, ["randomk(0.1)"], gives_up=True, options={"warmup": fxcomp.Warmup(density_steps=40)}),
     World(3, [None]),
     World(3, [None, "topk(0.05)"]),
-    World(1, [], steps=1, options={"verify_every": 1, "max_grad_norm": 1e9}),
+    World(1, [], steps=1, options={"verify": 1, "max_grad_norm": 1e9}),
 ]
 
 
@@ -65,10 +66,13 @@ def train(world: World, number: int, folder: Path) -> None:
     kind = Strategy.hierarchical if world.by_level else Strategy.flat
     strategies = [kind(parse_compressor(name) if name else None) for name in world.compressors]
     step = fxcomp.compile_step(
-        model, linear, torch.optim.SGD(model.parameters(), lr=1.0), drawn(0, rank),
-        plan=plan_in_turns(model, strategies, per_bucket=2) if strategies else "dense",
-        cluster=TWO_HOSTS if world.ranks == 4 else None, **world.options,
-    )  # fmt: skip
+        model,
+        linear,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        drawn(0, rank),
+        cluster=TWO_HOSTS if world.ranks == 4 else None,
+        **gathered(plan=plan_in_turns(model, strategies, per_bucket=2) if strategies else "dense", **world.options),
+    )
     if number:
         saved = sorted(folder.glob(f"state {number - 1} *"))
         mine = [torch.load(path, weights_only=True) for path in saved[rank :: world.ranks]]

@@ -93,9 +93,14 @@ def _train(text: str, place: str) -> Numbers:
     device = Device.CPU if place == "cpu" else Device.GPU
     plan = text if place == "uniform" else plan_in_turns(model, [make(compressor, device)], per_bucket=3)
     step = fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), job.batch(0, rank), plan=plan, verify_every=1,
-        cluster=TWO_HOSTS if place == "hierarchical" else None, error_feedback=ErrorFeedback(allow_diverging=True),
-    )  # fmt: skip
+        model,
+        cross_entropy,
+        OPTIMIZERS["sgd"](model.parameters()),
+        job.batch(0, rank),
+        cluster=TWO_HOSTS if place == "hierarchical" else None,
+        compress=fxcomp.Compress(plan=plan, feedback=ErrorFeedback(allow_diverging=True)),
+        checks=fxcomp.Checks(verify=1),
+    )
     before = streams(step)
     losses = tuple(step(job.batch(i, rank)).item() for i in range(STEPS))
     return Numbers(

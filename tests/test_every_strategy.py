@@ -66,9 +66,14 @@ def train(shape: str, texts: list[str]) -> tuple[str, list[str]]:
     model = Parameters(count)
     plan = plan_in_turns(model, strategies[::-1])
     step = fxcomp.compile_step(
-        model, loss, torch.optim.SGD(model.parameters(), lr=1.0), gradients(0, rank, count), cluster=cluster, plan=plan,
-        verify_every=1, error_feedback=ErrorFeedback(everywhere=True), replan="off",
-    )  # fmt: skip
+        model,
+        loss,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        gradients(0, rank, count),
+        cluster=cluster,
+        compress=fxcomp.Compress(plan=plan, feedback=ErrorFeedback(everywhere=True)),
+        checks=fxcomp.Checks(verify=1, replan="off"),
+    )
     for number in range(STEPS):
         step(gradients(number, rank, count))
     step.close()
@@ -121,9 +126,14 @@ def train_in(dtype: torch.dtype, shape: str, texts: list[str]) -> tuple[str, lis
     rank, count = dist.get_rank(), len(strategies)
     model = Parameters(count).to(dtype)
     step = fxcomp.compile_step(
-        model, loss, torch.optim.SGD(model.parameters(), lr=1.0), gradients(0, rank, count), cluster=cluster,
-        plan=plan_in_turns(model, strategies[::-1]), error_feedback=ErrorFeedback(everywhere=True), replan="off",
-    )  # fmt: skip
+        model,
+        loss,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        gradients(0, rank, count),
+        cluster=cluster,
+        compress=fxcomp.Compress(plan=plan_in_turns(model, strategies[::-1]), feedback=ErrorFeedback(everywhere=True)),
+        checks=fxcomp.Checks(replan="off"),
+    )
     step(gradients(0, rank, count))
     step.close()
     strays: list[tuple[str, float]] = []

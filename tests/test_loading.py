@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, cross_entropy
 from helpers.ranks import run_ranks, try_ranks
 from helpers.replicas import replica_fingerprint
@@ -25,7 +26,7 @@ def compiled(plan: str, seed: int = 0, **options: Any) -> CompiledStep:
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     batch = JOB.batch(0, dist.get_rank())
-    return fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, verify_every=1, **options)
+    return fxcomp.compile_step(model, cross_entropy, optimizer, batch, **gathered(plan=plan, verify=1, **options))
 
 
 def train(step: CompiledStep, first: int, last: int) -> None:
@@ -55,7 +56,7 @@ def test_a_rank_without_a_state_joins_the_others(plan: str) -> None:
 
 
 def test_a_rank_without_a_state_joins_the_others_in_their_warm_up() -> None:
-    first, second = run_ranks(2, joined, "topk(0.1)", {"error_feedback": fxcomp.ErrorFeedback(dense_steps=2)})
+    first, second = run_ranks(2, joined, "topk(0.1)", {"warmup": fxcomp.Warmup(dense_steps=2)})
     assert first == second
 
 

@@ -79,7 +79,9 @@ def effect(name: str) -> dict[str, Any]:
     model = job.build()
     plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int8(block=1024)"))], per_bucket=4)
     optimizer = OPTIMIZERS["plain"](model.parameters())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
+    step = fxcomp.compile_step(
+        model, cross_entropy, optimizer, job.batch(0, rank), compress=plan, checks=fxcomp.Checks(verify=1)
+    )
     step(job.batch(0, rank))
     before, residual = step.source, step.in_force.state.residuals.of(0).clone()
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()

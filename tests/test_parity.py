@@ -133,11 +133,17 @@ def follow_eager(case: Case) -> Numbers:
 
     with counted_captures() as captures:
         step = fxcomp.compile_step(
-            model, cross_entropy, optimizer, _batch(job, case, 0, rank), verify_every=1, max_grad_norm=case.clip,
-            plan=_plan(case.plan, model), cluster=TWO_HOSTS if ranks == 4 else None,
-            # Top-k under AdamW: bits are compared here, not losses.
-            error_feedback=fxcomp.ErrorFeedback(allow_diverging=case.plan != "auto"),
-        )  # fmt: skip
+            model,
+            cross_entropy,
+            optimizer,
+            _batch(job, case, 0, rank),
+            max_grad_norm=case.clip,
+            cluster=TWO_HOSTS if ranks == 4 else None,
+            compress=fxcomp.Compress(
+                plan=_plan(case.plan, model), feedback=fxcomp.ErrorFeedback(allow_diverging=case.plan != "auto")
+            ),
+            checks=fxcomp.Checks(verify=1),
+        )
         losses: list[float] = []
         torch.manual_seed(7 + rank)
         for i in range(STEPS):
@@ -280,7 +286,7 @@ def test_alone_a_step_is_eager_exactly(job_name: str, optimizer_name: str):
     model = job.build()
     reference = copy.deepcopy(model)
     optimizer, reference_optimizer = (OPTIMIZERS[optimizer_name](m.parameters()) for m in (model, reference))
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0), verify_every=1)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0), checks=fxcomp.Checks(verify=1))
     torch.manual_seed(7)
     ours = [step(job.batch(i)).item() for i in range(5)]
     torch.manual_seed(7)

@@ -70,9 +70,14 @@ def balance(compressor: str, device: Device, hierarchical: bool) -> dict[str, fl
     kind = Strategy.hierarchical if hierarchical else Strategy.flat
     plan = plan_in_turns(model, [kind(parse_compressor(compressor), device)], per_bucket=3)
     step = fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), job.batch(0, rank), plan=plan, verify_every=1,
+        model,
+        cross_entropy,
+        OPTIMIZERS["sgd"](model.parameters()),
+        job.batch(0, rank),
         cluster=TWO_HOSTS if hierarchical else None,
-    )  # fmt: skip
+        compress=plan,
+        checks=fxcomp.Checks(verify=1),
+    )
     ledger = Ledger(step)
     for i in range(STEPS):
         step(job.batch(i, rank))
@@ -132,7 +137,9 @@ def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
     model = job.build()
     optimizer = OPTIMIZERS["plain"](model.parameters())
     plan = plan_in_turns(model, [Strategy.flat(parse_compressor("int4"))], per_bucket=4)
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0, rank), plan=plan, verify_every=1)
+    step = fxcomp.compile_step(
+        model, cross_entropy, optimizer, job.batch(0, rank), compress=plan, checks=fxcomp.Checks(verify=1)
+    )
     ledger = Ledger(step)
     if sum_instead_of_mean:
         decompress = step.in_force.runtime.decompress

@@ -88,7 +88,7 @@ def one_compile(number: int, shapes: int = 1) -> None:
     bucket = Bucket(("bias", "weight"), (10, 200), ON_POOL if number % 2 else Strategy.parse("all_reduce@world"))
     generator = torch.Generator().manual_seed(dist.get_rank())
     step = fxcomp.compile_step(
-        model, cross_entropy, optimizer, rows(generator, 6), plan=Plan((bucket,)), costs=table(2.0)
+        model, cross_entropy, optimizer, rows(generator, 6), costs=table(2.0), compress=Plan((bucket,))
     )
     for length in range(shapes):
         step(rows(generator, 4 + length))

@@ -166,8 +166,14 @@ class _Run:
             return ""
         (model, optimizer), state = twin
         batch, after = self.ours.batch(step), torch.get_rng_state()
-        compiled = fxcomp.compile_step(model, self.ours.loss_fn, optimizer, batch, max_grad_norm=self.ours.clip,
-                                       verify_every="never")  # fmt: skip
+        compiled = fxcomp.compile_step(
+            model,
+            self.ours.loss_fn,
+            optimizer,
+            batch,
+            max_grad_norm=self.ours.clip,
+            checks=fxcomp.Checks(verify="never"),
+        )
         torch.set_rng_state(state)
         compiled(batch)
         torch.set_rng_state(after)
@@ -212,9 +218,16 @@ class _Run:
         plan = program.get("plan", "dense") if program.ranks > 1 else None
         state = torch.get_rng_state()
         step = fxcomp.compile_step(
-            ours.model, ours.loss_fn, ours.optimizer, batch, plan=plan, max_grad_norm=ours.clip,
-            skip_nonfinite=program.has("skip_nonfinite"), verify_every=_verify(program), accumulate=ours.group,
-        )  # fmt: skip
+            ours.model,
+            ours.loss_fn,
+            ours.optimizer,
+            batch,
+            max_grad_norm=ours.clip,
+            skip_nonfinite=program.has("skip_nonfinite"),
+            accumulate=ours.group,
+            compress=plan,
+            checks=fxcomp.Checks(verify=_verify(program)),
+        )
         if not torch.equal(state, torch.get_rng_state()):
             raise CompilingDrewError("compiling left the default generator in another state")
         return step
@@ -231,7 +244,7 @@ class _Run:
 
 def _verify(program: Program) -> Any:
     """How often the step verifies itself: mostly never, so that guards alone stand between us and a wrong step."""
-    default = inspect.signature(fxcomp.compile_step).parameters["verify_every"].default
+    default = inspect.signature(fxcomp.compile_step).parameters["verify"].default
     chosen = program.get("verify")
     if (program.has("plan") and not program.theme) or chosen == "1":
         return 1

@@ -180,9 +180,9 @@ def frontends(plan: str = "dense") -> dict[str, Speaker]:
     """Make DistributedDataParallel, and fxcomp's frontends that keep its loop."""
     models = {name: Net() for name in ("ddp", "backend", "hook")}
     wrapped = {name: DistributedDataParallel(models[name]) for name in ("ddp", "hook")}
-    wrapped["hook"].register_comm_hook(None, fxcomp.ddp_hook(plan=plan))  # pyright: ignore[reportUnknownMemberType]
+    wrapped["hook"].register_comm_hook(None, fxcomp.ddp_hook(compress=plan))  # pyright: ignore[reportUnknownMemberType]
     mine = models["backend"]
-    compiled: Any = torch.compile(mine, backend="fxcomp", options={"plan": plan, "model": mine})
+    compiled: Any = torch.compile(mine, backend="fxcomp", options={"compress": plan, "model": mine})
     return {
         "backend": Speaker(mine, compiled, lambda: fxcomp.no_sync(mine)),
         **{name: Speaker(models[name], call, call.no_sync) for name, call in wrapped.items()},

@@ -32,7 +32,7 @@ def main(folder: str, steps: int) -> None:
     )  # fmt: skip
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2))
     trainer = Trainer(model, arguments, train_dataset=Counting())
-    trainer.add_callback(FxcompCallback(trainer, mode="balanced"))
+    trainer.add_callback(FxcompCallback(trainer, compress="balanced"))
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
 
 

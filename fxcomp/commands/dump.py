@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fxcomp.commands.job_options import add_job_options, chosen_cluster
+from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import graph_after, plan_named, rewritten
+from fxcomp.frontends.what_if import graph_after, rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
-from fxcomp.plan.pins import parse_pins
 from fxcomp.report.terminal import encodable
 
 NAME = "dump"
@@ -31,9 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the graph or the emitted step."""
     cluster, _ = chosen_cluster(arguments)
-    plan = plan_named(arguments.plan, cluster) if arguments.plan else None
-    pins = parse_pins(arguments.per_parameter)
-    program = rewritten(load_job(arguments.job), cluster, plan=plan, pins=pins)
+    job = load_job(arguments.job)
+    program = rewritten(job, cluster, asked_compress(arguments, job))
     text = program.source if arguments.source else dump(graph_after(program, arguments.after))
     print(encodable(text, sys.stdout.encoding))
     return 0

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from fxcomp.commands import status_line
-from fxcomp.commands.job_options import add_job_options, chosen_cluster, names_links
+from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, names_links
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import Question, plan_named, what_if
+from fxcomp.frontends.what_if import Question, what_if
 from fxcomp.gc_paused import gc_paused
-from fxcomp.plan.budget import Budget, ErrorBudget
-from fxcomp.plan.modes import Mode
-from fxcomp.plan.pins import parse_pins
+from fxcomp.plan.compress import Compress
 from fxcomp.report.as_json import to_json
 from fxcomp.report.terminal import print_report
 
@@ -28,8 +27,8 @@ EXAMPLES = """\
   fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
   fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
   fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
-  fxcomp explain train.py --per-parameter 'embed.*=dense'       leave some gradients alone
-  fxcomp explain train.py --error-budget 'topk(0.01)'           the same error, in any way that is faster
+  fxcomp explain train.py --pin 'embed.*=dense'                 leave some gradients alone
+  fxcomp explain train.py --compress 'like(topk(0.01))'         the same error, in any way that is faster
   fxcomp explain train.py --accumulate 4                        gradients of four batches, sent once
   fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
 """
@@ -37,10 +36,6 @@ EXAMPLES = """\
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
-    parser.add_argument("--mode", default="balanced", help="lossless, balanced or aggressive (default: balanced)")
-    parser.add_argument(
-        "--error-budget", metavar="ERROR", help="lose as much as topk(0.01), 'int4 > int4', a mode or a number"
-    )
     parser.add_argument("--errors", metavar="FILE", help="what compressors lose of its gradients: step.error_table")
     parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
     parser.add_argument(
@@ -52,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
     parser.add_argument("--costs", metavar="FILE", help="a table that fxcomp calibrate wrote, here or elsewhere")
-    parser.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(plan=FILE)")
+    parser.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(compress=FILE)")
     parser.add_argument("--json", action="store_true", help="print data instead of a report")
 
 
@@ -64,18 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     if costs is not None and names_links(arguments):
         costs = costs.without_collectives()
         assumed = (*assumed, "Collectives are priced by the named links, not by the table's measurements.")
+    errors = ErrorTable.load(arguments.errors) if arguments.errors else ASSUMED
+    _tell("loading the job")
+    job = load_job(arguments.job)
     question = Question(
-        mode=Mode.parse(arguments.mode),
-        plan=plan_named(arguments.plan, cluster) if arguments.plan else None,
-        pins=parse_pins(arguments.per_parameter),
-        budget=_budget(arguments),
+        compress=_by_errors(asked_compress(arguments, job), errors),
+        errors=errors,
         step_ms=arguments.step_ms,
         device=arguments.device,
         costs=costs,
         accumulate=arguments.accumulate,
     )
-    _tell("loading the job")
-    answer = what_if(load_job(arguments.job), cluster, question, _tell)
+    answer = what_if(job, cluster, question, _tell)
     status_line.clear()
     if arguments.save_plan:
         _save(answer.plan.to_json(), arguments.save_plan)
@@ -87,13 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _budget(arguments: argparse.Namespace) -> Budget | None:
-    table = ErrorTable.load(arguments.errors) if arguments.errors else ASSUMED
-    if arguments.error_budget is None:
-        if arguments.errors:
-            raise BadOption("--errors says what compressors lose: say with --error-budget how much a plan may lose")
-        return None
-    return Budget(ErrorBudget.parse(arguments.error_budget), table)
+def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
+    """Count by what was measured, if it was."""
+    if not errors.is_measured:
+        return compress
+    if compress.plan is not None:
+        raise BadOption("--errors says what compressors lose, for a choice by that; --compress names a plan: keep one")
+    return replace(compress, measured=True)
 
 
 def _tell(what: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
+from fxcomp.frontends.job import Job
+from fxcomp.plan.compress import Compress
+from fxcomp.plan.pins import parse_pins
 
 CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
 
@@ -24,15 +28,24 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rack", type=int, metavar="HOSTS", help="how many hosts each rack has (default: no racks)")
     parser.add_argument("--oversubscription", metavar="A:B", help="what hosts of a rack could send: its uplink (1:1)")
     parser.add_argument(
-        "--plan", metavar="PLAN", help="a saved plan.json, or one compressor for all: dense, bf16, int8"
+        "--compress",
+        metavar="HOW",
+        help="a mode (lossless, balanced, aggressive), how much may be lost (0.05, 'like(topk(0.01))'), one setting"
+        " for all (dense, bf16, int8), a strategy or a plan.json (default: what the job says, which is balanced)",
     )
     parser.add_argument(
-        "--per-parameter",
+        "--pin",
         action="append",
         default=[],
         metavar="PATTERN=STRATEGY",
         help="pin parameters by name, like '*.bias=dense'; may be repeated, the last that matches decides",
     )
+
+
+def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
+    """Read how gradients are to travel: as the job says where the command line does not."""
+    compress = Compress.of(job.compress) if arguments.compress is None else Compress.parse(arguments.compress)
+    return replace(compress, pins=parse_pins(arguments.pin)) if arguments.pin else compress
 
 
 def names_links(arguments: argparse.Namespace) -> bool:

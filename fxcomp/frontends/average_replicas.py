@@ -4,7 +4,7 @@
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    outer = fxcomp.average_replicas(model, mesh["replicate"], mode="balanced")
+    outer = fxcomp.average_replicas(model, mesh["replicate"], compress="balanced")
 
 fully_shard gathers parameters and reduces gradients within a replica, dense. What it has reduced, a shard of each
 module's gradients, is averaged over the replicas by the hook's plans (`hook_job.py`), shard by shard. The loop, the
@@ -13,10 +13,9 @@ optimizer and clipping stay the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +24,14 @@ from torch import Tensor, nn
 from fxcomp import compat
 from fxcomp.beside import Beside
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption, BadState, FxcompError, UnsupportedFeature, UnsupportedParameter
 from fxcomp.frontends.hook_job import HookJob
 from fxcomp.frontends.hook_start import Start, Wrapped
 from fxcomp.frontends.shard_feed import ShardFeed
-from fxcomp.options import StepOptions
-from fxcomp.plan.check_feedback import check_needs_no_optimizer
+from fxcomp.options import GivenCosts, StepOptions
+from fxcomp.plan.compress import GivenCompress
 from fxcomp.plan.element_type import TRAINED_DTYPES
-from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
 from fxcomp.report.terminal import to_text
@@ -50,13 +47,9 @@ def average_replicas(
     model: nn.Module,
     replicas: Any,
     *,
-    mode: str = "balanced",
-    plan: Plan | str | Path | None = None,
-    per_parameter: Mapping[str, str] | None = None,
-    error_budget: str | float | None = None,
+    compress: GivenCompress = "balanced",
     cluster: Cluster | None = None,
-    costs: CostTable | str | Path | None = None,
-    error_feedback: ErrorFeedback = CLASSIC,
+    costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> ReplicaAverage:
     """Average the gradients of a model that is sharded over one dimension of a mesh over the other one.
@@ -69,19 +62,8 @@ def average_replicas(
     Raises UnsupportedFeature for a mesh of two dimensions, for which fully_shard has averaged, dense, before anybody
     else can; UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where replicas are not the same.
     """
-    check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
-    options = StepOptions.checked(
-        mode=mode,
-        plan=plan,
-        per_parameter=per_parameter,
-        error_budget=error_budget,
-        cluster=cluster,
-        costs=costs,
-        error_feedback=error_feedback,
-        scaler=scaler,
-        replan="off",
-        race="off",
-        process_group=replicas,
+    options = StepOptions.of_gradients(
+        compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler, process_group=replicas
     )
     with Ranks.meeting(cluster, "average_replicas", replicas) as ranks:
         shards = ranks.attempt("looking at the model", lambda: _Shards.of(model, options, ranks))
@@ -122,7 +104,7 @@ class _Shards:
         for module in modules:
             _check_module(module)
         _check_all_are_sharded(model, modules)
-        options.pins.check_model(model)
+        options.compress.pinned.check_model(model)
         first = compat.group_ranks(modules[0].shard_group)
         if any(compat.group_ranks(module.shard_group) != first for module in modules):
             raise UnsupportedFeature(
@@ -239,7 +221,7 @@ class ReplicaAverage:
         if self._job.decision is None or self._job.program is None:
             raise FxcompError(
                 "there is no plan yet: the first backward passes send dense, and tell when shards are ready.\n"
-                "  Ask again after some steps, or pass plan=."
+                "  Ask again after some steps, or name a plan."
             )
         return to_text(self._job.explanation())
 

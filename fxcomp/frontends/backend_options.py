@@ -11,8 +11,7 @@ from torch import nn
 
 from fxcomp.capture.found_parameters import FoundParameters
 from fxcomp.errors import BadOption
-from fxcomp.options import RaceOption, StepOptions
-from fxcomp.plan.check_feedback import check_needs_no_optimizer
+from fxcomp.options import StepOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +23,27 @@ class Options:
     ignore: tuple[str, ...] = ()
 
 
-KNOWN = (
-    "mode",
-    "error_budget",
-    "plan",
-    "per_parameter",
-    "cluster",
-    "costs",
-    "model",
-    "ignore",
-    "error_feedback",
-    "race",
-    "process_group",
-)
+KNOWN = ("compress", "cluster", "costs", "process_group", "model", "ignore")
 OF_WHOLE_STEPS = (
     "max_grad_norm",
     "max_grad_value",
-    "skip_nonfinite",
-    "find_unused_parameters",
-    "verify_every",
-    "replan",
     "accumulate",
     "scaler",
+    "skip_nonfinite",
+    "find_unused_parameters",
+    "checks",
 )
 """Options that compile_step has beyond these."""
 
 
-def read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
-    given: dict[str, Any] = {**(options or {}), **({"mode": mode} if mode is not None else {}), **unknown}
+def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
+    """Check `options={...}`, and what else torch.compile hands on: its own `mode=`. Raises BadOption."""
+    if "mode" in unknown:
+        raise BadOption(
+            f"mode={unknown['mode']!r} is torch.compile's own, for other backends.\n"
+            '  Write torch.compile(model, backend="fxcomp", options={"compress": "balanced", "model": model}).'
+        )
+    given: dict[str, Any] = {**(options or {}), **unknown}
     for name in given:
         if name in OF_WHOLE_STEPS:
             raise BadOption(
@@ -63,22 +55,21 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None, unknown: M
             raise BadOption(
                 f"there is no option {name!r}; did you mean {close[0]!r}? The options are {', '.join(KNOWN)}."
             )
-    model, ignore = given.pop("model", None), given.pop("ignore", ())
+    model, ignore = given.get("model"), given.get("ignore", ())
     if model is not None and not isinstance(model, nn.Module):
         raise BadOption(f"options['model'] must be the module that is compiled; it is a {type(model).__name__}")
     if isinstance(ignore, str) or (ignore and model is None):
         raise BadOption("options['ignore'] is a list of parameter names, and needs options['model'] to find them in")
     if model is not None:
         _check_ignored(model, ignore)
-    if "error_feedback" in given:
-        check_needs_no_optimizer(given["error_feedback"], "which torch.compile leaves yours")
-    if given.setdefault("race", RaceOption.OFF.value) != RaceOption.OFF.value:
-        raise BadOption(
-            f"options['race'] can only be 'off' here; it is {given['race']!r}. The backend sees backward passes and"
-            " times no steps.\n  It follows the plan that is predicted to be fastest. For plans to race, use"
-            " fxcomp.compile_step, which compiles the whole step."
-        )
-    return Options(StepOptions.checked(**given), model, tuple(ignore))
+    step = StepOptions.of_gradients(
+        given.get("compress", "balanced"),
+        "which torch.compile leaves yours",
+        cluster=given.get("cluster"),
+        costs=given.get("costs"),
+        process_group=given.get("process_group"),
+    )
+    return Options(step, model, tuple(ignore))
 
 
 def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
@@ -94,6 +85,6 @@ def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
 def check_pins(chosen: Options, found: FoundParameters) -> None:
     """Raise BadOption for patterns that decide nothing in the model, or in the graph where the model is not known."""
     if chosen.model is not None:
-        chosen.step.pins.check_model(chosen.model)
+        chosen.step.compress.pinned.check_model(chosen.model)
     else:
-        chosen.step.pins.check_names(dict.fromkeys(found.parameters, True))
+        chosen.step.compress.pinned.check_names(dict.fromkeys(found.parameters, True))

@@ -3,7 +3,7 @@
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    scatter = fxcomp.compress_reduce_scatter(model, mode="balanced")
+    scatter = fxcomp.compress_reduce_scatter(model, compress="balanced")
 
 fully_shard gathers parameters, dense, and calls here with the gradients of each module, of which every rank gets a
 part. The loop, the optimizer and clipping stay the user's own.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,12 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.frontends.scatter_job import ScatterJob
 from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
-from fxcomp.options import StepOptions
-from fxcomp.plan.check_feedback import check_needs_no_optimizer
-from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.options import GivenCosts, StepOptions
+from fxcomp.plan.compress import GivenCompress
 from fxcomp.plan.given import is_path
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
@@ -44,38 +41,24 @@ from fxcomp.state.saved_state import VERSION, Given, Here, Saved, plan_of, read_
 def compress_reduce_scatter(
     model: nn.Module,
     *,
-    mode: str = "balanced",
-    plan: Plan | str | Path | None = None,
-    per_parameter: Mapping[str, str] | None = None,
-    error_budget: str | float | None = None,
+    compress: GivenCompress = "balanced",
     cluster: Cluster | None = None,
-    costs: CostTable | str | Path | None = None,
-    error_feedback: ErrorFeedback = CLASSIC,
+    costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> ShardScatter:
     """Compress the gradients of a sharded model on their way to the ranks that hold the parameters.
 
     `model` went through `fully_shard` on a mesh of one dimension. Every rank of that mesh calls this, with the same
     options, before the first backward pass. The options are `ddp_hook`'s; a module's gradients travel together, so a
-    rule of `per_parameter` decides for all that is scattered with the parameter. Compressors work on parts of
+    pin decides for all that is scattered with the parameter. Compressors work on parts of
     gradients: low rank, which needs whole matrices, is not offered.
 
     Raises UnsupportedFeature, UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where ranks have other models.
     """
-    check_needs_no_optimizer(error_feedback, "which fully_shard leaves yours")
-    options = StepOptions.checked(
-        mode=mode,
-        plan=plan,
-        per_parameter=per_parameter,
-        error_budget=error_budget,
-        cluster=cluster,
-        costs=costs,
-        error_feedback=error_feedback,
-        scaler=scaler,
-        replan="off",
-        race="off",
+    options = StepOptions.of_gradients(
+        compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler
     )
-    options.pins.check_model(model)
+    options.compress.pinned.check_model(model)
     modules = scattered_modules(model)
     with Ranks.meeting(cluster, "compress_reduce_scatter", modules[0].module.shard_group) as ranks:
         facts = {f"the gradients of module {each.module.name!r}": each.bucket.facts for each in modules}
@@ -90,7 +73,7 @@ def compress_reduce_scatter(
 
 def _told(options: StepOptions, modules: list[ScatteredModule], ranks: Ranks) -> Plan | None:
     """Read the plan that the user named, if any. A saved one may lie on rank 0's machine alone."""
-    given = options.plan
+    given = options.compress.plan
     if given is None:
         return None
     if isinstance(given, Plan) or not is_path(given):
@@ -121,7 +104,7 @@ class ShardScatter:
         if self.plan is None:
             raise FxcompError(
                 "there is no plan yet: the first backward passes are dense, and tell when gradients are ready.\n"
-                "  Ask again after some steps, or pass plan=."
+                "  Ask again after some steps, or name a plan."
             )
         times = self._job.times
         facts = self._job.plan.facts(self._job.site, times.median_ms if times.step_ms else None)

@@ -1,20 +1,18 @@
 """A communication hook for DistributedDataParallel: fxcomp's plans under eager PyTorch, for models that do not trace.
 
     model = DistributedDataParallel(net)
-    hook = fxcomp.ddp_hook(mode="balanced")
+    hook = fxcomp.ddp_hook(compress="balanced")
     model.register_comm_hook(None, hook)
 
 The loop stays as it is: loss scaling, clipping, accumulation with `no_sync`, the optimizer and the scheduler are the
 user's own. The first backward passes send dense and tell when each bucket is ready. Then all ranks agree on a plan; the
-compiled step's passes write its program, and the same runtime runs it (`hook_program.py`). With `plan=` there is
-nothing to wait for.
+compiled step's passes write its program, and the same runtime runs it (`hook_program.py`). With a plan of your
+own there is nothing to wait for.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +21,12 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
 from fxcomp.frontends.hook_start import meet
-from fxcomp.options import StepOptions
-from fxcomp.plan.check_feedback import check_needs_no_optimizer
-from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.options import GivenCosts, StepOptions
+from fxcomp.plan.compress import GivenCompress
 from fxcomp.plan.plan import Plan
 from fxcomp.report.terminal import to_text
 from fxcomp.state.checkpoint import states_of, to_tensors
@@ -39,33 +35,19 @@ from fxcomp.state.saved_state import Given, check_are_states
 
 def ddp_hook(
     *,
-    mode: str = "balanced",
-    plan: Plan | str | Path | None = None,
-    per_parameter: Mapping[str, str] | None = None,
-    error_budget: str | float | None = None,
+    compress: GivenCompress = "balanced",
     cluster: Cluster | None = None,
-    costs: CostTable | str | Path | None = None,
-    error_feedback: ErrorFeedback = CLASSIC,
+    costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> DdpHook:
     """Make a hook for `model.register_comm_hook(None, hook)`; every rank makes one with the same arguments.
 
-    The options are those of `compile_step`, as far as they are about gradients: `error_budget` counts by errors of
-    Gaussian values, and `error_feedback` takes what needs no optimizer. `scaler` is the one that scales the loss:
+    The options are those of `compile_step`, as far as they are about gradients: in `compress`, errors are those of
+    Gaussian values, and error feedback takes what needs no optimizer. `scaler` is the one that scales the loss:
     what is left out follows its scale. Raises BadOption and BadPlan.
     """
-    check_needs_no_optimizer(error_feedback, "which DistributedDataParallel leaves yours")
-    options = StepOptions.checked(
-        mode=mode,
-        plan=plan,
-        per_parameter=per_parameter,
-        error_budget=error_budget,
-        cluster=cluster,
-        costs=costs,
-        error_feedback=error_feedback,
-        scaler=scaler,
-        replan="off",
-        race="off",
+    options = StepOptions.of_gradients(
+        compress, "which DistributedDataParallel leaves yours", cluster=cluster, costs=costs, scaler=scaler
     )
     return DdpHook(options)
 
@@ -122,7 +104,7 @@ class DdpHook:
         if self._job is None or self._job.decision is None:
             raise FxcompError(
                 "this hook has no plan yet: the first backward passes on more than one rank send dense, and tell when"
-                " buckets are ready.\n  Ask again after some steps, or pass plan=."
+                " buckets are ready.\n  Ask again after some steps, or name a plan."
             )
         return to_text(self._job.explanation())
 

@@ -98,7 +98,9 @@ class HookJob:
         self._scaler = start.options.scaler
         self._lockstep = Lockstep(self._site.ranks, CLOSED)
         self._runtime = Runtime(self._site.transport, self._site.device)
-        self._compiler = Compiler(self._site.cluster, self._site.rank, start.options.feedback, skip_nonfinite=True)
+        self._compiler = Compiler(
+            self._site.cluster, self._site.rank, start.options.compress.feedback, skip_nonfinite=True
+        )
         self.passes = 0
         self._follower: Follower | None = None
         """What passes follow, once there is a plan."""

@@ -18,7 +18,6 @@ from fxcomp.frontends.hook_plan import fitted
 from fxcomp.frontends.hook_program import DdpBucket, Layout, arriving
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.budget import Budget
 from fxcomp.plan.check_feedback import check_plan
 from fxcomp.plan.element_type import TRAINED_DTYPES
 from fxcomp.plan.given import is_named, is_path
@@ -60,7 +59,7 @@ class Wrapped:
                 "the hook cannot find the model that it was registered with.\n"
                 "  Hand it over: model.register_comm_hook(model, hook)."
             )
-        options.pins.check_model(wrapper.module)
+        options.compress.pinned.check_model(wrapper.module)
         named = [(name, each) for name, each in wrapper.module.named_parameters() if each.requires_grad]
         other = next(((name, each) for name, each in named if each.dtype not in TRAINED_DTYPES), None)
         if other is not None:
@@ -137,7 +136,7 @@ class Start:
     def trained(self) -> Trained:
         """What gradients are of."""
         shapes = self.wrapped.shapes
-        return Trained(self.site, shapes, sorted(shapes), self.options.feedback, self.seed)
+        return Trained(self.site, shapes, sorted(shapes), self.options.compress.feedback, self.seed)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -148,8 +147,7 @@ class Start:
     @property
     def terms(self) -> Terms:
         """What plans may be. The optimizer is not known and may be Adam, so little may come in bursts."""
-        budget = self.options.error_budget
-        return Terms(self.options.mode, BURSTS, self.options.pins, budget and Budget(budget))
+        return Terms.of(self.options.compress, BURSTS)
 
 
 def meet(options: StepOptions, parameter: Tensor, state: object, given: Given) -> Start:
@@ -179,14 +177,16 @@ def following(options: StepOptions, given: Given, ranks: Ranks) -> tuple[StepOpt
     saved = next((Plan.from_json(plan) for plan in plans if plan is not None), None)
     if saved is None or has_whole_plan(options):
         return options, loads
-    if options.plan is not None and not is_named(saved, str(options.plan)):
+    named = options.compress.plan
+    if named is not None and not is_named(saved, str(named)):
         return options, loads
-    return replace(options, plan=saved, pins=StepOptions().pins, error_budget=None), loads
+    return replace(options, compress=options.compress.following(saved)), loads
 
 
 def has_whole_plan(options: StepOptions) -> bool:
     """Tell options that say which gradients travel together, and not only how all of them do."""
-    return isinstance(options.plan, Plan) or (options.plan is not None and is_path(options.plan))
+    named = options.compress.plan
+    return isinstance(named, Plan) or (named is not None and is_path(named))
 
 
 def decide(start: Start, compiler: Compiler, layout: Layout, compute_us: Sequence[float]) -> Decision:
@@ -209,6 +209,6 @@ def decide(start: Start, compiler: Compiler, layout: Layout, compute_us: Sequenc
         decision = planner.first(costs_as_given(options.costs, ranks))
     if not has_whole_plan(options):
         decision = fitted(decision, layout)
-    check_plan(options.feedback, decision.plan, start.wrapped.shapes, site.cluster)
+    check_plan(options.compress.feedback, decision.plan, start.wrapped.shapes, site.cluster)
     site.make_groups_for(decision.plan)
     return decision

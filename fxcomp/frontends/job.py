@@ -15,12 +15,14 @@ from torch import nn
 
 from fxcomp.capture.optimizer import GivenOptimizers
 from fxcomp.errors import BadJob
+from fxcomp.plan.compress import GivenCompress
 
 
 @dataclass(frozen=True)
 class Job:
     """One rank's training job, on one example batch.
 
+    `compress` is what `fxcomp explain` and `fxcomp dump` ask about where their `--compress` is left out.
     `next_batch(step, rank)` draws the batches of a real run; without it, tools that train repeat `batch`.
     """
 
@@ -31,6 +33,7 @@ class Job:
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     next_batch: Callable[[int, int], Any] | None = None
+    compress: GivenCompress = "balanced"
 
     def batch_at(self, step: int, rank: int) -> Any:
         return self.batch if self.next_batch is None else self.next_batch(step, rank)

@@ -153,7 +153,7 @@ class ScatterJob:
         compressor = self.plan.compressor(number)
         assert compressor is not None, "its gradients are compressed"
         compressor = compressor.bound_to([(size,) for size in module.segments], ranks)
-        feeds_back = self.plan.options.feedback.surrounds(compressor)
+        feeds_back = self.plan.options.compress.feedback.surrounds(compressor)
         residual = self._fresh_residual(number, given.device) if feeds_back else None
         values, size = given.float(), compressor.payload_elements(module.segments)
         if residual is None and (owed := self._owed(number)) is not None:  # of another plan

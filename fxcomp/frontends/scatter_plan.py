@@ -14,7 +14,6 @@ from fxcomp.frontends.hook_start import BURSTS
 from fxcomp.frontends.scattered_modules import ScatteredModule
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.budget import Budget
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import costs_as_given
 from fxcomp.planning.gather_costs import gathered_costs
@@ -45,7 +44,7 @@ class Scattering:
     def keeps_something(self) -> bool:
         """Something is left out, and fed back."""
         found = (each for each in self._compressors.values() if each is not None)
-        return any(map(self.options.feedback.surrounds, found))
+        return any(map(self.options.compress.feedback.surrounds, found))
 
     def follow(self, plan: Plan) -> None:
         """Follow a plan whose buckets are the modules."""
@@ -68,11 +67,10 @@ class Scattering:
         ranks.check_same("comparing modules", facts)
         everyone = site.gather_numbers("ready times", compute_us)
         graph = arriving(layout, [statistics.median(each) for each in zip(*everyone, strict=True)], site.device)
-        costs = costs_as_given(options.costs, ranks) or gathered_costs(site, options.pins.compressors)
-        workload = Compiler(site.cluster, site.rank, options.feedback).analyze(graph, costs)
+        costs = costs_as_given(options.costs, ranks) or gathered_costs(site, options.compress.pinned.compressors)
+        workload = Compiler(site.cluster, site.rank, options.compress.feedback).analyze(graph, costs)
         buckets = [self._modules[number].planned() for number in order]
-        budget = options.error_budget and Budget(options.error_budget)
-        terms = Terms(options.mode, BURSTS, options.pins, budget)
+        terms = Terms.of(options.compress, BURSTS)
         overlaps = site.device.type != "cpu"
 
         def choose() -> dict[str, Any]:
@@ -95,8 +93,8 @@ class Scattering:
         called = [names.get(frozenset(bucket.names), "") or "the outermost" for bucket in self.plan.buckets]
         kept = sum(self._modules[k].elements for k, each in self._compressors.items() if self._is_fed_back(each))
         notes = (*self.notes, *site.ranks.notes)
-        mode = self.options.mode.value
+        mode = self.options.compress.mode.value
         return ScatterFacts(self.plan, called, self.choice, site.cluster, mode, 4 * kept, notes, measured_ms)
 
     def _is_fed_back(self, compressor: Compressor | None) -> bool:
-        return compressor is not None and self.options.feedback.surrounds(compressor)
+        return compressor is not None and self.options.compress.feedback.surrounds(compressor)

@@ -7,12 +7,10 @@ The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. W
 happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
-Options, in `options={...}`: `mode`, `plan`, `per_parameter`, `cluster`, `costs`, `process_group` as in compile_step;
-`error_budget`, by errors of Gaussian values, because no gradients are looked at here;
-`error_feedback`, of which only what needs no optimizer; `race`, which is "off", because no steps are timed here;
-`model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters that the graph
-does not reach; `ignore`, names of those that need no reduction. Without `model`, parameters must start equal, and the
-first backward passes are compared between ranks.
+Options, in `options={...}`: `compress`, as far as it is about gradients, `cluster`, `costs` and `process_group` as in
+compile_step; `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters
+that the graph does not reach; `ignore`, names of those that need no reduction. Without `model`, parameters must start
+equal, and the first backward passes are compared between ranks.
 
 - Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
   compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
@@ -76,16 +74,15 @@ def fxcomp_backend(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     *,
-    mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
     """Compile what Dynamo found. torch.compile calls this; see the top of this file for its options."""
-    chosen = read_options(mode, options, unknown)
+    chosen = read_options(options, unknown)
     _refuse_ddp(chosen.model)
     if not _has_others(chosen.step.process_group):
         Ranks.join(chosen.step.cluster, "torch_compile", chosen.step.process_group)
-        if chosen.step.pins:
+        if chosen.step.compress.pinned:
             check_pins(chosen, FoundParameters.of(gm, example_inputs, chosen.model))
         return compat.compile_training(gm, example_inputs, reshape_uncertain_views, _run_eagerly)
     found = FoundParameters.of(gm, example_inputs, chosen.model)
@@ -276,7 +273,7 @@ def _start(
         ranks.share(shared.values())
     else:
         _check_same_start(covered, ranks)
-    feedback = chosen.step.feedback
+    feedback = chosen.step.compress.feedback
     compiler = Compiler(site.cluster, site.rank, feedback)
     # The optimizer is not known and may be Adam, which a plan of the user's own choice must fit too.
     planner = Planner(site, chosen.step, compiler, labelled, burst_share(list(UpdateKind)))

@@ -1,6 +1,6 @@
 """A callback for `transformers.Trainer`: gradients go through fxcomp's hook, and checkpoints keep what is left out.
 
-    trainer.add_callback(FxcompCallback(trainer, mode="balanced"))
+    trainer.add_callback(FxcompCallback(trainer, compress="balanced"))
 
 Everything else stays the trainer's: loss scaling, accumulation, clipping, the optimizer, logging. Not imported by
 `import fxcomp`, because transformers is optional.
@@ -17,7 +17,10 @@ import transformers
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel
 
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
+from fxcomp.options import GivenCosts
+from fxcomp.plan.compress import GivenCompress
 
 FILE = "fxcomp-rank{rank}.safetensors"
 """In each of the trainer's checkpoint folders: the tensors of `DdpHook.checkpoint`, a file a rank."""
@@ -26,11 +29,20 @@ FILE = "fxcomp-rank{rank}.safetensors"
 class FxcompCallback(transformers.TrainerCallback):
     """Registers a hook with the model that the trainer has wrapped; with one process there is none to register with.
 
-    `options` are those of `fxcomp.ddp_hook`.
+    The options are those of `fxcomp.ddp_hook`, but for the scaler, which is the trainer's.
     """
 
-    def __init__(self, trainer: Any, **options: Any):
-        self._trainer, self._options = trainer, options
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        compress: GivenCompress = "balanced",
+        cluster: Cluster | None = None,
+        costs: GivenCosts | None = None,
+    ):
+        self._trainer = trainer
+        self._compress: GivenCompress = compress
+        self._cluster, self._costs = cluster, costs
         self.hook: DdpHook | None = None
         """The hook of the training that runs, or ran last."""
 
@@ -40,7 +52,7 @@ class FxcompCallback(transformers.TrainerCallback):
         if not isinstance(model, DistributedDataParallel):
             return
         scaler = self._trainer.accelerator.scaler  # with fp16=True: residuals follow its scale
-        self.hook = ddp_hook(**{"scaler": scaler, **self._options})
+        self.hook = ddp_hook(compress=self._compress, cluster=self._cluster, costs=self._costs, scaler=scaler)
         if state.global_step:
             self.hook.load_state_dict(_saved_for_here(_folder(args, state)))
         model.register_comm_hook(None, self.hook)  # pyright: ignore[reportUnknownMemberType]

@@ -29,6 +29,7 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
@@ -36,10 +37,9 @@ from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.budget import Budget
-from fxcomp.plan.error_feedback import CLASSIC
-from fxcomp.plan.given import check_names_compressor, strategy_named
+from fxcomp.plan.compress import BALANCED, Compress
+from fxcomp.plan.given import GivenPlan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
-from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.update_kind import burst_share
 from fxcomp.planning.decide import foreign_note, plan_as_given
@@ -55,15 +55,6 @@ from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Example, Inputs
-
-
-@dataclass(frozen=True, slots=True)
-class AskedPlan:
-    """A plan that was asked about: what it needs measured, and how it is made once there is something to plan."""
-
-    compressors: tuple[Compressor, ...]
-    make: Callable[[Workload, CostTable], Plan]
-
 
 MEASURING_US, MOST_REPEATS = 200_000.0, 5
 """A step is timed as often as it fits into this time, once at least and so many times at most."""
@@ -117,13 +108,10 @@ class Answer:
 class Question:
     """The assumptions and options of a prediction."""
 
-    mode: Mode = Mode.BALANCED
-    plan: AskedPlan | None = None
-    """A plan to predict instead of the chosen one."""
-    pins: Pins = NO_PINS
-    """What is pinned by hand."""
-    budget: Budget | None = None
-    """In the place of the mode's limit."""
+    compress: Compress = BALANCED
+    """A plan is predicted instead of the chosen one."""
+    errors: ErrorTable = ASSUMED
+    """What compressors lose of this job's gradients."""
     step_ms: float | None = None
     """The time of a step there without a network."""
     device: str | None = None
@@ -142,24 +130,21 @@ class Question:
                 f"--step-ms is how long a step takes without a network, {SHORTEST_STEP_MS:g} to {LONGEST_STEP_MS:g};"
                 f" it is {self.step_ms:g}"
             )
-        if self.plan is not None and self.pins:
-            raise BadOption("--plan says what every parameter travels by, --per-parameter what some do: keep one")
-        if self.plan is not None and self.budget is not None:
-            raise BadOption("--plan says what every gradient travels by, --error-budget what may be chosen: keep one")
         if self.device is not None and self.costs is not None:
             raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
         """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
-        offered = self.mode if self.mode is Mode.AGGRESSIVE else Mode.BALANCED
-        candidates = compressors_of(offered) if self.budget is None else LADDER_COMPRESSORS
-        return (*candidates, *(self.plan.compressors if self.plan else ()), *self.pins.compressors)
+        compress = self.compress
+        offered = compress.mode if compress.mode is Mode.AGGRESSIVE else Mode.BALANCED
+        candidates = compressors_of(offered) if compress.budget is None else LADDER_COMPRESSORS
+        return (*candidates, *_compressors_of(compress.plan), *compress.pinned.compressors)
 
     @property
     def terms(self) -> Terms:
         """What plans may be, whatever the optimizer does."""
-        return Terms(self.mode, pins=self.pins, budget=self.budget)
+        return Terms.of(self.compress, table=self.errors)
 
 
 ANYTHING = Question()
@@ -175,12 +160,14 @@ def what_if(
     BadOption.
     """
     question.check()
-    question.pins.check_model(job.model)
-    question.pins.check_fits(cluster)
+    compress = _with_plan_read(question.compress)
+    question = replace(question, compress=compress)
+    compress.pinned.check_model(job.model)
+    compress.pinned.check_fits(cluster)
     preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
     training, captured = capture_job(job)
-    compiler = Compiler(cluster, micro_batches=question.accumulate)
+    compiler = Compiler(cluster, feedback=compress.feedback, micro_batches=question.accumulate)
     foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
     if preset is not None:
         costs = preset.costs(question.compressors)
@@ -198,7 +185,7 @@ def what_if(
     tell("choosing")
     terms = replace(question.terms, bursts=burst_share(update_kinds(captured.graph)))
     choice = choose(workload, costs, cluster, terms)
-    wanted = choice.plan if question.plan is None else question.plan.make(workload, costs)
+    wanted = choice.plan if compress.plan is None else plan_as_given(compress.plan, workload, costs, cluster)
     if wanted.buckets:
         wanted.check_covers(workload.sizes, workload.types)
         wanted.check_fits(cluster)
@@ -209,7 +196,7 @@ def what_if(
         workload=workload,
         costs=costs,
         cluster=cluster,
-        mode=question.mode,
+        mode=compress.mode,
         flip_gbit=_flip_gbit(workload, costs, cluster, terms, choice),
         is_own_compute=question.step_ms is None and preset is None and not foreign,
         notes=(
@@ -220,7 +207,7 @@ def what_if(
         ),
         unknowns=unknowns(captured.graph),
         micro_batches=question.accumulate,
-        budget=question.budget,
+        budget=terms.budget,
     )
 
 
@@ -248,20 +235,21 @@ def with_processors(costs: CostTable, device: torch.device) -> CostTable:
     return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
-def rewritten(job: Job, cluster: Cluster, *, plan: AskedPlan | None = None, pins: Pins = NO_PINS) -> Program:
+def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None) -> Program:
     """The job's step for a cluster by assumed costs alone: the same on every machine. Raises BadOption."""
-    Question(plan=plan, pins=pins).check()
-    pins.check_model(job.model)
-    pins.check_fits(cluster)
+    compress, costs = _with_plan_read(compress or Compress.of(job.compress)), CostTable()
+    compress.pinned.check_model(job.model)
+    compress.pinned.check_fits(cluster)
     _, captured = capture_job(job)
-    costs = CostTable()
-    workload = Compiler(cluster).analyze(captured.graph, costs)
-    wanted = (
-        plan.make(workload, costs) if plan else choose(workload, costs, cluster, Terms(Mode.BALANCED, pins=pins)).plan
-    )
+    compiler = Compiler(cluster, feedback=compress.feedback)
+    workload = compiler.analyze(captured.graph, costs)
     if cluster.world_size == 1:
         wanted = Plan(())
-    return Compiler(cluster).emit(captured, wanted, costs)
+    elif compress.plan is not None:
+        wanted = plan_as_given(compress.plan, workload, costs, cluster)
+    else:
+        wanted = choose(workload, costs, cluster, Terms.of(compress)).plan
+    return compiler.emit(captured, wanted, costs)
 
 
 def graph_after(program: Program, after: str | None) -> GraphModule:
@@ -291,7 +279,7 @@ def measured_here(
     plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
     program = compiler.emit(captured, plan, costs)
     inputs = Inputs(training)
-    state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), CLASSIC)
+    state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), compiler.feedback)
     example = Example(captured, inputs, pytree.tree_leaves(batch), StepGuard(training))
     arguments = example.arguments(program, state)
     measured = measure_step(program, arguments, [NullTransport()], MOST_REPEATS, MEASURING_US)[0]
@@ -346,12 +334,16 @@ def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | No
     return tuple(notes)
 
 
-def plan_named(text: str, cluster: Cluster) -> AskedPlan:
-    """Read `--plan`: the path of a saved plan, or one compressor for all matrices."""
-    if text.endswith(".json") or "/" in text:
-        loaded = Plan.load(Path(text))
-        used = dict.fromkeys(c for bucket in loaded.buckets for c in bucket.strategy.compressors)
-        return AskedPlan(tuple(used), lambda _workload, _costs: loaded)
-    check_names_compressor(text)
-    used = strategy_named(text).compressors
-    return AskedPlan(tuple(used), lambda workload, costs: plan_as_given(text, workload, costs, cluster))
+def _with_plan_read(compress: Compress) -> Compress:
+    """Read a plan that was saved."""
+    given = compress.plan
+    if isinstance(given, str | Path) and is_path(given):
+        return compress.following(Plan.load(given))
+    return compress
+
+
+def _compressors_of(given: GivenPlan | None) -> tuple[Compressor, ...]:
+    if given is None:
+        return ()
+    strategies = [each.strategy for each in given.buckets] if isinstance(given, Plan) else [strategy_named(str(given))]
+    return tuple(dict.fromkeys(compressor for strategy in strategies for compressor in strategy.compressors))

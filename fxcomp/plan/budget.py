@@ -1,12 +1,13 @@
 """Say how much of the gradient a plan may lose, by reference to what users know.
 
-    0.05             a relative squared error of the whole gradient
-    "topk(0.01)"     as much as this loses everywhere, by the same table of errors
-    "int4 > int4"    the same of two shots
-    "balanced"       a mode's limit: as much as its uniform reference loses
+    0.05                    a relative squared error of the whole gradient
+    like("topk(0.01)")      as much as this loses everywhere, by the same table of errors
+    like("int4 > int4")     the same of two shots
+    "balanced"              a mode's limit: as much as its uniform reference loses
 
-A uniform setting is what `plan=` makes of it: vectors stay dense where balanced mode would not compress them. A mode's
-reference compresses all gradients. Where nothing has been measured a mode's limit is its number (`modes.py`).
+A uniform setting is what `compress="topk(0.01)"` makes of it: vectors stay dense where balanced mode would not compress
+them. A mode's reference compresses all gradients. Where nothing has been measured a mode's limit is its number
+(`modes.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption, BadStrategy
 from fxcomp.plan.error_budget import strategy_error
 from fxcomp.plan.given import is_strategy
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies
+from fxcomp.plan.modes import MODES, Content, Mode, error_limit, strategies
 from fxcomp.plan.strategy import DENSE, Strategy
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,45 +34,29 @@ _REFERENCES = {Mode.LOSSLESS: "dense", Mode.BALANCED: "int4 > int4", Mode.AGGRES
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """An error that a plan may have; make one by `parse`."""
+    """An error that a plan may have; users make one by `like`."""
 
     text: str
+    """A number, a mode's name, or a uniform setting."""
 
     @classmethod
-    def parse(cls, asked: object) -> ErrorBudget:
-        """Read a number, a mode's name or a uniform setting. Raises BadOption."""
-        if isinstance(asked, bool) or not isinstance(asked, str | int | float):
-            raise BadOption(f"error_budget is a number or a text; it is a {type(asked).__name__}.\n  {_EXAMPLES}")
-        text = str(asked).strip()
+    def parse(cls, text: str) -> ErrorBudget:
+        """Read `text`, as one holds it. Raises BadOption."""
         number = _number_of(text)
         if number is not None:
-            if not 0 <= number < 1:
-                raise BadOption(
-                    f"error_budget={asked!r} is no error that a plan may have: a relative squared error is from 0,"
-                    f" nothing lost, to below 1, everything.\n  {_EXAMPLES}"
-                )
-            return cls(f"{number:g}")
-        if text != "dense" and text not in _MODES:
-            try:
-                text = " > ".join(str(parse_compressor(each)) for each in _shots(text))
-                _strategy_of(text)
-            except (ValueError, BadStrategy) as error:
-                why = str(error).partition("\n")[0]
-                raise BadOption(
-                    f"error_budget={asked!r} is neither a number, a mode nor a uniform setting: {why}.\n  {_EXAMPLES}"
-                ) from None
-        return cls(text)
+            return within_budget(number)
+        return cls(text) if text in MODES else like(text)
 
     @property
     def is_uniform(self) -> bool:
         """It names one compressor, or two, for everywhere."""
-        return _number_of(self.text) is None and self.text not in _MODES
+        return _number_of(self.text) is None and self.text not in MODES
 
     def strategies(self, cluster: Cluster) -> tuple[Strategy, Strategy] | None:
         """Return what matrices and vectors of the reference travel by; None for a number."""
         if _number_of(self.text) is not None:
             return None
-        if self.text in _MODES:
+        if self.text in MODES:
             reference = _strategy_of(_REFERENCES[Mode(self.text)])
             return reference, reference
         strategy = _strategy_of(self.text)
@@ -83,7 +68,7 @@ class ErrorBudget:
         reference = self.strategies(cluster)
         if reference is None:
             return float(self.text)
-        if self.text in _MODES and not table.is_measured:
+        if self.text in MODES and not table.is_measured:
             return error_limit(Mode(self.text))
         squares = lost = 0.0
         for name, shape in shapes.items():
@@ -93,7 +78,48 @@ class ErrorBudget:
         return lost / squares if squares > 0 else 0.0
 
     def __str__(self) -> str:
-        return self.text
+        return f"like({self.text})" if self.is_uniform else self.text
+
+
+def like(setting: str) -> ErrorBudget:
+    """Allow as much as a uniform setting loses everywhere: "topk(0.01)", "int4 > int4". Raises BadOption."""
+    if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadOption(
+            f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"
+        )
+    text = setting.strip()
+    if text == "dense":
+        return ErrorBudget(text)
+    try:
+        text = " > ".join(str(parse_compressor(each)) for each in _shots(text))
+        _strategy_of(text)
+    except (ValueError, BadStrategy) as error:
+        why = str(error).partition("\n")[0]
+        raise BadOption(f"like({setting!r}) is no uniform setting: {why}.\n  {_EXAMPLES}") from None
+    return ErrorBudget(text)
+
+
+def within_budget(within: object) -> ErrorBudget:
+    """Read a mode's name, a number, or what `like` returned. Raises BadOption."""
+    if isinstance(within, ErrorBudget):
+        return within
+    if isinstance(within, str):
+        return ErrorBudget(_mode_named(within).value)
+    if isinstance(within, bool) or not isinstance(within, int | float):
+        raise BadOption(f"within= is a mode, a number or like(...); it is a {type(within).__name__}.\n  {_EXAMPLES}")
+    if not 0 <= within < 1:
+        raise BadOption(
+            f"within={within!r} is no error that a plan may have: a relative squared error is from 0, nothing lost, to"
+            f" below 1, everything.\n  {_EXAMPLES}"
+        )
+    return ErrorBudget(f"{within:g}")
+
+
+def _mode_named(text: str) -> Mode:
+    try:
+        return Mode.parse(text)
+    except BadOption as error:
+        raise BadOption(f"within={text!r}: {error}\n  {_EXAMPLES}") from None
 
 
 @dataclass(frozen=True)
@@ -108,11 +134,9 @@ class Budget:
         return self.asked.limit_of(shapes, cluster, self.table)
 
 
-_MODES = frozenset(mode.value for mode in Mode)
-
 _EXAMPLES = (
-    'Write a number such as 0.05, a mode ("balanced"), or a uniform setting: "int4", "topk(0.01)", "powersgd(4)",'
-    ' "int4 > int4".'
+    'Write within="balanced", within=0.05, or within=like("topk(0.01)"), where like takes one compressor or two:'
+    ' "int4", "powersgd(4)", "int4 > int4".'
 )
 
 

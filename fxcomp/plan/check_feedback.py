@@ -21,20 +21,9 @@ def check_is_feedback(options: object) -> None:
     """Refuse what is no ErrorFeedback, such as a dict of its options."""
     if not isinstance(options, ErrorFeedback):
         raise BadOption(
-            f"error_feedback is an ErrorFeedback, not a {type(options).__name__}.\n"
-            "  Pass fxcomp.ErrorFeedback(...), or leave error_feedback= out."
+            f"feedback is an ErrorFeedback, not a {type(options).__name__}.\n"
+            "  Pass fxcomp.ErrorFeedback(...), or leave feedback= out."
         )
-
-
-def check_needs_no_optimizer(options: object, why: str) -> None:
-    """Refuse what needs the optimizer, or a count of its steps, where it is the user's own; `why` says so."""
-    check_is_feedback(options)
-    for name in ("scale_with_lr", "dense_steps", "density_steps", "momentum"):
-        if getattr(options, name):
-            raise BadOption(
-                f"ErrorFeedback.{name} needs the optimizer, {why}.\n"
-                "  Use fxcomp.compile_step, which compiles the whole step."
-            )
 
 
 def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
@@ -43,7 +32,7 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
         if getattr(options, name) and not planned:
             raise BadOption(
                 f"ErrorFeedback({name}=True) is for experiments with a given plan: fxcomp chooses none that needs it.\n"
-                f"  Pass plan=, or leave {name}=True out."
+                f"  Name a plan, or leave {name}=True out."
             )
 
 
@@ -125,9 +114,9 @@ def check_plan(
             f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. The optimizer's update is"
             f" {strictest(bent).value}: there delayed errors do not add up, and at most {burst_share(bent):.0%} are"
             " allowed.\n"
-            "  Use int8, int4 or sign, or torch.optim.SGD, or leave it to fxcomp: without plan=, or without a pattern"
-            " of per_parameter= that pins these. To do it all the same, pass"
-            " error_feedback=ErrorFeedback(allow_diverging=True)."
+            "  Use int8, int4 or sign, or torch.optim.SGD, or let fxcomp choose: name no plan, and no pattern"
+            " of pins= that pins these. To do it all the same, pass"
+            " Compress(feedback=ErrorFeedback(allow_diverging=True), ...)."
         )
 
 

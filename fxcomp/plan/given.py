@@ -7,14 +7,15 @@ from typing import Any
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan
+from fxcomp.plan.modes import MODES
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 
 GivenPlan = Plan | str | Path
 
 _EXAMPLES = (
-    "Use 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a strategy's text such as"
-    " 'compress(int4)@gpu > all_gather@world > decompress@gpu', a .json path, or a fxcomp.Plan."
+    f"The modes are {', '.join(MODES)}. A plan is 'dense', 'bf16', 'int8', 'sign', 'topk(0.01)', a strategy's text such"
+    " as 'compress(int4)@gpu > all_gather@world > decompress@gpu', a .json path, or a fxcomp.Plan."
 )
 
 
@@ -56,11 +57,13 @@ def check_names_compressor(plan: str) -> None:
     if is_strategy(plan):
         Strategy.parse(plan)
         return
+    if plan in MODES:
+        raise BadPlan(f"{plan!r} is a mode and no plan: write compress={plan!r}, or Compress(within={plan!r}, ...).")
     try:
         strategy_named(plan)
     except ValueError as error:
         raise BadPlan(
-            f"plan={plan!r} is neither the path of a saved plan nor a compressor: {error}.\n  {_EXAMPLES}"
+            f"{plan!r} is neither the path of a saved plan nor a compressor: {error}.\n  {_EXAMPLES}"
         ) from None
 
 

@@ -25,13 +25,13 @@ class Mode(Enum):
     @classmethod
     def parse(cls, text: str) -> Mode:
         """Read a mode. Raises BadOption."""
-        names = [mode.value for mode in cls]
-        if text in names:
+        if text in MODES:
             return cls(text)
-        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadOption(f"mode is one of {', '.join(names)}; it is {text!r}")
-        close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.0)
-        raise BadOption(f"there is no mode {text!r}; did you mean {close[0]!r}? The modes are {', '.join(names)}.")
+        close = difflib.get_close_matches(text.lower(), MODES, n=1, cutoff=0.0)
+        raise BadOption(f"there is no mode {text!r}; did you mean {close[0]!r}? The modes are {', '.join(MODES)}.")
+
+
+MODES = tuple(mode.value for mode in Mode)
 
 
 class Content(Enum):

@@ -59,7 +59,7 @@ class Rule:
         except BadCompressor as error:
             why = str(error).partition("\n")[0]
             raise BadOption(
-                f"per_parameter[{self.pattern!r}]={self.text!r} cannot be for {name!r}: {why}\n"
+                f"pins[{self.pattern!r}]={self.text!r} cannot be for {name!r}: {why}\n"
                 "  Pin it to a compressor that sends every value, such as int8, or leave it out of the pattern."
             ) from None
 
@@ -75,20 +75,20 @@ class Pins:
 
     @classmethod
     def read(cls, given: object) -> Pins:
-        """Read `per_parameter`: a mapping from patterns to strategies. Raises BadOption."""
+        """Read `pins=`: a mapping from patterns to strategies. Raises BadOption."""
         if given is None:
             return NO_PINS
         if not isinstance(given, Mapping):
             raise BadOption(
-                f"per_parameter maps patterns of parameter names to strategies; it is a {type(given).__name__}.\n"
-                '  Write per_parameter={"*.embedding.weight": "dense", "lm_head.*": "int8"}.'
+                f"pins= maps patterns of parameter names to strategies; it is a {type(given).__name__}.\n"
+                '  Write pins={"*.embedding.weight": "dense", "lm_head.*": "int8"}.'
             )
         pins = cls(tuple(_rule(*pair) for pair in cast("Mapping[object, object]", given).items()))
         texts = pins.texts
         if len(texts) > MOST_STRATEGIES:
             raise BadOption(
-                f"per_parameter names {len(texts)} strategies, and at most {MOST_STRATEGIES} different ones can be"
-                " pinned.\n  Give several patterns the same strategy, or write a whole plan and pass plan=."
+                f"pins= names {len(texts)} strategies, and at most {MOST_STRATEGIES} different ones can be"
+                " pinned.\n  Give several patterns the same strategy, or write a whole plan and name that."
             )
         return pins
 
@@ -152,14 +152,14 @@ class Pins:
             frozen = [name for name in matched if not trained[name]]
             if frozen == matched:
                 raise BadOption(
-                    f"per_parameter[{rule.pattern!r}] is about {_names(frozen)}, which"
+                    f"pins[{rule.pattern!r}] is about {_names(frozen)}, which"
                     f" {'needs' if len(frozen) == 1 else 'need'} no gradient (requires_grad=False): nothing of it"
                     " travels.\n  Leave the pattern out."
                 )
             if all(self.rule_for(name) is not rule for name in matched):
                 others = dict.fromkeys(repr(other.pattern) for name in matched if (other := self.rule_for(name)))
                 raise BadOption(
-                    f"per_parameter[{rule.pattern!r}] decides nothing: what it matches, {' or '.join(others)} matches"
+                    f"pins[{rule.pattern!r}] decides nothing: what it matches, {' or '.join(others)} matches"
                     " too, and the last pattern that matches decides.\n"
                     "  Write general patterns first and special ones after them."
                 )
@@ -171,7 +171,7 @@ class Pins:
         decides = self.rule_for(first)
         if is_alone or decides is None or decides.text != rule.text:
             raise BadOption(
-                f"per_parameter[{rule.pattern!r}] matches {name!r}, which is the same tensor as {first!r}, and not that"
+                f"pins[{rule.pattern!r}] matches {name!r}, which is the same tensor as {first!r}, and not that"
                 " name.\n  A tensor is pinned by its first name in model.named_parameters(): write a pattern for that"
                 " name, and none that matches the other alone."
             )
@@ -183,9 +183,7 @@ class Pins:
                 for strategy in rule.strategies(cluster):
                     Plan((Bucket((rule.pattern,), (1,), strategy),)).check_fits(cluster)
             except BadPlan as error:
-                raise BadOption(
-                    f"per_parameter[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}"
-                ) from None
+                raise BadOption(f"pins[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}") from None
 
     def facts(self) -> list[str]:
         """List what must be the same on all ranks, in the order that counts."""
@@ -203,24 +201,24 @@ class Pins:
 NO_PINS = Pins()
 
 
-def parse_pins(texts: Sequence[str]) -> Pins:
+def parse_pins(texts: Sequence[str]) -> dict[str, str]:
     """Read `PATTERN=STRATEGY` texts. Raises BadOption."""
     given: dict[str, str] = {}
     for text in texts:
         pattern, equals, strategy = text.partition("=")
         if not equals:
-            raise BadOption(f"--per-parameter {text!r} has no '='; write 'PATTERN=STRATEGY', like 'lm_head.*=int8'")
+            raise BadOption(f"--pin {text!r} has no '='; write 'PATTERN=STRATEGY', like 'lm_head.*=int8'")
         pattern = pattern.strip()
         if pattern in given:
-            raise BadOption(f"--per-parameter names the pattern {pattern!r} twice: keep one")
+            raise BadOption(f"--pin names the pattern {pattern!r} twice: keep one")
         given[pattern] = strategy.strip()
-    return Pins.read(given)
+    return given
 
 
 def _rule(pattern: object, value: object) -> Rule:
     if not isinstance(pattern, str) or not pattern:
-        raise BadOption(f"per_parameter's keys are patterns of parameter names; {pattern!r} is none")
-    what = f"per_parameter[{pattern!r}]"
+        raise BadOption(f"keys of pins= are patterns of parameter names; {pattern!r} is none")
+    what = f"pins[{pattern!r}]"
     value = str(value) if isinstance(value, Strategy) else value
     if not isinstance(value, str):
         raise BadOption(f"{what} is the text of a compressor or strategy, like 'int8'; it is a {type(value).__name__}")
@@ -240,7 +238,7 @@ def _rule(pattern: object, value: object) -> Rule:
 
 
 def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
-    text = f"per_parameter[{rule.pattern!r}] matches no parameter"
+    text = f"pins[{rule.pattern!r}] matches no parameter"
     asked = rule.pattern.replace("*", "").replace("?", "")
     near = difflib.get_close_matches(asked, names, n=_SHOWN, cutoff=0.5) or _sharing(asked, names)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f": they are named like {_names(names)}."

@@ -181,7 +181,7 @@ class Plan:
             ]
             raise BadPlan(
                 "the plan is for another model: " + "; ".join(part for part in parts if part) + ".\n"
-                "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
+                "  Name a mode to let fxcomp choose, or save a new plan with step.plan.save(path)."
             )
         for number, bucket in enumerate(self.buckets):
             for name in bucket.names:
@@ -189,7 +189,7 @@ class Plan:
                     raise BadPlan(
                         f"bucket {number} of the plan holds {bucket.element_type} gradients; that of {name!r} is"
                         f" {types[name]} here.\n"
-                        "  Leave plan= out to let fxcomp choose, or save a new plan with step.plan.save(path)."
+                        "  Name a mode to let fxcomp choose, or save a new plan with step.plan.save(path)."
                     )
 
     def check_fits(self, cluster: Cluster) -> None:
@@ -201,7 +201,7 @@ class Plan:
                         f"bucket {number} of the plan goes by {step.kind.value}@{step.level.value}"
                         f" ({bucket.strategy}), which needs as many ranks on every host and in every rack; here the"
                         f" hosts have {cluster.shape}.\n"
-                        "  Leave plan= out to let fxcomp choose, or write a strategy over @world, or one from"
+                        "  Name a mode to let fxcomp choose, or write a strategy over @world, or one from"
                         " reduce@intra to broadcast@intra."
                     )
 

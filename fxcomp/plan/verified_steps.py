@@ -19,7 +19,7 @@ class VerifiedSteps:
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:
-        """Read the option `verify_every`. Raises BadOption."""
+        """Read `Checks.verify`. Raises BadOption."""
         if option == SAMPLED:
             return cls(None)
         if option == NEVER:
@@ -27,7 +27,7 @@ class VerifiedSteps:
         if isinstance(option, int) and option >= 0:
             return cls(int(option))
         raise BadOption(
-            f"verify_every must be {SAMPLED!r}, {NEVER!r} or a number of steps, 0 for never; it is {option!r}.\n"
+            f"verify must be {SAMPLED!r}, {NEVER!r} or a number of steps, 0 for never; it is {option!r}.\n"
             f"  {SAMPLED!r} verifies steps 2, 5, 10, 20, 50, 100 and so on."
         )
 

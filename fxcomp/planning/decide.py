@@ -15,7 +15,6 @@ from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.budget import Budget
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path
 from fxcomp.plan.modes import LADDER_COMPRESSORS
 from fxcomp.plan.plan import Plan
@@ -52,13 +51,14 @@ class Planner:
         Raises BadPlan where a given plan does not fit, and BadOption where what is pinned does not.
         """
         cluster = self.site.cluster
-        if cluster.world_size == 1 or self.options.plan is not None:
+        compress = self.options.compress
+        if cluster.world_size == 1 or compress.plan is not None:
             table = costs or CostTable()
-            return self._as_told(self.options.plan, self.compiler.analyze(self.graph, table), table)
-        self.options.pins.check_fits(cluster)
+            return self._as_told(compress.plan, self.compiler.analyze(self.graph, table), table)
+        compress.pinned.check_fits(cluster)
         if costs is None:
-            offered = () if self.options.error_budget is None else LADDER_COMPRESSORS
-            costs = gathered_costs(self.site, (*self.options.pins.compressors, *offered))
+            offered = () if compress.budget is None else LADDER_COMPRESSORS
+            costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
             if example is not None:
                 costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
         return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
@@ -76,8 +76,7 @@ class Planner:
     @property
     def terms(self) -> Terms:
         """What plans of this job may be, by errors of Gaussian values."""
-        budget = self.options.error_budget
-        return Terms(self.options.mode, self.bursts, self.options.pins, budget and Budget(budget))
+        return Terms.of(self.options.compress, self.bursts)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Choose on rank 0 and follow on all; of several groups beside each other, the first one chooses for all."""

@@ -34,7 +34,7 @@ def error_sections(explanation: Explanation, budget: Budget) -> list[Section]:
 
 def _spent(explanation: Explanation, budget: Budget) -> str:
     allowed, spent, asked = explanation.allowed or 0.0, explanation.spent, budget.asked
-    what = f"as {asked} everywhere" if asked.is_uniform else f"as asked by {asked}"
+    what = f"as {asked.text} everywhere" if asked.is_uniform else f"as asked by {asked}"
     share = f", {spent / allowed:.1%} of it" if allowed else ""
     return f"A plan may lose {allowed:.3g} of the gradient's square, {what}; this one loses {spent:.3g}{share}."
 

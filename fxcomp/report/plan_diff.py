@@ -284,7 +284,7 @@ def note_on_another_plan(before: Plan | None, after: Plan) -> str:
     parts += ["others in another order"] if diff.is_reordered else []
     return (
         f"the loaded state was saved under another plan: {', '.join(parts)}. All that is owed is kept, but training"
-        " does not go on bit for bit; compile with plan=fxcomp.saved_plan(state) for that."
+        " does not go on bit for bit; compile with compress=fxcomp.saved_plan(state) for that."
     )
 
 

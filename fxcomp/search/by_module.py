@@ -170,7 +170,7 @@ class _Search:
         if len(rules) > 1:
             (one, first), (other, second) = list(rules.items())[:2]
             raise BadOption(
-                f"per_parameter says {one} for {first!r} and {other} for {second!r}, whose gradients fully_shard"
+                f"pins= says {one} for {first!r} and {other} for {second!r}, whose gradients fully_shard"
                 " scatters together.\n  Say the same for both, or call fully_shard for each of their modules."
             )
         return next((scattered_by(text) for text in rules), None)

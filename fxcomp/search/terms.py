@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.budget import Budget
+from fxcomp.plan.compress import Compress
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies, strategies_within
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
@@ -33,6 +34,12 @@ class Terms:
     """In the place of the mode's limit and compressors."""
     share: float = 1.0
     """Of the limit: what may be spent."""
+
+    @classmethod
+    def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
+        """Read what a user asked for, by errors of Gaussian values unless others are known."""
+        asked = compress.budget
+        return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
     @property
     def table(self) -> ErrorTable:
@@ -68,7 +75,7 @@ class Terms:
         pinned, elements = Pinned.of(self.pins, workload, cluster, losses), elements_of(workload)
         if not pinned.exceeds(limit * elements):
             return self.table.notes
-        by = f"mode {self.mode.value}" if self.budget is None else f"error_budget={self.budget.asked}"
+        by = f"mode {self.mode.value}" if self.budget is None else f"within={self.budget.asked}"
         return (
             f"What is pinned by hand loses {pinned.lost / max(1, elements):.2g} of the gradient's square, more than the"
             f" {limit:.2g} that {by} allows in all. So everything else stays dense.",

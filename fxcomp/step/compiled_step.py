@@ -88,8 +88,8 @@ class CompiledStep:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
         self.errors: ErrorWatch | None = None
-        """Measures what compressors lose of gradients; None without an error budget, or with one rank."""
-        if options.error_budget is not None and site.ranks.world_size > 1:
+        """Measures what compressors lose of gradients; None unless `measured`, or with one rank."""
+        if options.compress.measured and site.ranks.world_size > 1:
             self.watch_errors()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -161,7 +161,7 @@ class CompiledStep:
 
     def _run(self, program: Program, leaves: Sequence[Any], observer: Observer | None) -> Any:
         inputs, state, runtime = self.in_force.inputs, self.in_force.state, self.in_force.runtime
-        if self._options.feedback.scale_with_lr:
+        if self._options.compress.feedback.scale_with_lr:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())
         arguments = inputs.of(program, leaves, state)
         self._lockstep.has_begun = True
@@ -264,7 +264,7 @@ class CompiledStep:
 
     @property
     def moves(self) -> Sequence[Move]:
-        """The changes of the plan that followed the gradients (`error_budget`)."""
+        """The changes of the plan that followed the gradients (`Compress(measured=True)`)."""
         return self._steering.adaptation.moves if self._steering.adaptation is not None else ()
 
     @property

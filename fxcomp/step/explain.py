@@ -19,7 +19,7 @@ from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
 EVERY_STEP_VERIFIED = (
-    "every step is verified, so none is timed (verify_every=1): plans do not race, and what turns out slower than"
+    "every step is verified, so none is timed (Checks(verify=1)): plans do not race, and what turns out slower than"
     " predicted is not noticed"
 )
 
@@ -49,7 +49,7 @@ class Explainer:
         decision = force.decision
         told = set(map(str, moves))
         others = [note for note in notes if note not in told]
-        is_unseen = self._site.ranks.world_size > 1 and self._options.verified.is_all
+        is_unseen = self._site.ranks.world_size > 1 and self._options.checks.verified.is_all
         return Explanation(
             plan=force.plan,
             timeline=force.predicted,
@@ -58,7 +58,7 @@ class Explainer:
             cluster=self._site.cluster,
             batch=force.first_kind.text,
             choice=decision.choice,
-            mode=self._options.mode.value,
+            mode=self._options.compress.mode.value,
             flip_gbit=self._flip_gbit(decision),
             notes=(*decision.notes, *((EVERY_STEP_VERIFIED,) if is_unseen else ()), *others),
             measured_ms=times.median_ms,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import CannotReplan
-from fxcomp.options import Replan, StepOptions
+from fxcomp.options import StepOptions
 from fxcomp.runtime.clock import clock_of
 from fxcomp.search.choose import predict_us
 from fxcomp.site import Site
@@ -60,12 +60,12 @@ class Monitor:
             return predict_us(decision.workload, decision.plan, decision.costs, site.cluster)
 
         step_us = site.ranks.from_rank_0("how long a step is", predicted_us)
-        return Watch(Schedule.of(step_us, self._options.verified), clock_of(site.device))
+        return Watch(Schedule.of(step_us, self._options.checks.verified), clock_of(site.device))
 
     def calendar(self, *, is_quiet: bool) -> Calendar:
         """Say which steps to come are verified, and which are timed while one plan is followed."""
         every, begun = (0, 0) if self.watch is None else (self.watch.schedule.every, self.watch.begun)
-        return Calendar(self._options.verified, every, begun, is_quiet)
+        return Calendar(self._options.checks.verified, every, begun, is_quiet)
 
     # Beginning again
 
@@ -109,7 +109,7 @@ class Monitor:
         findings = self.compare(step)
         fresh = [finding for finding in findings if finding.cause not in self._noted]
         self._noted.update(finding.cause for finding in fresh)
-        is_automatic = self._options.replan is Replan.AUTO and step >= self._patient_until
+        is_automatic = self._options.checks.replan == "auto" and step >= self._patient_until
         offers = not self._options.why_not_replan and not is_automatic
         note = ""
         if fresh:  # the predicted steps are a rank's own

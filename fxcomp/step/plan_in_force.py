@@ -15,8 +15,8 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.check_feedback import check_momentum, check_rates
-from fxcomp.plan.error_feedback import Stage
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.warmup import NO_WARMUP, Stage, Warmup
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
@@ -32,11 +32,18 @@ class PlanInForce:
     """What a step follows, and all that is made for it: warm-up stages, runtime, programs."""
 
     def __init__(
-        self, decision: Decision, compiler: Compiler, site: Site, capture: StepCapture, inputs: Inputs, seed: int
+        self,
+        decision: Decision,
+        compiler: Compiler,
+        site: Site,
+        capture: StepCapture,
+        inputs: Inputs,
+        seed: int,
+        warmup: Warmup = NO_WARMUP,
     ):
         self._compiler, self._site, self._capture = compiler, site, capture
         self.inputs = inputs
-        self.stages = compiler.feedback.stages(decision.plan)
+        self.stages = warmup.stages(decision.plan)
         """The plans that are followed one after the other; the last one stays."""
         self._stage: int = 0
         names = sorted(capture.first.gradient_names)

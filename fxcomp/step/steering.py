@@ -94,7 +94,7 @@ class Steering:
                 self._end_turn(self._race, step)
         elif self._races_at is not None:
             if step == self._races_at:
-                self._race, self._races_at = Race(self._runners, step, self._options.verified.__contains__), None
+                self._race, self._races_at = Race(self._runners, step, self._options.checks.verified.__contains__), None
         elif self._monitor.judges_prediction_at(step):
             with self._ranks.together("comparing steps with their prediction"):
                 self._judge(step)
@@ -103,7 +103,7 @@ class Steering:
 
     def follow_errors(self, errors: Errors) -> None:
         """Let the plan follow what compressors lose, from now on."""
-        if self._options.error_budget is not None and not self._options.why_not_replan:
+        if self._options.compress.measured and not self._options.why_not_replan:
             terms = self._planner.terms
             self.adaptation = Adaptation(self._in_force, errors, terms, self._site, self._monitor.follow, self._note)
 
@@ -160,8 +160,8 @@ class Steering:
         """Raise CannotReplan where planning anew is no option."""
         if self._monitor.watch is None:
             raise CannotReplan(
-                "nothing is timed here: with one rank, with replan='off', or with plan= and no costs=.\n"
-                "  Leave plan= and replan= out."
+                "nothing is timed here: with one rank, with replan='off', or with a given plan and no costs=.\n"
+                "  Let compress= name a mode, and leave replan= out."
             )
         if self._options.why_not_replan:
             raise CannotReplan(self._options.why_not_replan)

@@ -28,12 +28,14 @@ def beside_eager(
     batches: Sequence[Any],
     between: Callable[[nn.Module, int], None] = lambda model, step: None,  # noqa: ARG005
     *,
-    verify_every: int | str = "never",
+    verify: int | str = "never",
 ) -> tuple[nn.Module, nn.Module]:
     """Train the model compiled and a copy of it by eager PyTorch; both are changed before each step."""
     reference = copy.deepcopy(model)
     optimizer, reference_optimizer = sgd(model), sgd(reference)
-    step = fxcomp.compile_step(model, squares, optimizer, batches[0], max_grad_norm=1.0, verify_every=verify_every)
+    step = fxcomp.compile_step(
+        model, squares, optimizer, batches[0], max_grad_norm=1.0, checks=fxcomp.Checks(verify=verify)
+    )
     for number, batch in enumerate(batches):
         between(model, number)
         between(reference, number)
@@ -117,12 +119,12 @@ class Writing(nn.Module):
         return self.layer(x) + self.words(torch.tensor([0, 2, 4]))
 
 
-@pytest.mark.parametrize("verify_every", ["never", 1])
+@pytest.mark.parametrize("verify", ["never", 1])
 @pytest.mark.parametrize(
     "write", [lambda w: w.data.mul_(0.9), lambda w: w.copy_(functional.normalize(w, dim=1))], ids=["data", "copy"]
 )
-def test_a_forward_pass_may_write_parameters(write: Callable[[nn.Parameter], Any], verify_every: int | str):
-    assert_alike(beside_eager(Writing(write), [torch.randn(3, 4) for _ in range(3)], verify_every=verify_every))
+def test_a_forward_pass_may_write_parameters(write: Callable[[nn.Parameter], Any], verify: int | str):
+    assert_alike(beside_eager(Writing(write), [torch.randn(3, 4) for _ in range(3)], verify=verify))
 
 
 class Overlapping(nn.Module):
@@ -186,4 +188,4 @@ class Unused(nn.Module):
 
 
 def test_a_gradient_that_is_one_number_spread_is_verified_and_clipped():
-    assert_alike(beside_eager(Unused(), [torch.randn(3, 4)] * 2, verify_every=1))
+    assert_alike(beside_eager(Unused(), [torch.randn(3, 4)] * 2, verify=1))

@@ -61,7 +61,7 @@ def assert_trains_as_eager(make: Make, steps: int = 4, before: int = 0) -> None:
     for batch in BATCHES[:before]:
         eager_step(model, ours, batch)
         eager_step(eager, theirs, batch)
-    step = fxcomp.compile_step(model, square, ours, BATCHES[0], verify_every=2, plan="dense")
+    step = fxcomp.compile_step(model, square, ours, BATCHES[0], compress="dense", checks=fxcomp.Checks(verify=2))
     for number, batch in enumerate(BATCHES[:steps]):
         for optimizer in (*ours, *theirs):
             for group in optimizer.param_groups:
@@ -225,7 +225,9 @@ def test_state_is_asked_for_once_where_an_optimizer_keeps_none():
                 parameter.sub_(gradient, alpha=group["lr"])
 
     model = two_layers()
-    step = fxcomp.compile_step(model, square, OfMatrices(model.parameters()), BATCHES[0], verify_every="never")
+    step = fxcomp.compile_step(
+        model, square, OfMatrices(model.parameters()), BATCHES[0], checks=fxcomp.Checks(verify="never")
+    )
     step(BATCHES[0])
     before = OfMatrices.asked
     step(BATCHES[1])
@@ -241,7 +243,14 @@ def assert_same_clipped(model: nn.Module, ours: Sequence[torch.optim.Optimizer],
     theirs = make(eager)
     wrapped = DistributedDataParallel(eager) if dist.is_initialized() else eager
     step = fxcomp.compile_step(
-        model, square, ours, BATCHES[rank], plan="dense", max_grad_value=0.01, verify_every=1, skip_nonfinite=True
+        model,
+        square,
+        ours,
+        BATCHES[rank],
+        max_grad_value=0.01,
+        skip_nonfinite=True,
+        compress="dense",
+        checks=fxcomp.Checks(verify=1),
     )
     clipped = 0
     for number in range(3):

@@ -26,7 +26,9 @@ def trained(loss: Any, batches: Callable[[int], Any], compile_it: bool) -> list[
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = fxcomp.compile_step(model, loss, optimizer, batches(0), verify_every=1) if compile_it else None
+    step = (
+        fxcomp.compile_step(model, loss, optimizer, batches(0), checks=fxcomp.Checks(verify=1)) if compile_it else None
+    )
     results: list[Tensor] = []
     for i in range(1, 5):
         batch = batches(i)

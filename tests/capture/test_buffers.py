@@ -157,7 +157,9 @@ def _follow(build: Callable[[], nn.Module]) -> dict[str, Any]:
     model = build()
     reference = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference))
-    step = fxcomp.compile_step(model, squares, optimizer, batch_of(0, rank), plan="dense", verify_every=1)
+    step = fxcomp.compile_step(
+        model, squares, optimizer, batch_of(0, rank), compress="dense", checks=fxcomp.Checks(verify=1)
+    )
     ddp = DistributedDataParallel(reference)
     found: dict[str, float] = {}
     for k in range(len(LENGTHS[rank])):
@@ -179,7 +181,7 @@ def _follow(build: Callable[[], nn.Module]) -> dict[str, Any]:
 def _write_much() -> str:
     model = WritesMuch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = fxcomp.compile_step(model, squares, optimizer, torch.ones(4, 3), plan="dense")
+    step = fxcomp.compile_step(model, squares, optimizer, torch.ones(4, 3), compress="dense")
     step(torch.ones(4, 3))
     try:
         step(torch.ones(8, 3))
@@ -213,7 +215,7 @@ def refused_to_write_a_parameter() -> str:
     model = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        fxcomp.compile_step(model, lambda model, batch: model(batch).sum(), optimizer, torch.arange(3), plan="int4")
+        fxcomp.compile_step(model, lambda model, batch: model(batch).sum(), optimizer, torch.arange(3), compress="int4")
     except CaptureFailed as error:
         return str(error)
     return "compiled"

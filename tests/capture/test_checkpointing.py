@@ -136,7 +136,7 @@ def beside_ddp() -> tuple[float, bool, list[str]]:
     reference = DistributedDataParallel(seeded())
     optimizer, eager = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
     plan = plan_in_turns(model, [Strategy.flat(None)], per_bucket=3)
-    step = fxcomp.compile_step(model, square, optimizer, batches()[0], plan=plan, verify_every=1)
+    step = fxcomp.compile_step(model, square, optimizer, batches()[0], compress=plan, checks=fxcomp.Checks(verify=1))
     is_same = True
     for number, batch in enumerate(batches()):
         torch.manual_seed(number)

@@ -97,7 +97,7 @@ def test_an_operator_that_autocast_reaches_into_is_refused():
         CaptureFailed, match=r"bilinear runs under autocast, .*\n  test_faithful.py:\d+\n  Run it outside"
     ):
         fxcomp.compile_step(model, loss, sgd(model), torch.randn(3, 4))
-    fxcomp.compile_step(model, loss, sgd(model), torch.randn(2, 4), verify_every=1)(torch.randn(2, 4))
+    fxcomp.compile_step(model, loss, sgd(model), torch.randn(2, 4), checks=fxcomp.Checks(verify=1))(torch.randn(2, 4))
 
 
 def test_a_step_may_be_compiled_in_inference_mode():
@@ -133,7 +133,7 @@ def test_sparse_gradients_become_dense_and_update_as_in_eager(kind: str):
     }[kind]
     mine, theirs = make(model.parameters()), make(reference.parameters())
     batches = [torch.randint(0, 9, (3, 2)) for _ in range(3)]
-    step = fxcomp.compile_step(model, squares, mine, batches[0], verify_every=1)
+    step = fxcomp.compile_step(model, squares, mine, batches[0], checks=fxcomp.Checks(verify=1))
     assert "'words.weight' is sparse in eager PyTorch (sparse=True) and dense here: 36 elements" in step.notes[0]
     for batch in batches:
         step(batch)

@@ -94,14 +94,14 @@ FOLLOWED: list[LossFn] = [
 ]
 
 
-def as_eager(loss: LossFn, batches: list[Any], verify_every: Any = "never") -> None:
+def as_eager(loss: LossFn, batches: list[Any], verify: Any = "never") -> None:
     """Four steps have eager's losses and parameters, and end at eager's seeds and states of generators."""
     torch.manual_seed(0)
     HELD.manual_seed(11)
     model = nn.Linear(6, 4)
     reference = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
-    step = fxcomp.compile_step(model, loss, ours, batches[0], verify_every=verify_every)
+    step = fxcomp.compile_step(model, loss, ours, batches[0], checks=fxcomp.Checks(verify=verify))
     generators = torch.default_generator, HELD, UNSEEDED
     states = [g.get_state() for g in generators]
     losses = [step(batch).item() for batch in batches]
@@ -126,7 +126,7 @@ def test_a_default_generator_is_seeded_at_every_step_as_in_eager(loss: LossFn):
 
 
 def test_a_verified_step_seeds_as_any_other():
-    as_eager(in_a_fork, [torch.ones(3, 6)] * 3, verify_every=1)
+    as_eager(in_a_fork, [torch.ones(3, 6)] * 3, verify=1)
 
 
 def test_a_seed_in_the_batch_is_followed_when_it_comes_again():

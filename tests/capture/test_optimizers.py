@@ -44,7 +44,7 @@ def assert_trains_as_eager(make: Make, steps: int = 3) -> None:
     eager = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(eager.parameters())
     data = batches(steps)
-    step = fxcomp.compile_step(model, square, ours, data[0], verify_every=1)
+    step = fxcomp.compile_step(model, square, ours, data[0], checks=fxcomp.Checks(verify=1))
     for number, batch in enumerate(data):
         schedule(ours, number)
         schedule(theirs, number)
@@ -141,7 +141,7 @@ def test_what_a_users_class_reads_beside_numbers_is_captured_again_when_it_chang
     eager = copy.deepcopy(model)
     ours, theirs = Scales(model.parameters()), Scales(eager.parameters())
     data = batches(3)
-    step = fxcomp.compile_step(model, square, ours, data[0], verify_every="never")
+    step = fxcomp.compile_step(model, square, ours, data[0], checks=fxcomp.Checks(verify="never"))
     for number, batch in enumerate(data):
         change(ours, number)
         change(theirs, number)

@@ -213,7 +213,7 @@ def checked(model: Net, batch: Any) -> Tensor:
 
 def test_what_eager_python_raises_reaches_the_user_and_the_next_batch_trains():
     model, (good, large, negative) = Net(), batches([[0, 1], [4, 1], [-1, 2]])
-    step = fxcomp.compile_step(model, checked, sgd(model), good, plan="dense")
+    step = fxcomp.compile_step(model, checked, sgd(model), good, compress="dense")
     step(good)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BadLabel, match="2 labels"):
@@ -263,7 +263,7 @@ def test_what_only_the_step_itself_can_tell_is_refused(loss: Any):
 
 def test_a_prelude_keeps_no_batch_and_writes_nothing():
     model, (first, second) = Net(), batches([[0, 1], [1, 2]])
-    step = fxcomp.compile_step(model, view_of_a_counter, sgd(model), first, plan="dense")
+    step = fxcomp.compile_step(model, view_of_a_counter, sgd(model), first, compress="dense")
     prelude = step.in_force.program.captured.prelude
     assert prelude is not None
     count = model.count.clone()
@@ -303,7 +303,7 @@ def test_questions_that_cannot_fail_are_read_together():
 def test_an_answer_that_changes_again_and_again_is_told():
     model = Net()
     labels = batches([[k] for k in range(1, 7)])
-    step = fxcomp.compile_step(model, loop, sgd(model), labels[0], plan="dense")
+    step = fxcomp.compile_step(model, loop, sgd(model), labels[0], compress="dense")
     for batch in labels[:3]:
         step(batch)
     with pytest.warns(UserWarning, match=r"(?s)test_preludes\.py:\d+ .*changed: 1, 2, 3, 4.*torch\.where"):
@@ -326,7 +326,7 @@ def on_ranks() -> tuple[list[bool], str, str, bool]:
     optimizer, eager = sgd(model), sgd(reference)
     ddp = nn.parallel.DistributedDataParallel(reference.layer)
     labels = [[0, 1], [3, 1], [1, 1]] if rank == 0 else [[1, 0], [2, 1], [3, 3]]
-    step = fxcomp.compile_step(model, rank_loss, optimizer, batches(labels)[0], plan="dense")
+    step = fxcomp.compile_step(model, rank_loss, optimizer, batches(labels)[0], compress="dense")
 
     def trained(batch: Any) -> bool:
         step(batch)

@@ -17,7 +17,7 @@ def steps_like_eager(model: nn.Module, loss: Any, batches: list[Any], tolerance:
     """Train compiled and eager side by side; returns what the compiled steps returned."""
     reference = copy.deepcopy(model)
     optimizer, reference_optimizer = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, reference))
-    step = fxcomp.compile_step(model, loss, optimizer, batches[0], verify_every=1)
+    step = fxcomp.compile_step(model, loss, optimizer, batches[0], checks=fxcomp.Checks(verify=1))
     torch.manual_seed(3)
     results = [step(batch) for batch in batches]
     torch.manual_seed(3)
@@ -113,7 +113,11 @@ def test_a_plain_attribute_that_changes_is_followed():
     torch.manual_seed(0)
     model = Branching()
     step = fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOBS["mlp"].batch(0), verify_every=1
+        model,
+        cross_entropy,
+        OPTIMIZERS["plain"](model.parameters()),
+        JOBS["mlp"].batch(0),
+        checks=fxcomp.Checks(verify=1),
     )
     step(JOBS["mlp"].batch(0))
     first = step.source
@@ -136,7 +140,7 @@ def test_parameter_groups_keep_their_own_numbers():
         )
 
     optimizer, other = two_groups(model), two_groups(reference)
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0), verify_every=1)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0), checks=fxcomp.Checks(verify=1))
     for i in range(4):
         optimizer.param_groups[1]["lr"] = other.param_groups[1]["lr"] = 0.02 / (1 + i)
         step(JOBS["mlp"].batch(i))
@@ -163,7 +167,7 @@ def test_optimizer_state_goes_to_eager_and_back():
     for batch in batches:
         eager_step(batch)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batches[0], verify_every=1)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batches[0], checks=fxcomp.Checks(verify=1))
     for batch in batches[:3]:
         step(batch)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -40,7 +40,9 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 def compiled(loss: Any = loss) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    return fxcomp.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), ROWS, verify_every="never")
+    return fxcomp.compile_step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), ROWS, checks=fxcomp.Checks(verify="never")
+    )
 
 
 REFUSED: dict[str, Callable[[], AbstractContextManager[Any]]] = {

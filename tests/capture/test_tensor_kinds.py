@@ -27,7 +27,9 @@ class MarkedParameter(nn.Parameter):
 
 
 def compiled(model: nn.Module, batch: Any, loss: Any) -> Any:
-    return fxcomp.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch, verify_every="never")
+    return fxcomp.compile_step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch, checks=fxcomp.Checks(verify="never")
+    )
 
 
 def follows(batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor]) -> None:

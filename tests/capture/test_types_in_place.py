@@ -33,7 +33,7 @@ def trained(method: str, written: Tensor, others: tuple[Any, ...], compile_it: b
         if not compile_it:
             return loss(model, batch).detach()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return fxcomp.compile_step(model, loss, optimizer, batch, verify_every="never")(batch)
+        return fxcomp.compile_step(model, loss, optimizer, batch, checks=fxcomp.Checks(verify="never"))(batch)
     except Exception as error:
         return error
 

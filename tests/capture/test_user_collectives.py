@@ -228,7 +228,9 @@ def _refusal(case: str) -> tuple[str, str]:
     build, loss_fn, _, _ = REFUSED[case]
     model = build()
     try:
-        fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 6), plan="dense")
+        fxcomp.compile_step(
+            model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 6), compress="dense"
+        )
     except Exception as error:
         return type(error).__name__, str(error)
     return "", "compiled"
@@ -248,7 +250,9 @@ def _follow(case: str) -> dict[str, Any]:
     model = build()
     reference = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference))
-    step = fxcomp.compile_step(model, loss_fn, optimizer, batch_of(case, 0, rank), plan="dense", verify_every=1)
+    step = fxcomp.compile_step(
+        model, loss_fn, optimizer, batch_of(case, 0, rank), compress="dense", checks=fxcomp.Checks(verify=1)
+    )
     ours = [step(batch_of(case, k, rank)) for k in range(STEPS)]
     ddp = DistributedDataParallel(reference)
     theirs: list[Any] = []
@@ -318,7 +322,7 @@ def alone(loss_fn: Any) -> tuple[float, fxcomp.CompiledStep]:
     model = towers()
     reference = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
-    step = fxcomp.compile_step(model, loss_fn, optimizer, torch.ones(4, 6), verify_every=1)
+    step = fxcomp.compile_step(model, loss_fn, optimizer, torch.ones(4, 6), checks=fxcomp.Checks(verify=1))
     for _ in range(2):
         step(torch.ones(4, 6))
         other.zero_grad()

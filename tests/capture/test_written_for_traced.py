@@ -62,7 +62,9 @@ def test_writes_that_others_see_are_functionalized_by_tracing_again(monkeypatch:
     torch.manual_seed(0)
     model, batch = Seen(), torch.randn(2, 3)
     expected = model(batch).detach()
-    step = fxcomp.compile_step(model, lambda m, x: m(x), OPTIMIZERS["sgd"](model.parameters()), batch, verify_every=1)
+    step = fxcomp.compile_step(
+        model, lambda m, x: m(x), OPTIMIZERS["sgd"](model.parameters()), batch, checks=fxcomp.Checks(verify=1)
+    )
     assert len(again) == 1
     assert torch.equal(step(batch), expected)
 

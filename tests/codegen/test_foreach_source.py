@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.gathered import gathered
 from torch import Tensor, nn
 
 import fxcomp
@@ -23,14 +24,14 @@ def train(kind: Any, options: dict[str, Any], **more: Any) -> tuple[list[Tensor]
     parameters = list(model.parameters())
     optimizer = kind([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.3}], **options)
     batches = [torch.randn(5, 8) for _ in range(4)]
-    step = fxcomp.compile_step(model, square, optimizer, batches[0], plan="dense", **more)
+    step = fxcomp.compile_step(model, square, optimizer, batches[0], **gathered(plan="dense", **more))
     for batch in batches:
         step(batch)
     return [p.detach().clone() for p in parameters], copy.deepcopy(optimizer.state_dict()["state"]), step
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("more", [{"verify_every": 1}, {"verify_every": "never", "max_grad_value": 0.01}])
+@pytest.mark.parametrize("more", [{"verify": 1}, {"verify": "never", "max_grad_value": 0.01}])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -78,7 +79,9 @@ def test_on_the_cpu_lists_are_not_for_16_bits_which_they_round_otherwise(dtype: 
     model = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 10)).to(dtype)
     batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = fxcomp.compile_step(model, lambda m, b: m(b).float().square().mean(), optimizer, batch, verify_every=1)
+    step = fxcomp.compile_step(
+        model, lambda m, b: m(b).float().square().mean(), optimizer, batch, checks=fxcomp.Checks(verify=1)
+    )
     for _ in range(3):
         step(batch)
     assert "_foreach_" not in step.source

@@ -66,7 +66,9 @@ def trained(
     batches = [(each, each) for each in tokens]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Inductor's own
-        step = fxcomp.compile_step(model, cross_entropy, optimizer, batches[0], verify_every=1, accumulate=accumulate)
+        step = fxcomp.compile_step(
+            model, cross_entropy, optimizer, batches[0], accumulate=accumulate, checks=fxcomp.Checks(verify=1)
+        )
         torch.manual_seed(1)
         return [step(batch, last=batch is batches[-1]).item() for batch in batches], list(model.parameters())
 

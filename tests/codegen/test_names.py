@@ -53,7 +53,9 @@ def train() -> None:
     for as_buffers, plan in ((False, "int8"), (True, "dense")):
         model = Named(as_buffers=as_buffers)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        step = fxcomp.compile_step(model, loss, optimizer, batch, plan=plan, max_grad_norm=1.0, verify_every=1)
+        step = fxcomp.compile_step(
+            model, loss, optimizer, batch, max_grad_norm=1.0, compress=plan, checks=fxcomp.Checks(verify=1)
+        )
         step(batch)
 
 

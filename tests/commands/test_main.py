@@ -41,18 +41,18 @@ def test_json_is_one_document_and_the_saved_plan_is_its_plan(capsys: pytest.Capt
     assert data["verdict"] == "compress"
     assert Plan.load(path).digest == data["plan"]["digest"]
 
-    assert main(["explain", EXAMPLE, "--inter", "10mbit", "--json", "--plan", str(path)]) == 0
+    assert main(["explain", EXAMPLE, "--inter", "10mbit", "--json", "--compress", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["digest"] == data["plan"]["digest"]
 
 
 def test_one_compressor_everywhere_is_a_plan_too(capsys: pytest.CaptureFixture[str]):
-    assert main(["explain", EXAMPLE, "--plan", "int8", "--json"]) == 0
+    assert main(["explain", EXAMPLE, "--compress", "int8", "--json"]) == 0
     strategies = [bucket["strategy"] for bucket in json.loads(capsys.readouterr().out)["plan"]["buckets"]]
     assert any("int8" in strategy for strategy in strategies)
 
 
 def test_dump_prints_the_graph_after_a_pass(capsys: pytest.CaptureFixture[str]):
-    assert main(["dump", EXAMPLE, "--after", "bucket_gradients", "--plan", "dense"]) == 0
+    assert main(["dump", EXAMPLE, "--after", "bucket_gradients", "--compress", "dense"]) == 0
     text = capsys.readouterr().out
     assert "pack_0" in text
     assert text.rstrip().splitlines()[-1].startswith("output(")
@@ -69,7 +69,7 @@ def test_dump_prints_the_emitted_step(capsys: pytest.CaptureFixture[str]):
         (["explain", "nowhere.py"], "there is no file 'nowhere.py'"),
         (["explain", EXAMPLE, "--cluster", "8"], "cannot read the cluster '8'"),
         (["explain", EXAMPLE, "--inter", "fast"], "cannot read the bandwidth 'fast'"),
-        (["explain", EXAMPLE, "--mode", "brave"], "there is no mode 'brave'"),
+        (["explain", EXAMPLE, "--compress", "brave"], "The modes are lossless, balanced, aggressive"),
         (["explain", EXAMPLE, "--step-ms", "-1"], "step takes without a network, 1e-06 to 1e+09; it is -1"),
         (["explain", EXAMPLE, "--step-ms", "0"], "it is 0"),
         (["explain", EXAMPLE, "--step-ms", "inf"], "it is inf"),
@@ -100,8 +100,8 @@ def test_dump_prints_the_emitted_step(capsys: pytest.CaptureFixture[str]):
         (["demo", "--inter", "nan"], "cannot read the bandwidth 'nan'"),
         (["calibrate", "--threads", "1025"], "--threads are numbers of threads, 1 to 1,024"),
         (["explain", EXAMPLE, "--device", "h10"], "there is no device 'h10'; did you mean 'h100'"),
-        (["explain", EXAMPLE, "--plan", "none.json"], "cannot read the plan none.json"),
-        (["explain", EXAMPLE, "--plan", "gzip"], "plan='gzip' is neither"),
+        (["explain", EXAMPLE, "--compress", "none.json"], "cannot read the plan none.json"),
+        (["explain", EXAMPLE, "--compress", "gzip"], "'gzip' is neither"),
         (["explain", EXAMPLE, "--save-plan", "/nowhere/plan.json"], "cannot save the plan to /nowhere/plan.json"),
         (["dump", EXAMPLE, "--after", "magic"], "there is no pass 'magic'"),
     ],

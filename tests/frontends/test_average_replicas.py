@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -104,9 +105,11 @@ def replicas_are_same(mine: Tensor, mesh: DeviceMesh) -> bool:
 
 def averaged(mesh: DeviceMesh, plan: Any, seed: int = 3, **options: Any) -> tuple[nn.Sequential, fxcomp.ReplicaAverage]:
     scaler = options.pop("scaler", None)
-    feedback = {"error_feedback": options.pop("error_feedback")} if "error_feedback" in options else {}
+    feedback = {"feedback": options.pop("feedback")} if "feedback" in options else {}
     model = sharded(mesh["shard"], seed, **options)
-    outer = fxcomp.average_replicas(model, mesh["replicate"], plan=plan, costs=CostTable(), scaler=scaler, **feedback)
+    outer = fxcomp.average_replicas(
+        model, mesh["replicate"], costs=CostTable(), scaler=scaler, **gathered(plan=plan, **feedback)
+    )
     return model, outer
 
 
@@ -281,7 +284,7 @@ def refusals() -> dict[str, str]:
 
     def refused(case: str, model: nn.Module, replicas: Any = replicate, **options: Any) -> None:
         with suppress_to(found, case):
-            fxcomp.average_replicas(model, replicas, **options)
+            fxcomp.average_replicas(model, replicas, **gathered(**options))
 
     def raised(case: str, model: nn.Module) -> None:
         outer = fxcomp.average_replicas(model, replicate)
@@ -300,7 +303,7 @@ def refusals() -> dict[str, str]:
     divided.set_gradient_divide_factor(3.0)  # type: ignore[operator]
     refused("a divisor", divided)
     refused("no values", fully_shard(nn.Linear(4, 4, device="meta"), mesh=shard))
-    refused("momentum", sharded(shard), error_feedback=fxcomp.ErrorFeedback(momentum=0.9))
+    refused("momentum", sharded(shard), feedback=fxcomp.ErrorFeedback(momentum=0.9))
 
     raised("fp16", sharded(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)))
     hooked = sharded(shard)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.ranks import run_ranks
 from helpers.scattered import compressed, loss_of, model_of, owed_of, sharded, told, trained, whole_gradients
 from torch import Tensor, nn
@@ -167,7 +168,7 @@ def refusals() -> dict[str, str]:
 
     def refused(case: str, model: nn.Module, **options: Any) -> None:
         with told(found, case):
-            fxcomp.compress_reduce_scatter(model, **options)
+            fxcomp.compress_reduce_scatter(model, **gathered(**options))
 
     refused("two dimensions", sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))))
     refused("nothing sharded", model_of())
@@ -175,12 +176,12 @@ def refusals() -> dict[str, str]:
     refused("two shots", sharded(), plan=str(Strategy.two_shots(parse_compressor("int4"), parse_compressor("int8"))))
     refused("another plan", sharded(), plan=Plan(()))
     refused("no values", fully_shard(nn.Linear(4, 4, device="meta")))
-    refused("momentum", sharded(), error_feedback=fxcomp.ErrorFeedback(momentum=0.9))
+    refused("momentum", sharded(), feedback=fxcomp.ErrorFeedback(momentum=0.9))
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     refused("no scaler", sharded(), scaler=optimizer)
-    refused("different options", sharded(), mode="balanced" if dist.get_rank() else "aggressive")
+    refused("different options", sharded(), within="balanced" if dist.get_rank() else "aggressive")
     twice = sharded()
-    fxcomp.compress_reduce_scatter(twice, plan="int8")
+    fxcomp.compress_reduce_scatter(twice, compress="int8")
     refused("twice", twice)
     divided, scatter = compressed("int8")
     divided.set_gradient_divide_factor(3.0)

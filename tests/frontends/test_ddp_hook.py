@@ -78,7 +78,9 @@ def compiled(plan: Plan, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     model = JOBS["mlp"].build().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     cast = [(inputs.to(dtype), target) for inputs, target in batches()]
-    with fxcomp.compile_step(model, cross_entropy, optimizer, cast[0], plan=plan, verify_every="never") as step:
+    with fxcomp.compile_step(
+        model, cross_entropy, optimizer, cast[0], compress=plan, checks=fxcomp.Checks(verify="never")
+    ) as step:
         for batch in cast:
             step(batch)
     return [p.detach().clone() for p in model.parameters()]
@@ -104,16 +106,16 @@ def parities() -> dict[str, Any]:
         "find unused": {"find_unused_parameters": True},
         "views": {"gradient_as_bucket_view": True},
     }.items():
-        hook = fxcomp.ddp_hook(plan=MIXED)
+        hook = fxcomp.ddp_hook(compress=MIXED)
         found[name] = distance(trained(hook, **options), expected)
         hook.close()
     narrow = Plan(tuple(replace(bucket, element_type=ElementType.BF16) for bucket in MIXED.buckets))
     found["bf16"] = distance(
-        trained(fxcomp.ddp_hook(plan=narrow), dtype=torch.bfloat16), compiled(narrow, torch.bfloat16)
+        trained(fxcomp.ddp_hook(compress=narrow), dtype=torch.bfloat16), compiled(narrow, torch.bfloat16)
     )
-    dense = fxcomp.ddp_hook(plan="dense")
+    dense = fxcomp.ddp_hook(compress="dense")
     found["dense"] = distance(trained(dense), trained(None))
-    found["accumulated"] = distance(trained(fxcomp.ddp_hook(plan="dense"), micro=2), trained(None, micro=2))
+    found["accumulated"] = distance(trained(fxcomp.ddp_hook(compress="dense"), micro=2), trained(None, micro=2))
     return found
 
 
@@ -148,7 +150,7 @@ def unused() -> list[tuple[bool, bool, bool]]:
     """Whether the right branch has moved, is owed something, and is owed what it was, after each pass."""
     torch.manual_seed(3)
     model = Branches()
-    hook = fxcomp.ddp_hook(plan=BRANCHES)
+    hook = fxcomp.ddp_hook(compress=BRANCHES)
     ddp = wrapped(model, hook, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[tuple[bool, bool, bool]] = []
@@ -168,7 +170,7 @@ def unused() -> list[tuple[bool, bool, bool]]:
 
 def infinite() -> tuple[bool, float, float]:
     """Whether an infinity of rank 1 shows here, how far residuals have moved in that pass, and in another."""
-    hook, model = fxcomp.ddp_hook(plan=MIXED), JOBS["mlp"].build()
+    hook, model = fxcomp.ddp_hook(compress=MIXED), JOBS["mlp"].build()
     ddp = wrapped(model, hook)
     moved, shown = [], []
     for step, batch in enumerate(batches()):
@@ -189,7 +191,7 @@ def infinite() -> tuple[bool, float, float]:
 def scaled() -> tuple[float, float, list[float]]:
     """What is lost of the sum of gradients, the largest of it, and the scales, while the scale falls and rises."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-    hook, model = fxcomp.ddp_hook(plan=MIXED, scaler=scaler), JOBS["mlp"].build()
+    hook, model = fxcomp.ddp_hook(scaler=scaler, compress=MIXED), JOBS["mlp"].build()
     ddp, scales = wrapped(model, hook), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sent, made = torch.zeros(10, 300), torch.zeros(10, 300)
@@ -217,7 +219,7 @@ def scaled() -> tuple[float, float, list[float]]:
 
 def shared() -> str:
     """What a hook says that is registered with two models."""
-    hook = fxcomp.ddp_hook(plan="dense")
+    hook = fxcomp.ddp_hook(compress="dense")
     for _ in range(2):
         ddp = wrapped(JOBS["mlp"].build(), hook)
         try:
@@ -236,7 +238,7 @@ def resumed() -> bool:
     """Whether training that is saved and loaded goes on bit for bit."""
     job, halves = JOBS["mlp"], []
     model = job.build()
-    hook, saved = fxcomp.ddp_hook(plan=MIXED), {}
+    hook, saved = fxcomp.ddp_hook(compress=MIXED), {}
     for is_loaded in (False, True):
         if is_loaded:
             model, hook = job.build(), fxcomp.ddp_hook()
@@ -258,7 +260,7 @@ def resumed() -> bool:
 
 
 def used_after_closing() -> str:
-    hook = fxcomp.ddp_hook(plan="int8")
+    hook = fxcomp.ddp_hook(compress="int8")
     ddp = wrapped(JOBS["mlp"].build(), hook)
     batch = JOBS["mlp"].batch(0, dist.get_rank())
     cross_entropy(ddp, batch).backward()
@@ -276,13 +278,13 @@ def test_a_closed_hook_says_what_to_set_up_again():
 def resumed_by_name(name: str) -> tuple[bool, bool]:
     """Whether what int4 left out is kept one pass after it was loaded under a plan of this name, and the plan."""
     job, model = JOBS["mlp"], JOBS["mlp"].build()
-    before = fxcomp.ddp_hook(plan="int4")
+    before = fxcomp.ddp_hook(compress="int4")
     ddp = wrapped(model, before)
     for step in range(8):
         cross_entropy(ddp, job.batch(step, dist.get_rank())).backward()
     saved, plan = before.checkpoint(), before.plan
     before.close()
-    after, model = fxcomp.ddp_hook(plan=name), job.build()
+    after, model = fxcomp.ddp_hook(compress=name), job.build()
     after.load_state_dict(saved)
     ddp = wrapped(model, after)
     cross_entropy(ddp, job.batch(8, dist.get_rank())).backward()
@@ -294,7 +296,9 @@ def resumed_by_name(name: str) -> tuple[bool, bool]:
 def chosen() -> tuple[str, str]:
     """The plan's digest, and the report."""
     slow = fxcomp.Cluster.parse("2x1, intra 100gbit, inter 0.01gbit@50us")
-    hook = fxcomp.ddp_hook(cluster=slow, costs=CostTable(), mode="balanced", per_parameter={"*.bias": "dense"})
+    hook = fxcomp.ddp_hook(
+        cluster=slow, costs=CostTable(), compress=fxcomp.Compress(within="balanced", pins={"*.bias": "dense"})
+    )
     with pytest.raises(FxcompError, match="has no plan yet"):
         hook.report()
     job, model = JOBS["mlp"], JOBS["mlp"].build()
@@ -369,7 +373,7 @@ def test_after_some_dense_passes_all_ranks_follow_one_plan(ranks: list[dict[str,
 
 
 def killed() -> None:
-    hook, model = fxcomp.ddp_hook(plan=MIXED), JOBS["mlp"].build()
+    hook, model = fxcomp.ddp_hook(compress=MIXED), JOBS["mlp"].build()
     ddp = wrapped(model, hook)
     for step, batch in enumerate(batches()):
         if step == 4 and dist.get_rank() == 1:
@@ -385,7 +389,7 @@ def test_a_killed_rank_ends_backward_on_the_others():
 
 def test_options_that_need_the_optimizer_are_refused():
     with pytest.raises(BadOption, match=r"ErrorFeedback.momentum needs the optimizer, which DistributedDataParallel"):
-        fxcomp.ddp_hook(error_feedback=fxcomp.ErrorFeedback(momentum=0.9))
+        fxcomp.ddp_hook(compress=fxcomp.Compress(feedback=fxcomp.ErrorFeedback(momentum=0.9)))
 
 
 def test_what_is_no_scaler_is_refused_where_the_hook_is_made():

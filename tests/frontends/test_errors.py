@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.edits import rerun_with, scale_gradient
 from helpers.followed import BATCH, compile_alone
+from helpers.gathered import gathered
 from helpers.jobs import OPTIMIZERS, cross_entropy, mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -158,9 +159,9 @@ def test_an_optimizer_whose_step_is_not_captured_is_refused(optimizer: Any, erro
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be above 0"),
         ({"max_grad_value": -1}, "max_grad_value must be above 0"),
         ({"max_grad_value": 1, "max_grad_norm": 1}, "max_grad_norm clips gradients by their norm.*keep one"),
-        ({"verify_every": -1}, "verify_every must be 'sampled', 'never' or a number of steps, 0 for never; it is -1"),
-        ({"mode": "fast"}, "lossless.*balanced.*aggressive"),
-        ({"mode": None}, "mode is one of lossless, balanced, aggressive; it is None"),
+        ({"verify": -1}, "verify must be 'sampled', 'never' or a number of steps, 0 for never; it is -1"),
+        ({"within": "fast"}, "lossless.*balanced.*aggressive"),
+        ({"within": None}, "within= is a mode, a number or like.*it is a NoneType"),
         ({"max_grad_norm": "1"}, "max_grad_norm is a number, or None for no clipping; it is '1', a str"),
         ({"max_grad_value": True}, "max_grad_value is a number.*True, a bool"),
         ({"skip_nonfinite": "no"}, "skip_nonfinite is True or False; it is 'no'"),
@@ -171,7 +172,7 @@ def test_an_optimizer_whose_step_is_not_captured_is_refused(optimizer: Any, erro
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], text: str):
     model = mlp()
     with pytest.raises(errors.BadOption, match=f"(?s){text}"):
-        fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), BATCH, **options)
+        fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), BATCH, **gathered(**options))
 
 
 def test_what_is_no_model_is_refused():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.edits import rerun_with, scale_gradient
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, cross_entropy, mlp
 from helpers.ranks import run_ranks, try_ranks
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ Scenario = Callable[[Path], Any]
 
 def compile_here(model: nn.Module, optimizer: Any = None, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"plan": "dense", **options}
     batch = JOBS["mlp"].batch(0, dist.get_rank())
-    return fxcomp.compile_step(model, loss, optimizer, batch, **{"verify_every": 1, **options})
+    given = gathered(plan="dense", verify=1) | gathered(**options)
+    return fxcomp.compile_step(model, loss, optimizer, batch, **given)
 
 
 def is_odd() -> bool:
@@ -76,7 +77,7 @@ def no_loss_on_one(_: Path) -> None:
 def hook_scaled_on_one(_: Path) -> None:
     scaler = torch.amp.GradScaler("cpu") if is_odd() else None
     model = nn.parallel.DistributedDataParallel(mlp())
-    model.register_comm_hook(None, fxcomp.ddp_hook(plan="int8", scaler=scaler))
+    model.register_comm_hook(None, fxcomp.ddp_hook(scaler=scaler, compress="int8"))
     cross_entropy(model, JOBS["mlp"].batch(0, dist.get_rank())).backward()
 
 
@@ -106,8 +107,8 @@ def plan_misspelt_on_one(_: Path) -> None:
     compile_here(mlp(), plan="nope" if is_odd() else "int8")
 
 
-def verified_steps_misspelt_on_one(_: Path) -> None:
-    compile_here(mlp(), verify_every="sample" if is_odd() else "sampled")
+def no_micro_batches_on_one(_: Path) -> None:
+    compile_here(mlp(), accumulate=0 if is_odd() else 1)
 
 
 def plans_differ(_: Path) -> None:
@@ -133,8 +134,8 @@ def plan_saved_on_rank_0(folder: Path) -> None:
     assert compile_here(mlp(), plan=path).plan == plan
 
 
-def other_feedback(_: Path) -> None:
-    compile_here(mlp(), error_feedback=fxcomp.ErrorFeedback(dense_steps=3 if is_odd() else 2))
+def other_warm_up(_: Path) -> None:
+    compile_here(mlp(), warmup=fxcomp.Warmup(dense_steps=3 if is_odd() else 2))
 
 
 def other_costs(_: Path) -> None:
@@ -211,7 +212,7 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
     ),
     plan_for_another_model: (
         "BadPlan BadPlan",
-        r"for another model: it plans 'head.weight', which has no gradient here.*Leave plan= out",
+        r"for another model: it plans 'head.weight', which has no gradient here.*Name a mode",
     ),
     plan_missing: ("BadPlan PeerFailed", r"cannot read the plan nowhere/plan.json: No such file"),
     plan_corrupt: ("BadPlan PeerFailed", r"cannot read the plan .*plan_0.json: "),
@@ -219,8 +220,11 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
         "BadPlan BadPlan",
         r"'topkk\(0.01\)' is neither the path of a saved plan nor a compressor",
     ),
-    plan_misspelt_on_one: ("PeerFailed BadPlan", "plan='nope' is neither the path of a saved plan nor a compressor"),
-    verified_steps_misspelt_on_one: ("PeerFailed BadOption", "verify_every must be 'sampled', .*it is 'sample'"),
+    plan_misspelt_on_one: ("PeerFailed BadPlan", "'nope' is neither the path of a saved plan nor a compressor"),
+    no_micro_batches_on_one: (
+        "PeerFailed BadOption",
+        "accumulate must be a number of micro-batches",
+    ),
     plans_differ: (
         "ModelsDiffer ModelsDiffer",
         r"the plan is 'topk\(0.1\)' on rank 1 and 'topk\(0.01\)' on rank 0.*pass the same arguments",
@@ -231,9 +235,9 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
         r"the strategy of '[\w.]+' in the plan is 'all_reduce@world' on rank 1 and 'compress\(int8\).* on rank 0",
     ),
     plan_saved_on_rank_0: ("none none", ""),
-    other_feedback: (
+    other_warm_up: (
         "ModelsDiffer ModelsDiffer",
-        "error_feedback is .*dense_steps=3.* on rank 1 and .*dense_steps=2.* on rank 0.*pass the same arguments",
+        "warmup is .*dense_steps=3.* on rank 1 and .*dense_steps=2.* on rank 0.*pass the same arguments",
     ),
     other_costs: ("none none", ""),  # each machine may have its own; rank 0's decide
     other_links: ("ModelsDiffer ModelsDiffer", "cluster is '.*10gbit.*' on rank 1 and '.*1gbit.*' on rank 0"),

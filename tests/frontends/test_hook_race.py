@@ -45,7 +45,9 @@ class Job:
 
     def __init__(self, fastest: str, hook: fxcomp.DdpHook | None = None):
         self.fastest = fastest
-        self.hook = hook or fxcomp.ddp_hook(cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), mode="aggressive")
+        self.hook = hook or fxcomp.ddp_hook(
+            cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), compress="aggressive"
+        )
         self.model, self.other = JOBS["mlp"].build(), JOBS["mlp"].build()
         self.ddp = DistributedDataParallel(self.model)
         self.ddp.register_comm_hook(None, self.hook)
@@ -130,7 +132,9 @@ def chosen() -> dict[str, Any]:
         step += 1
         job.run(step)
     job.run(step + 1)
-    other = Job("bf16", fxcomp.ddp_hook(cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), mode="aggressive"))
+    other = Job(
+        "bf16", fxcomp.ddp_hook(cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), compress="aggressive")
+    )
     other.hook.load_state_dict(saved)
     for number in range(3):
         other.run(number)
@@ -151,14 +155,14 @@ def test_bf16_races_and_a_state_of_the_race_is_followed_under_the_plan_in_force(
 def taken_back() -> float:
     """How far a residual that was kept under a scale of the loss is from itself in a step without one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    hook = fxcomp.ddp_hook(plan="topk(0.1)", costs=CostTable(), scaler=scaler)
+    hook = fxcomp.ddp_hook(costs=CostTable(), scaler=scaler, compress="topk(0.1)")
     job = Job("dense", hook)
     for number in range(8):
         job.run(number)
     saved, model, batch = hook.state_dict(), JOBS["mlp"].build(), JOBS["mlp"].batch(0, dist.get_rank())
     hook.close()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan="topk(0.1)", costs=CostTable()) as step:
+    with fxcomp.compile_step(model, cross_entropy, optimizer, batch, costs=CostTable(), compress="topk(0.1)") as step:
         step.load_state_dict(saved)
         loaded = step.state_dict()
     (before,), (after,) = (state["residuals"]["2.weight"] for state in (saved, loaded))

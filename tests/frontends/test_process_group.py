@@ -53,7 +53,14 @@ def train_in_lines(plan: str, columns: str) -> dict[str, Any]:
     model = model_of(line)
     eager = copy.deepcopy(model)
     step = fxcomp.compile_step(
-        model, squares, sgd(model), batch_of(0), plan=plan, costs=CostTable(), process_group=data, verify_every=1
+        model,
+        squares,
+        sgd(model),
+        batch_of(0),
+        costs=CostTable(),
+        process_group=data,
+        compress=plan,
+        checks=fxcomp.Checks(verify=1),
     )
     ddp = DistributedDataParallel(eager, process_group=data.get_group())
     optimizer = sgd(eager)
@@ -92,7 +99,7 @@ def compile_backwards_in_lines() -> dict[str, Any]:
     data, line = mesh["data"], dist.get_rank() // 2
     model = model_of(line)
     eager = copy.deepcopy(model)
-    given = {"model": model, "plan": "dense", "costs": CostTable(), "process_group": data}
+    given = {"model": model, "compress": "dense", "costs": CostTable(), "process_group": data}
     run = torch.compile(model, backend="fxcomp", options=given)
     ddp = DistributedDataParallel(eager, process_group=data.get_group())
     pairs = [(run, sgd(model)), (ddp, sgd(eager))]
@@ -160,7 +167,7 @@ def hook_in_columns() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
     column = mesh["other"].get_group()
     trained: list[Tensor] = []
-    for hook in (fxcomp.ddp_hook(plan="dense", costs=CostTable()), None):
+    for hook in (fxcomp.ddp_hook(costs=CostTable(), compress="dense"), None):
         model = model_of(dist.get_rank() % 2)
         ddp = DistributedDataParallel(model, process_group=column)
         if hook is not None:

@@ -34,7 +34,7 @@ def add_up(plan: str, wins: str) -> dict[str, Any]:
         return [1.0 if job._compresses is (wins == "plan") else 1.2 for _ in passes]
 
     StepTimes.of = times  # type: ignore[method-assign]
-    model, scatter = compressed(None, mode="aggressive")
+    model, scatter = compressed(None, within="aggressive")
     job = scatter._job
     alone = model_of()
     total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in alone.named_parameters()}
@@ -112,7 +112,7 @@ def skip_on_all_ranks(last: str) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
     model = sharded()
     ways = {"int4": Strategy.two_shots(parse_compressor("int4"), None), "dense": Strategy.two_shots(None, None)}
-    planned = fxcomp.compress_reduce_scatter(sharded(), plan="int4", costs=CostTable()).plan
+    planned = fxcomp.compress_reduce_scatter(sharded(), costs=CostTable(), compress="int4").plan
     assert planned is not None
     plan = planned.with_strategies([ways[last if "3.bias" in each.names else "int4"] for each in planned.buckets])
     scatter = compressed(plan, model, scaler=scaler)[1]

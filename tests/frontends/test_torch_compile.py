@@ -135,7 +135,7 @@ def parities() -> dict[str, float]:
     found["two buckets"] = train(JOBS["mlp"], lambda model: compiled(model, plan=TWO_BUCKETS, model=model)).distance(
         ddp
     )
-    chosen = {"plan": None, "costs": CostTable(), "mode": "lossless"}
+    chosen = {"plan": None, "costs": CostTable(), "within": "lossless"}
     found["chosen"] = train(JOBS["mlp"], lambda model: compiled(model, model=model, **chosen)).distance(ddp)
     ddp = train(JOBS["mlp"], DistributedDataParallel, stretch=rank_by_rank)
     found["lengths"] = train(JOBS["mlp"], own_options, stretch=rank_by_rank).distance(ddp)

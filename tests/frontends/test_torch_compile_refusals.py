@@ -169,8 +169,8 @@ def two_alike_without_options() -> None:
 def two_models_without_options() -> None:
     first, second = seeded(lambda: nn.Linear(4, 4)), seeded(lambda: nn.Linear(4, 3))
     calls = (
-        torch.compile(first, backend="fxcomp", mode="lossless"),
-        torch.compile(second, backend="fxcomp", mode="lossless"),
+        torch.compile(first, backend="fxcomp"),
+        torch.compile(second, backend="fxcomp"),
     )
     step(lambda x: calls[1](calls[0](x)))
 
@@ -234,7 +234,8 @@ def exchanges_inside() -> float:
 def other_feedback() -> None:
     feedback = fxcomp.ErrorFeedback(everywhere=dist.get_rank() == 1)
     model = nn.Linear(4, 4)
-    torch.compile(model, backend="fxcomp", options={"model": model, "error_feedback": feedback})(torch.ones(2, 4))
+    options = {"model": model, "compress": fxcomp.Compress(feedback=feedback)}
+    torch.compile(model, backend="fxcomp", options=options)(torch.ones(2, 4))
 
 
 def missing_state() -> None:
@@ -306,7 +307,7 @@ def texts() -> list[dict[str, str]]:
             ["ModelsDiffer: the parameter 'bias' starts with other values on rank 1", "Seed all ranks alike"],
         ),
         ("other_model", ["ModelsDiffer: rank 1 and rank 0", "the shape of 'bias' is [5] on rank 1 and [4] on rank 0"]),
-        ("other_feedback", ["ModelsDiffer: rank 1 and", "error_feedback is", "everywhere=True", "on rank 1 and"]),
+        ("other_feedback", ["ModelsDiffer: rank 1 and", "feedback is", "everywhere=True", "on rank 1 and"]),
         ("drift", ["UnsynchronizedGradient: the parameter 'bias' differs between ranks"]),
         ("eager", ["a backward pass gave gradients without the compiled graph", "fullgraph=True"]),
         ("two_models_without_options", ["CaptureFailed", 'options={"model": model}']),

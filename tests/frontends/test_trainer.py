@@ -32,8 +32,9 @@ def hook_options(monkeypatch: pytest.MonkeyPatch, scaler: Any, **options: Any) -
 
 def test_the_trainers_scaler_is_handed_over(monkeypatch: pytest.MonkeyPatch):
     scaler = torch.amp.GradScaler("cpu")
-    assert hook_options(monkeypatch, scaler, mode="lossless") == {"scaler": scaler, "mode": "lossless"}
+    made = hook_options(monkeypatch, scaler, compress="lossless")
+    assert made == {"scaler": scaler, "compress": "lossless", "cluster": None, "costs": None}
 
 
 def test_without_loss_scaling_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    assert hook_options(monkeypatch, None) == {"scaler": None}
+    assert hook_options(monkeypatch, None)["scaler"] is None

@@ -18,12 +18,14 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
-from fxcomp.frontends.what_if import Question, capture_job, graph_after, plan_named, rewritten, scaled, what_if
+from fxcomp.frontends.what_if import Question, capture_job, graph_after, rewritten, scaled, what_if
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.update_kind import BURST_SHARES, UpdateKind
+from fxcomp.planning.decide import plan_as_given
 from fxcomp.report.as_json import to_json
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
@@ -83,7 +85,7 @@ def test_without_it_the_answer_says_whose_compute_it_is(job: Job):
 
 
 def test_the_optimizer_limits_what_may_come_in_bursts(job: Job):
-    where, question = cluster("2x1", "1mbit"), Question(mode=Mode.AGGRESSIVE, device="h100")
+    where, question = cluster("2x1", "1mbit"), Question(compress=Compress.of("aggressive"), device="h100")
     linear, adam = (make(job.model.parameters(), lr=0.1) for make in (torch.optim.SGD, torch.optim.AdamW))
     shares = [polluting_share(what_if(replace(job, optimizer=o), where, question).plan, where) for o in (linear, adam)]
     assert shares[0] > BURST_SHARES[UpdateKind.SECOND_MOMENT] >= shares[1]
@@ -97,7 +99,7 @@ def test_one_rank_needs_no_plan(job: Job):
 
 def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
     where = cluster("2x1", "1mbit")
-    answer = what_if(job, where, Question(plan=plan_named("dense", where)))
+    answer = what_if(job, where, Question(compress=Compress.of("dense")))
     assert answer.plan.is_dense
     assert answer.timeline.step_time_us >= answer.choice.step_us
 
@@ -110,9 +112,8 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
     _, captured = capture_job(job)
     costs = CostTable(error=0.0)
     workload = Compiler(where).analyze(captured.graph, costs)
-    asked = plan_named(text, where)
-    assert [str(compressor) for compressor in asked.compressors] == [text]
-    plan = asked.make(workload, costs)
+    assert text in map(str, Question(compress=Compress.of(text)).compressors)
+    plan = plan_as_given(text, workload, costs, where)
     timeline = simulate(plan_tasks(workload, plan, costs, where))
     shown = to_text(Explanation(plan, timeline, workload, costs, where))
     assert f"{text}@gpu" in shown
@@ -122,14 +123,14 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
 
 def test_what_a_plan_needs_is_measured(job: Job):
     where = cluster("2x1", "100mbit")
-    shown = to_text(what_if(job, where, Question(plan=plan_named("powersgd(2)", where))).explanation())
+    shown = to_text(what_if(job, where, Question(compress=Compress.of("powersgd(2)"))).explanation())
     assert re.search(r"powersgd\(2\)@gpu +measured\n", shown)
 
 
 def test_more_ranks_than_a_compressor_can_sum_are_refused(job: Job):
     where = cluster("64x2", "100mbit")
     with pytest.raises(BadCompressor, match="cannot sum the codes of 128 ranks"):
-        what_if(job, where, Question(plan=plan_named("shared_int8", where)))
+        what_if(job, where, Question(compress=Compress.of("shared_int8")))
 
 
 def test_a_step_of_no_time_is_refused(job: Job):
@@ -222,7 +223,7 @@ def test_what_is_unpriced_is_counted_and_listed():
 
 def test_every_mode_is_answered(job: Job):
     for mode in Mode:
-        answer = what_if(job, cluster("2x1", "10mbit"), Question(mode=mode))
+        answer = what_if(job, cluster("2x1", "10mbit"), Question(compress=Compress(within=mode.value)))
         assert isinstance(answer.plan, Plan)
         assert answer.plan.is_dense or mode is not Mode.LOSSLESS
 
@@ -237,7 +238,7 @@ def test_a_model_in_bf16_sends_half_the_bytes():
         job = Job(
             model, lambda model, batch: model(batch).float().square().mean(), optimizer, torch.ones(4, 512, dtype=dtype)
         )
-        explained = what_if(job, where, Question(device="h100", plan=plan_named("dense", where))).explanation()
+        explained = what_if(job, where, Question(device="h100", compress=Compress.of("dense"))).explanation()
         shown.append(to_text(explained))
         sent.append(sum(bucket["bytes"] for bucket in to_json(explained)["plan"]["buckets"]))
     elements = 512 * 256 + 256

@@ -53,7 +53,7 @@ def test_operators_whose_fakes_lie_about_strides_train_as_eager(does: Any):
 def targets(does: Any) -> list[str]:
     model = Between(does)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = fxcomp.compile_step(model, square, optimizer, torch.randn(3, 5, 6), plan="dense")
+    step = fxcomp.compile_step(model, square, optimizer, torch.randn(3, 5, 6), compress="dense")
     return (
         [str(n.target) for n in step.in_force.program.captured.graph.graph.nodes]
         if step.in_force.program is not None

@@ -12,6 +12,7 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.virtual_time import scheduled
 
@@ -40,9 +41,13 @@ def table(gbit: float, **more: Any) -> CostTable:
 
 def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
     model = JOB.build()
-    given: dict[str, Any] = {"verify_every": 5, "mode": "balanced", "costs": costs, "race": "off", **options}
+    given: dict[str, Any] = {"verify": 5, "within": "balanced", "costs": costs, "race": "off", **options}
     step = fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), **given
+        model,
+        cross_entropy,
+        OPTIMIZERS[optimizer](model.parameters()),
+        JOB.batch(0, dist.get_rank()),
+        **gathered(**given),
     )
     scheduled(step, EVERY, WINDOW)
     return step

@@ -18,7 +18,7 @@ def trains_as_eager(
     """Assert that losses, parameters, buffers and the generator's state are eager's after each step."""
     reference = copy.deepcopy(model)
     optimizer, eager = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference))
-    step = fxcomp.compile_step(model, loss_fn, optimizer, batches[0], plan="dense")
+    step = fxcomp.compile_step(model, loss_fn, optimizer, batches[0], compress="dense")
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
         loss: Tensor = step(batch)

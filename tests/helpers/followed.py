@@ -11,6 +11,7 @@ from torch import nn
 
 import fxcomp
 from fxcomp.step.compiled_step import CompiledStep
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 
 BATCH = JOBS["mlp"].batch(0)
@@ -23,7 +24,7 @@ def small() -> nn.Module:
 
 def compiled(model: nn.Module, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return fxcomp.compile_step(model, loss, optimizer, BATCH, **options)
+    return fxcomp.compile_step(model, loss, optimizer, BATCH, **gathered(**options))
 
 
 def compile_alone(
@@ -31,7 +32,7 @@ def compile_alone(
 ) -> CompiledStep:
     if isinstance(optimizer, str):
         optimizer = OPTIMIZERS[optimizer](model.parameters())
-    return fxcomp.compile_step(model, loss, optimizer, batch, verify_every=1, **options)
+    return fxcomp.compile_step(model, loss, optimizer, batch, **gathered(verify=1, **options))
 
 
 def assert_eager(

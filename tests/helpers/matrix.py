@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp.errors import FxcompError
 from fxcomp.plan.strategy import Strategy
+from helpers.gathered import gathered
 from helpers.plans import plan_in_turns
 from helpers.replicas import flat_parameters, replica_fingerprint
 
@@ -199,10 +200,14 @@ def train(cell: Cell) -> Found:
     loss_fn = loss_of(cell.precision)
     plan = plan_in_turns(model, [Strategy.parse(PLANS[cell.plan])])
     step = fxcomp.compile_step(
-        model, loss_fn, OPTIMIZERS[cell.optimizer](model), batch_of(0, rank), plan=plan,
-        scaler=ours if ours.is_enabled() else None, accumulate=cell.accumulate, verify_every="never",
-        replan="off", race="off", **CLIPS[cell.clip],
-    )  # fmt: skip
+        model,
+        loss_fn,
+        OPTIMIZERS[cell.optimizer](model),
+        batch_of(0, rank),
+        scaler=ours if ours.is_enabled() else None,
+        accumulate=cell.accumulate,
+        **gathered(plan=plan, verify="never", replan="off", race="off", **CLIPS[cell.clip]),
+    )
     apart, start = 0.0, flat_parameters(model).double()
     with torch.no_grad():
         held_out = [batch_of(100_000 + k, 0) for k in range(8)]

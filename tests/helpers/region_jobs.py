@@ -275,14 +275,12 @@ def step_by(case: Case, backend: str) -> Trained:
             cross_entropy,
             optimizer,
             given[0],
-            plan=plan_in_turns(model, _strategies(case), case.per_bucket),
             costs=table(2.0),
-            race="off",
-            replan="off",
-            verify_every="never",
             accumulate=2 if case.accumulates else 1,
             scaler=scaler,
             max_grad_norm=1.0 if case.clips else None,
+            compress=plan_in_turns(model, _strategies(case), case.per_bucket),
+            checks=fxcomp.Checks(race="off", replan="off", verify="never"),
         )
         torch.manual_seed(1)
         losses = list[float]()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxcomp
+from helpers.gathered import gathered
 from helpers.scaled import Beside, Eager, Summing, faults_of, half_loss, network, scaler, with_faults
 
 KINDS = ("inf", "-inf", "nan")
@@ -105,13 +106,13 @@ class Job:
         self.faults = Faults(work, seed, often, micro_batches)
         backoff_factor = 0.5 if often <= 0.1 else 0.95  # the scale stays above LEAST_SCALE
         self.scaler, loss = scaler(backoff_factor=backoff_factor), with_faults(work.loss)
-        given: dict[str, Any] = {"verify_every": "never", "race": "off", "accumulate": micro_batches, **options}
+        given: dict[str, Any] = {"verify": "never", "race": "off", "accumulate": micro_batches, **options}
         made = optimizers(list(self.model.parameters()))
         groups = len(made) if isinstance(made, list) else 1
         unused = {"find_unused_parameters": True} if options.get("find_unused_parameters") else {}
         eager = Eager(self.model, loss, groups, backoff_factor, **unused)
         example = self.faults.batches(self.model, 1, self.rank)[0]
-        self.step = fxcomp.compile_step(self.model, loss, made, example, scaler=self.scaler, **given)
+        self.step = fxcomp.compile_step(self.model, loss, made, example, scaler=self.scaler, **gathered(**given))
         self.beside = Beside(self.step, self.scaler, eager)
         self.plans = [self.step.plan.digest]
 

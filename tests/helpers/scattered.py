@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 import fxcomp
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import FxcompError
+from helpers.gathered import gathered
 
 WIDTH = 30
 """No multiple of three: the last rank's part of a layer is filled up with zeros."""
@@ -68,7 +69,7 @@ def trained(
 
 def compressed(plan: Any, model: nn.Module | None = None, **options: Any) -> tuple[Any, fxcomp.ShardScatter]:
     model = sharded() if model is None else model
-    return model, fxcomp.compress_reduce_scatter(model, plan=plan, costs=CostTable(), **options)
+    return model, fxcomp.compress_reduce_scatter(model, costs=CostTable(), **gathered(plan=plan, **options))
 
 
 def owed_of(scatter: fxcomp.ShardScatter) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from fxcomp.step.drift.judge import Finding
 from fxcomp.step.drift.predicted_costs import Cost
 from fxcomp.step.monitor import Monitor
 from helpers.drifting import table
+from helpers.gathered import gathered
 from helpers.jobs import cross_entropy, rows
 
 
@@ -28,7 +29,7 @@ def compiled(**options: Any) -> CompiledStep:
     model = nn.Linear(20, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: dict[str, Any] = {"costs": table(2.0), "race": "off", **options}
-    return fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **given)
+    return fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **gathered(**given))
 
 
 def parameters_of(step: CompiledStep) -> list[float]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.gathered import gathered
+
 
 def compiled(model: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
-    return torch.compile(model, backend="fxcomp", options={"plan": "dense", **options})
+    return torch.compile(model, backend="fxcomp", options=gathered(**{"plan": "dense", **options}))
 
 
 def own_options(model: nn.Module) -> Callable[..., Any]:

@@ -38,7 +38,11 @@ def warm_up() -> None:
     no_engine = patch.object(torch.autograd.Variable, "_execution_engine", None)
     with no_engine, patch.object(torch.autograd, "grad", written_gradients):
         step = fxcomp.compile_step(
-            model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), job.batch(0), verify_every="never"
+            model,
+            cross_entropy,
+            OPTIMIZERS["sgd"](model.parameters()),
+            job.batch(0),
+            checks=fxcomp.Checks(verify="never"),
         )
         step(job.batch(0))
     step.close()

@@ -24,6 +24,7 @@ from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.plan.update_kind import BURST_SHARES, UpdateKind
+from fxcomp.plan.warmup import Warmup
 from fxcomp.search.choose import choose
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
@@ -64,13 +65,13 @@ def among(ranks: int) -> Cluster:
 
 def test_by_default_the_plan_is_followed_from_the_first_step():
     wanted = plan(TopK(0.01), None)
-    (only,) = ErrorFeedback().stages(wanted)
+    (only,) = Warmup().stages(wanted)
     assert (only.first_step, only.plan) == (0, wanted)
 
 
 def test_a_warm_up_is_dense_then_sends_less_and_less():
     wanted = plan(TopK(0.01), None, Int8())
-    stages = ErrorFeedback(dense_steps=3, density_steps=10).stages(wanted)
+    stages = Warmup(dense_steps=3, density_steps=10).stages(wanted)
     assert [(s.first_step, str(s.plan.buckets[0].strategy.compressor)) for s in stages] == [
         (0, "None"),
         (3, "topk(0.25)"),
@@ -85,7 +86,7 @@ def test_a_warm_up_is_dense_then_sends_less_and_less():
 
 
 def test_a_density_warm_up_keeps_ratios_above_its_density():
-    stages = ErrorFeedback(density_steps=2).stages(plan(TopK(0.5), TopK(0.05)))
+    stages = Warmup(density_steps=2).stages(plan(TopK(0.5), TopK(0.05)))
     assert [[str(b.strategy.compressor) for b in s.plan.buckets] for s in stages] == [
         ["topk(0.5)", "topk(0.25)"],
         ["topk(0.5)", "topk(0.0625)"],
@@ -94,22 +95,22 @@ def test_a_density_warm_up_keeps_ratios_above_its_density():
 
 
 def test_a_warm_up_shorter_than_its_stages_skips_some():
-    stages = ErrorFeedback(density_steps=1).stages(plan(TopK(0.01)))
+    stages = Warmup(density_steps=1).stages(plan(TopK(0.01)))
     assert [s.first_step for s in stages] == [0, 1]
 
 
 @pytest.mark.parametrize("wanted", [plan(None), plan(Int8()), plan(TopK(0.25))])
 def test_a_plan_without_small_ratios_has_no_density_stages(wanted: Plan):
-    assert len(ErrorFeedback(density_steps=5).stages(wanted)) == 1
+    assert len(Warmup(density_steps=5).stages(wanted)) == 1
 
 
 def test_a_dense_plan_needs_no_dense_warm_up():
-    assert len(ErrorFeedback(dense_steps=5).stages(plan(None))) == 1
+    assert len(Warmup(dense_steps=5).stages(plan(None))) == 1
 
 
 def test_a_dense_warm_up_keeps_the_levels():
     hierarchical = Plan((Bucket(("p",), (8,), Strategy.hierarchical(Int8())),))
-    assert ErrorFeedback(dense_steps=1).stages(hierarchical)[0].plan.buckets[0].strategy == Strategy.hierarchical(None)
+    assert Warmup(dense_steps=1).stages(hierarchical)[0].plan.buckets[0].strategy == Strategy.hierarchical(None)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +132,6 @@ def test_which_compressors_get_a_residual(options: ErrorFeedback, around: tuple[
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"dense_steps": -1}, r"dense_steps is a whole number of steps, from 0; it is -1"),
-        ({"dense_steps": 1.5}, r"dense_steps is a whole number of steps, from 0; it is 1.5"),
-        ({"density_steps": "3"}, r"density_steps is a whole number of steps, from 0; it is '3'"),
-        ({"density_steps": True}, r"density_steps is a whole number of steps, from 0; it is True"),
         ({"momentum": "0.9"}, r"momentum is from 0 \(none\) to below 1; it is '0.9'"),
         ({"momentum": float("nan")}, r"momentum is from 0 \(none\) to below 1; it is nan"),
         ({"off": 1}, r"off is True or False; it is 1"),
@@ -148,12 +145,26 @@ def test_values_that_cannot_be_are_refused(options: dict[str, Any], what: str):
         ErrorFeedback(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"dense_steps": -1}, r"dense_steps is a whole number of steps, from 0; it is -1"),
+        ({"dense_steps": 1.5}, r"dense_steps is a whole number of steps, from 0; it is 1.5"),
+        ({"density_steps": "3"}, r"density_steps is a whole number of steps, from 0; it is '3'"),
+        ({"density_steps": True}, r"density_steps is a whole number of steps, from 0; it is True"),
+    ],
+)
+def test_steps_of_a_warm_up_that_cannot_be_are_refused(options: dict[str, Any], what: str):
+    with pytest.raises(BadOption, match=what):
+        Warmup(**options)
+
+
 # Refusals
 
 
 @pytest.mark.parametrize("name", ["off", "allow_diverging"])
 def test_experiments_need_a_plan(name: str):
-    with pytest.raises(BadOption, match=rf"{name}=True\) is for experiments.*\n.*Pass plan="):
+    with pytest.raises(BadOption, match=rf"{name}=True\) is for experiments.*\n.*Name a plan"):
         check_experiment(ErrorFeedback(**{name: True}), planned=False)
 
 
@@ -162,16 +173,24 @@ def test_experiments_need_a_plan(name: str):
 def test_only_an_error_feedback_is_one(options: Any, plan: str | None):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BadOption, match=r"error_feedback is an ErrorFeedback, not a (dict|NoneType|type)\.\n.*leave"):
-        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan=plan, error_feedback=options)
+    with pytest.raises(BadOption, match=r"feedback is an ErrorFeedback, not a (dict|NoneType|type)\.\n.*leave"):
+        fxcomp.compile_step(
+            model,
+            cross_entropy,
+            optimizer,
+            JOBS["mlp"].batch(0, 0),
+            compress=fxcomp.Compress(plan=plan, feedback=options),
+        )
 
 
-@pytest.mark.parametrize("given", [3, ["int8"], TopK(0.1)])
+@pytest.mark.parametrize("given", [(), ["int8"], TopK(0.1)])
 def test_only_a_plan_or_its_text_is_one(given: Any):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BadPlan, match=r"plan is a fxcomp.Plan, the path .*; it is a (int|list|TopK)\.\n"):
-        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), plan=given)
+    with pytest.raises(BadOption, match=r"compress= takes a mode .*; it is a (tuple|list|TopK)\."):
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, 0), compress=given)
+    with pytest.raises(BadPlan, match=r"plan is a fxcomp.Plan, the path .*; it is a (tuple|list|TopK)\.\n"):
+        fxcomp.Compress(plan=given)
 
 
 def test_feedback_around_an_expanding_compressor_is_refused():
@@ -234,14 +253,14 @@ def compiled_with_adam() -> str:
     job = JOBS["mlp"]
     model = job.build()
     optimizer = torch.optim.Adam(model.parameters())
-    fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0), plan="topk(0.01)")
+    fxcomp.compile_step(model, cross_entropy, optimizer, job.batch(0), compress="topk(0.01)")
     return "compiled"
 
 
 def test_a_refused_plan_fails_on_every_rank_and_nobody_hangs():
     for outcome in try_ranks(2, compiled_with_adam):
         assert outcome.error == "DivergingCombination"
-        assert "leave it to fxcomp: without plan=, or without a pattern of per_parameter=" in outcome.text
+        assert "let fxcomp choose: name no plan, and no pattern of pins=" in outcome.text
 
 
 class WithoutRate(torch.optim.Optimizer):
@@ -263,7 +282,11 @@ def compiled_without_rate() -> None:
     model = job.build()
     options = ErrorFeedback(scale_with_lr=True)
     fxcomp.compile_step(
-        model, cross_entropy, WithoutRate(model.parameters()), job.batch(0), plan="int8", error_feedback=options
+        model,
+        cross_entropy,
+        WithoutRate(model.parameters()),
+        job.batch(0),
+        compress=fxcomp.Compress(plan="int8", feedback=options),
     )
 
 
@@ -276,14 +299,19 @@ def test_residuals_are_not_scaled_by_a_rate_that_no_group_has():
         compiled_without_rate()
 
 
-def backend_with(**options: Any) -> None:
-    model = JOBS["mlp"].build()
-    compiled = torch.compile(model, backend="fxcomp", options={"error_feedback": ErrorFeedback(**options)})
-    cross_entropy(compiled, JOBS["mlp"].batch(0)).backward()
-
-
-@pytest.mark.parametrize("options", [{"scale_with_lr": True}, {"dense_steps": 1}, {"density_steps": 1}])
-def test_the_backend_refuses_what_needs_the_optimizer(options: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"feedback": ErrorFeedback(scale_with_lr=True)}, "ErrorFeedback.scale_with_lr needs the optimizer"),
+        ({"feedback": ErrorFeedback(momentum=0.9)}, "ErrorFeedback.momentum needs the optimizer"),
+        ({"warmup": Warmup(dense_steps=1)}, "warmup= counts the steps of the optimizer"),
+        ({"warmup": Warmup(density_steps=1)}, "warmup= counts the steps of the optimizer"),
+        ({"measured": True}, "measured=True looks at gradients in whole steps"),
+    ],
+)
+def test_the_backend_refuses_what_needs_the_optimizer(options: dict[str, Any], what: str):
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=rf"ErrorFeedback.{next(iter(options))} needs the optimizer"):
-        backend_with(**options)
+    model = JOBS["mlp"].build()
+    compiled = torch.compile(model, backend="fxcomp", options={"compress": fxcomp.Compress(**options)})
+    with pytest.raises(Exception, match=f"{what}.*, which torch.compile leaves yours"):
+        cross_entropy(compiled, JOBS["mlp"].batch(0)).backward()

@@ -11,7 +11,7 @@ from torch import nn
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.errors import BadOption
-from fxcomp.options import StepOptions
+from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.pins import MOST_STRATEGIES, NO_PINS, Pins, parse_pins
 from fxcomp.plan.strategy import Strategy
@@ -87,8 +87,8 @@ def test_pins_keep_their_order_in_json_and_texts():
     pins = Pins.read({"b.*": "topk(0.01)", "a.*": ONE_SHOT, "c": Strategy.parse(ONE_SHOT)})
     assert Pins.from_json(pins.to_json()) == pins
     assert pins.facts() == ["b.*=topk(0.01)", f"a.*={ONE_SHOT}", f"c={ONE_SHOT}"]
-    assert parse_pins(["b.* = topk(0.01)", f"a.*={ONE_SHOT}", f"c={ONE_SHOT}"]) == pins
-    assert parse_pins(["*=int8(block=64)"]).facts() == ["*=int8(block=64)"]
+    assert Pins.read(parse_pins(["b.* = topk(0.01)", f"a.*={ONE_SHOT}", f"c={ONE_SHOT}"])) == pins
+    assert Pins.read(parse_pins(["*=int8(block=64)"])).facts() == ["*=int8(block=64)"]
     assert [compressor.name for compressor in pins.compressors] == ["topk", "int8"]
     assert Pins.read(None) == Pins.read({}) == NO_PINS
     assert not NO_PINS
@@ -117,7 +117,7 @@ def test_patterns_of_a_model_are_accepted():
     ],
 )
 def test_a_pattern_that_decides_nothing_is_an_error(given: dict[str, str], text: str):
-    with pytest.raises(BadOption, match=f"(?s)per_parameter.*{text}"):
+    with pytest.raises(BadOption, match=f"(?s)pins.*{text}"):
         Pins.read(given).check_model(model())
 
 
@@ -130,10 +130,10 @@ def test_a_pattern_that_decides_nothing_is_an_error(given: dict[str, str], text:
         ({"a.*": "plans/mine.json"}, "is the path of a plan; a pattern takes one compressor or strategy"),
         ({"a.*": 8}, r"\['a.\*'\] is the text of a compressor or strategy, like 'int8'; it is a int"),
         ({"a.*": None}, "it is a NoneType"),
-        ({3: "int8"}, "keys are patterns of parameter names; 3 is none"),
-        ({"": "int8"}, "keys are patterns of parameter names; '' is none"),
-        ([("a", "int8")], "per_parameter maps patterns of parameter names to strategies; it is a list"),
-        ("*=int8", r"it is a str.*Write per_parameter=\{"),
+        ({3: "int8"}, "keys of pins= are patterns of parameter names; 3 is none"),
+        ({"": "int8"}, "keys of pins= are patterns of parameter names; '' is none"),
+        ([("a", "int8")], "pins= maps patterns of parameter names to strategies; it is a list"),
+        ("*=int8", r"it is a str.*Write pins=\{"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_pattern_and_value(given: Any, text: str):
@@ -153,15 +153,15 @@ def test_a_strategy_that_the_cluster_has_no_levels_for_is_an_error():
     Pins.read({"*": by_level}).check_fits(cluster(2, 2))
     uneven = Cluster.parse("2+1", intra=Link(5.0, 12.0), inter=Link.parse("1gbit"))
     Pins.read({"*": "int8"}).check_fits(uneven)
-    with pytest.raises(BadOption, match=re.escape(f"per_parameter['w.*']='{by_level}' does not fit the cluster: ")):
+    with pytest.raises(BadOption, match=re.escape(f"pins['w.*']='{by_level}' does not fit the cluster: ")):
         Pins.read({"w.*": by_level}).check_fits(uneven)
 
 
 @pytest.mark.parametrize(
     ("texts", "text"),
     [
-        (["lm_head.*"], "--per-parameter 'lm_head.*' has no '='; write 'PATTERN=STRATEGY'"),
-        (["a=int8", "a=dense"], "--per-parameter names the pattern 'a' twice: keep one"),
+        (["lm_head.*"], "--pin 'lm_head.*' has no '='; write 'PATTERN=STRATEGY'"),
+        (["a=int8", "a=dense"], "--pin names the pattern 'a' twice: keep one"),
     ],
 )
 def test_an_option_that_is_no_pin_is_an_error(texts: list[str], text: str):
@@ -170,17 +170,17 @@ def test_an_option_that_is_no_pin_is_an_error(texts: list[str], text: str):
 
 
 def test_a_plan_and_pins_exclude_each_other():
-    with pytest.raises(BadOption, match="plan= says what every parameter travels by, and per_parameter= what some do"):
-        StepOptions.checked(plan="int8", per_parameter={"*": "dense"})
-    assert StepOptions.checked(plan="int8", per_parameter={}).pins == NO_PINS
+    with pytest.raises(BadOption, match="plan= says what every parameter travels by, and pins= what some do"):
+        Compress(plan="int8", pins={"*": "dense"})
+    assert Compress(plan="int8", pins={}).pinned == NO_PINS
 
 
 def test_pins_are_compared_between_ranks_and_may_be_experiments():
     feedback = ErrorFeedback(allow_diverging=True)
-    options = StepOptions.checked(per_parameter={"*": "topk(0.01)"}, error_feedback=feedback)
-    assert options.facts()["per_parameter"] == ["*=topk(0.01)"]
+    compress = Compress(pins={"*": "topk(0.01)"}, feedback=feedback)
+    assert compress.facts()["pins"] == ["*=topk(0.01)"]
     with pytest.raises(BadOption, match="for experiments with a given plan"):
-        StepOptions.checked(error_feedback=feedback)
+        Compress(feedback=feedback)
 
 
 def test_what_selects_from_more_values_than_it_can_number_is_refused_where_it_is_pinned():
@@ -190,7 +190,7 @@ def test_what_selects_from_more_values_than_it_can_number_is_refused_where_it_is
             self.table = nn.Parameter(torch.empty(2**15, 2**16, device="meta"))
 
     for text in ("topk(0.01)", "compress(topk(0.01))@gpu > all_gather@world > decompress@gpu"):
-        with pytest.raises(BadOption, match=r"per_parameter\['\*'\]=.*cannot be for 'table': nothing can be selected"):
+        with pytest.raises(BadOption, match=r"pins\['\*'\]=.*cannot be for 'table': nothing can be selected"):
             Pins.read({"*": text}).check_model(Large())
     Pins.read({"*": "int8"}).check_model(Large())
     Pins.read({"*": "powersgd(4)"}).check_model(Large())

@@ -94,7 +94,7 @@ def plans(modes: Sequence[str], megabits: Sequence[float]) -> list[str]:
     fully_shard(model, mesh=mesh["shard"])
     cluster = Cluster.parse("2x1, inter 10mbit@30us, intra 40gbit@30us")
     table = CostTable(pack_gb_per_s=megabits[shard], launch_us=1e-3 / megabits[shard])
-    outer = fxcomp.average_replicas(model, mesh["replicate"], mode=modes[shard], cluster=cluster, costs=table)
+    outer = fxcomp.average_replicas(model, mesh["replicate"], cluster=cluster, costs=table, compress=modes[shard])
     for _ in range(7):
         model(torch.ones(4, 64)).sum().backward()
     assert outer.plan is not None

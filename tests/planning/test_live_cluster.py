@@ -121,7 +121,9 @@ def steps_on(names: Sequence[str], plan: str | None) -> tuple[str, float]:
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, costs=table(2.0), verify_every=1)
+    step = fxcomp.compile_step(
+        model, cross_entropy, optimizer, batch, costs=table(2.0), compress=plan, checks=fxcomp.Checks(verify=1)
+    )
     step(batch)
     total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
     return step.explain(), total
@@ -139,9 +141,9 @@ def by_level_on(names: Sequence[str]) -> None:
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
-    dense = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan="dense").plan
+    dense = fxcomp.compile_step(model, cross_entropy, optimizer, batch, compress="dense").plan
     plan = dense.with_strategies([Strategy.hierarchical(None)] * len(dense.buckets))
-    fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan)
+    fxcomp.compile_step(model, cross_entropy, optimizer, batch, compress=plan)
 
 
 def test_a_plan_by_level_is_refused_where_hosts_are_uneven():

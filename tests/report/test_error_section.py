@@ -14,10 +14,10 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.error_tables.columns import STANDARD
 from fxcomp.error_tables.table import Row
-from fxcomp.plan.budget import Budget, ErrorBudget
+from fxcomp.plan.budget import Budget, ErrorBudget, within_budget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.pins import parse_pins
+from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.report.as_json import to_json
@@ -69,7 +69,7 @@ def words(explanation: Explanation) -> str:
 
 def test_a_budget_stands_in_the_place_of_the_mode_and_of_its_bound():
     text = words(explained("topk(0.01)"))
-    assert "error budget topk(0.01)" in text
+    assert "error budget like(topk(0.01))" in text
     assert "mode balanced" not in text
     assert "no plan of this mode" not in text
 
@@ -159,7 +159,7 @@ def test_layers_stand_with_their_price_and_their_reasons(golden: Callable[[str, 
 
 def test_a_coarser_parameter_that_loses_too_much_is_beyond_the_budget():
     roomy = by_hand(measured())
-    tight = Budget(ErrorBudget.parse(roomy.spent * 1.0001), measured())
+    tight = Budget(within_budget(roomy.spent * 1.0001), measured())
     assert "coarser: int4 twice -3.29 ms, 0.00015 more lost, beyond the budget" in words(
         by_hand(measured(), budget=tight)
     )
@@ -177,7 +177,7 @@ def test_a_dense_layer_that_compute_hides_costs_nothing():
 
 
 def test_a_pinned_layer_needs_no_other_reason():
-    pins = parse_pins(["head.*=int8"])
+    pins = Pins.read({"head.*": "int8"})
     budget = Budget(ErrorBudget.parse("topk(0.01)"))
     choice = choose(WORKLOAD, COSTS, WHERE, Terms(Mode.BALANCED, pins=pins, budget=budget))
     timeline = simulate(plan_tasks(WORKLOAD, choice.plan, COSTS, WHERE))

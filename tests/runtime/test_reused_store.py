@@ -16,7 +16,7 @@ ELASTIC = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": 
 def compiled() -> None:
     model = JOBS["mlp"].build()
     fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOBS["mlp"].batch(0), plan="dense"
+        model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOBS["mlp"].batch(0), compress="dense"
     )
 
 

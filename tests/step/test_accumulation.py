@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.ranks import run_ranks, try_ranks
 from helpers.replicas import flat_parameters, replica_fingerprint
@@ -66,7 +67,13 @@ def compiled(
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     batch, _, _ = next(calls(job_name, accumulate))
     step = fxcomp.compile_step(
-        model, cross_entropy, optimizer, batch, plan=plan, max_grad_norm=clip, accumulate=accumulate, **options
+        model,
+        cross_entropy,
+        optimizer,
+        batch,
+        max_grad_norm=clip,
+        accumulate=accumulate,
+        **gathered(plan=plan, **options),
     )
     torch.manual_seed(3)
     losses = [step(batch, last=last).item() for batch, _, last in calls(job_name, accumulate)]
@@ -75,7 +82,7 @@ def compiled(
 
 def distances(job_name: str, optimizer_name: str, accumulate: int, clip: float | None) -> dict[str, Any]:
     reference, expected = eager(job_name, optimizer_name, accumulate, clip)
-    step, losses = compiled(job_name, optimizer_name, accumulate, clip, verify_every=2)
+    step, losses = compiled(job_name, optimizer_name, accumulate, clip, verify=2)
     model = step.training.model
     off = (flat_parameters(model) - flat_parameters(reference)).abs().max().item()
     buffers = zip(model.buffers(), reference.buffers(), strict=True)
@@ -159,7 +166,7 @@ def fresh(plan: str, accumulate: int, **options: Any) -> fxcomp.CompiledStep:
     model = JOBS["mlp"].build()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     return fxcomp.compile_step(
-        model, cross_entropy, optimizer, JOBS["mlp"].batch(0), plan=plan, accumulate=accumulate, **options
+        model, cross_entropy, optimizer, JOBS["mlp"].batch(0), accumulate=accumulate, **gathered(plan=plan, **options)
     )
 
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.ranks import run_ranks
 from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
@@ -48,9 +49,15 @@ def compiled(budget: str | float, **options: Any) -> CompiledStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    given: dict[str, Any] = {"verify_every": "never", "race": "off", "replan": "off", **options}
+    given: dict[str, Any] = {"verify": "never", "race": "off", "replan": "off", **options}
     return fxcomp.compile_step(
-        model, loss_of, optimizer, batch_of(0), cluster=WHERE, costs=CostTable(), error_budget=budget, **given
+        model,
+        loss_of,
+        optimizer,
+        batch_of(0),
+        cluster=WHERE,
+        costs=CostTable(),
+        **gathered(within=budget, measured=True, **given),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.drifting import table
+from helpers.gathered import gathered
 from helpers.jobs import cross_entropy
 from helpers.ranks import run_ranks
 from helpers.small_step import batch
@@ -46,7 +47,9 @@ def trained(name: str, loads: list[int]) -> tuple[list[Any], list[float], list[s
             other(torch.full((6, 20), 0.1 * number)).square().sum().backward()
             before.step()
         optimizer.load_state_dict(before.state_dict())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch(), plan="dense", verify_every=1)
+    step = fxcomp.compile_step(
+        model, cross_entropy, optimizer, batch(), compress="dense", checks=fxcomp.Checks(verify=1)
+    )
     for number in range(3):
         step(batch(number))
     notes = [note for note in step.notes if "optimizer's state" in note]
@@ -91,8 +94,8 @@ def changes(
     torch.manual_seed(0)
     model = nn.Linear(20, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    given = {"plan": "dense", "verify_every": "never", **options}
-    with fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **given) as step:
+    given = {"plan": "dense", "verify": "never", **options}
+    with fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **gathered(**given)) as step:
         for number in range(2):
             step(batch(number))
         before = step.steps
@@ -127,7 +130,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 PLANS: dict[str, dict[str, Any]] = {
     "int8": {"plan": "int8"},
-    "gathers alone": {"per_parameter": {"*": "int8"}, "plan": None},
+    "gathers alone": {"pins": {"*": "int8"}, "plan": None},
     "powersgd": {"plan": "powersgd(2)"},
     "micro-batches": {"accumulate": 2},
 }
@@ -187,7 +190,7 @@ VALUES: dict[str, tuple[Any, str]] = {
 
 
 def all_values() -> dict[str, Any]:
-    return {name: changes(change, verify_every=1) for name, (change, _) in VALUES.items()}
+    return {name: changes(change, verify=1) for name, (change, _) in VALUES.items()}
 
 
 @pytest.fixture(scope="module")

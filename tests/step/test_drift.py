@@ -92,16 +92,16 @@ def test_a_link_that_becomes_faster_lets_compression_go_and_what_was_left_out_ar
     assert (found["before"], found["is dense"], found["compressed"]) == (False, True, False)
 
 
-@pytest.mark.parametrize("verify_every", [2, EVERY * WINDOW])
-def test_drift_is_seen_between_steps_that_are_verified(verify_every: int):
+@pytest.mark.parametrize("verify", [2, EVERY * WINDOW])
+def test_drift_is_seen_between_steps_that_are_verified(verify: int):
     """Every timed step would be a verified one, if it were the first of each `EVERY`."""
-    found = same(run_ranks(2, train, table(2.0), WIRE, 3 * JUDGED, {**AUTO, "verify_every": verify_every}))
+    found = same(run_ranks(2, train, table(2.0), WIRE, 3 * JUDGED, {**AUTO, "verify": verify}))
     assert "all_reduce@world" in found["notes"][0]
     assert found["notes"][1].startswith(f"planned anew at step {2 * JUDGED}")
 
 
-def reported(verify_every: int) -> str:
-    return " ".join(compiled(table(2.0), verify_every=verify_every).explain().split())
+def reported(verify: int) -> str:
+    return " ".join(compiled(table(2.0), verify=verify).explain().split())
 
 
 def test_where_every_step_is_verified_the_report_says_that_none_is_timed():
@@ -163,9 +163,15 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
     clock = VirtualTime(sees_threads=True)
     with virtual_time(clock):
         step = fxcomp.compile_step(
-            model, linear, optimizer, draw(0), costs=table(gbit), mode=mode, replan="auto", race="off",
-            skip_nonfinite=commits, verify_every=5,
-        )  # fmt: skip
+            model,
+            linear,
+            optimizer,
+            draw(0),
+            costs=table(gbit),
+            skip_nonfinite=commits,
+            compress=mode,
+            checks=fxcomp.Checks(replan="auto", race="off", verify=5),
+        )
         scheduled(step, EVERY, WINDOW)
         start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
         due = {name: torch.zeros_like(value) for name, value in start.items()}
@@ -224,7 +230,7 @@ def watched_by_level() -> bool:
     plan = plan_in_turns(model, [Strategy.hierarchical(parse_compressor("topk(0.05)"))], per_bucket=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = job.batch(0, dist.get_rank())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, plan=plan, costs=table(2.0), cluster=cluster)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, costs=table(2.0), cluster=cluster, compress=plan)
     return step.monitor.watch is not None
 
 

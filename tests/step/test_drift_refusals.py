@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.drifting import JUDGED, compiled, table
+from helpers.gathered import gathered
 from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_buckets
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.ranks import run_ranks
@@ -43,17 +44,17 @@ def refusals() -> list[str]:
         model = JOB.build()
         given: dict[str, Any] = {"costs": table(2.0), **options}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), **given)
+        return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), **gathered(**given))
 
     cases: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"plan": "int8"}, CannotReplan),
-        ({"error_feedback": ErrorFeedback(momentum=0.9), "replan": "auto"}, BadOption),
+        ({"feedback": ErrorFeedback(momentum=0.9), "replan": "auto"}, BadOption),
         ({"replan": "off"}, CannotReplan),
         ({}, CannotReplan),
         ({"plan": "int8", "replan": "auto"}, BadOption),
         ({"replan": "sometimes"}, BadOption),
-        ({"verify_every": 1}, CannotReplan),
-        ({"verify_every": 1, "replan": "auto"}, BadOption),
+        ({"verify": 1}, CannotReplan),
+        ({"verify": 1, "replan": "auto"}, BadOption),
     ]
     texts: list[str] = []
     for options, expected in cases:

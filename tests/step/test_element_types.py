@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.plans import TWO_HOSTS, plan_in_turns
 from helpers.ranks import run_ranks
 from helpers.replicas import flat_parameters, replica_fingerprint
@@ -88,9 +89,13 @@ def train(case: Case) -> Trained:
     plan = plan_in_turns(model, [Strategy.parse(case.strategy)])
     reference = DistributedDataParallel(copy.deepcopy(model))
     step = fxcomp.compile_step(
-        model, loss_fn, OPTIMIZERS[case.optimizer](model), batch_of(0, rank), plan=plan, cluster=case.cluster,
-        verify_every=1 if case.steps < 5 else "sampled", replan="off", **case.options,
-    )  # fmt: skip
+        model,
+        loss_fn,
+        OPTIMIZERS[case.optimizer](model),
+        batch_of(0, rank),
+        cluster=case.cluster,
+        **gathered(plan=plan, verify=1 if case.steps < 5 else "sampled", replan="off", **case.options),
+    )
     eager = OPTIMIZERS[case.optimizer](reference)
     losses: list[float] = []
     for number in range(case.steps):
@@ -129,7 +134,7 @@ INSIDE = "reduce_scatter@intra > compress(int8) > all_gather@inter > decompress 
 ON_POOL = "compress(int8)@cpu > all_gather@world > decompress@cpu"
 INSIDE_ON_POOL = "reduce_scatter@intra > compress(int8)@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
 LEVELS = "reduce_scatter@intra > all_reduce@inter > all_gather@intra"
-VELOCITY = {"error_feedback": ErrorFeedback(momentum=0.9), "skip_nonfinite": True}
+VELOCITY = {"feedback": ErrorFeedback(momentum=0.9), "skip_nonfinite": True}
 
 UNCOMPRESSED = [
     Case(dtype, DENSE, name) for dtype, name in ((BF16, "sgd"), (BF16, "adamw"), (FP16, "adamw"), (FP64, "sgd"))
@@ -237,9 +242,14 @@ def means_of_large(cases: list[tuple[str, int]]) -> list[list[float]]:
         plan = plan_in_turns(model, [Strategy.parse(strategy)])
         given = torch.full((1, 64), 3e4)
         step = fxcomp.compile_step(
-            model, apply, torch.optim.SGD(model.parameters(), lr=1.0), given, plan=plan, accumulate=micro_batches,
-            verify_every=1, replan="off",
-        )  # fmt: skip
+            model,
+            apply,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            given,
+            accumulate=micro_batches,
+            compress=plan,
+            checks=fxcomp.Checks(verify=1, replan="off"),
+        )
         for _ in range(micro_batches):
             step(given)
         found.append([model.w.min().item(), model.w.max().item()])
@@ -256,7 +266,12 @@ def test_large_fp16_gradients_do_not_overflow_in_the_mean():
 def test_norms_of_fp16_gradients_are_taken_in_fp32():
     model, given = Weight(1 << 20), torch.full((1, 1 << 20), 100.0)
     step = fxcomp.compile_step(
-        model, apply, torch.optim.SGD(model.parameters(), lr=1.0), given, max_grad_norm=1024.0, verify_every=1
+        model,
+        apply,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        given,
+        max_grad_norm=1024.0,
+        checks=fxcomp.Checks(verify=1),
     )
     step(given)
     assert (model.w + 1.0).abs().max().item() < 2e-3
@@ -280,7 +295,7 @@ def under_autocast(dtypes: Sequence[torch.dtype]) -> list[float]:
         model, loss = build(FP32), autocast(dtype)
         reference = DistributedDataParallel(copy.deepcopy(model))
         step = fxcomp.compile_step(
-            model, loss, sgd(model), batch_of(0, rank), plan=plan_in_turns(model, [Strategy.parse(DENSE)])
+            model, loss, sgd(model), batch_of(0, rank), compress=plan_in_turns(model, [Strategy.parse(DENSE)])
         )
         eager = sgd(reference)
         for number in range(STEPS):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.drifting import table as costs
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, Job, cross_entropy
 from helpers.ranks import run_ranks
 from helpers.replicas import replica_fingerprint
@@ -42,9 +43,9 @@ def often() -> Generator[None]:
 def compiled(job: Job, *, looks: bool = True, loss: Any = cross_entropy, **options: Any) -> CompiledStep:
     torch.manual_seed(dist.get_rank())
     model = job.build()
-    given: dict[str, Any] = {"verify_every": "never", "race": "off", "plan": "topk(0.1)", **options}
+    given: dict[str, Any] = {"verify": "never", "race": "off", "plan": "topk(0.1)", **options}
     batch = job.batch(0, dist.get_rank())
-    step = fxcomp.compile_step(model, loss, OPTIMIZERS["sgd"](model.parameters()), batch, **given)
+    step = fxcomp.compile_step(model, loss, OPTIMIZERS["sgd"](model.parameters()), batch, **gathered(**given))
     if looks:
         step.watch_errors()
     return step
@@ -103,7 +104,7 @@ def dropped() -> dict[str, Any]:
         step, 22, lambda number: job.batch(number, rank, 7 if number == short else None)
     )
     with often():
-        step = compiled(JOBS["mlp"], verify_every=10)
+        step = compiled(JOBS["mlp"], verify=10)
     found["verified"] = measured_at(step, 22, lambda number: JOBS["mlp"].batch(number, rank))
     return found
 

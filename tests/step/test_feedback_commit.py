@@ -107,9 +107,14 @@ def compiled(case: Case) -> tuple[fxcomp.CompiledStep, torch.optim.Optimizer]:
     plan = Plan(tuple(Bucket((n,), (k,), s) for (n, k), s in zip(names, PLANS[case.plan], strict=True)))
     options = ErrorFeedback(everywhere=case.everywhere, allow_diverging=True)
     step = fxcomp.compile_step(
-        model, loss_fn, optimizer, batch(0, None), plan=plan, skip_nonfinite=True, error_feedback=options,
-        verify_every=2,
-    )  # fmt: skip
+        model,
+        loss_fn,
+        optimizer,
+        batch(0, None),
+        skip_nonfinite=True,
+        compress=fxcomp.Compress(plan=plan, feedback=options),
+        checks=fxcomp.Checks(verify=2),
+    )
     return step, optimizer
 
 
@@ -205,7 +210,7 @@ def without_skipping() -> bool:
     case = Case("mixed", "0.weight", NAN, 1)
     torch.manual_seed(5)
     model = mlp()
-    step = fxcomp.compile_step(model, loss_fn, OPTIMIZERS["plain"](model.parameters()), batch(0, None), plan="int4")
+    step = fxcomp.compile_step(model, loss_fn, OPTIMIZERS["plain"](model.parameters()), batch(0, None), compress="int4")
     step(batch(0, case))
     return bool(nn.utils.parameters_to_vector(model.parameters()).isfinite().all()) or step.skipped_steps > 0
 

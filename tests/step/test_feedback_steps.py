@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.plans import plan_in_turns
 from helpers.ranks import run_ranks
@@ -18,6 +19,7 @@ import fxcomp
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.strategy import Strategy
+from fxcomp.plan.warmup import Warmup
 
 JOB = JOBS["mlp"]
 
@@ -34,9 +36,12 @@ def compiled(names: list[str], optimizer: str, options: ErrorFeedback, **more: A
     model = JOB.build()
     plan = plan_in_turns(model, [flat(name) if name else Strategy.flat(None) for name in names], per_bucket=2)
     return fxcomp.compile_step(
-        model, cross_entropy, OPTIMIZERS[optimizer](model.parameters()), JOB.batch(0, dist.get_rank()), plan=plan,
-        error_feedback=options, verify_every=1, **more,
-    )  # fmt: skip
+        model,
+        cross_entropy,
+        OPTIMIZERS[optimizer](model.parameters()),
+        JOB.batch(0, dist.get_rank()),
+        **gathered(plan=plan, feedback=options, verify=1, **more),
+    )
 
 
 # Warm-up
@@ -46,7 +51,12 @@ DENSE_STEPS, DENSITY_STEPS = 3, 4
 
 def warm_up() -> dict[str, Any]:
     rank = dist.get_rank()
-    step = compiled(["topk(0.05)"], "sgd", ErrorFeedback(dense_steps=DENSE_STEPS, density_steps=DENSITY_STEPS))
+    step = compiled(
+        ["topk(0.05)"],
+        "sgd",
+        ErrorFeedback(),
+        warmup=Warmup(dense_steps=DENSE_STEPS, density_steps=DENSITY_STEPS),
+    )
     dense = compiled([""], "sgd", ErrorFeedback())
     reference = DistributedDataParallel(JOB.build())
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
@@ -99,8 +109,7 @@ def test_dense_steps_equal_ddp_then_less_and_less_is_sent():
 def resumed() -> list[bool]:
     """A state saved behind the warm-up, loaded into a fresh step, goes on where it was."""
     rank = dist.get_rank()
-    options = ErrorFeedback(dense_steps=2)
-    step, fresh = (compiled(["int4"], "plain", options) for _ in range(2))
+    step, fresh = (compiled(["int4"], "plain", ErrorFeedback(), warmup=Warmup(dense_steps=2)) for _ in range(2))
     for i in range(3):
         step(JOB.batch(i, rank))
     fresh.load_state_dict(step.state_dict())
@@ -138,7 +147,7 @@ def books(names: list[str], scale_with_lr: bool, everywhere: bool) -> float:
 
     options = ErrorFeedback(scale_with_lr=scale_with_lr, everywhere=everywhere)
     step = fxcomp.compile_step(
-        model, linear, optimizer, draw(0), plan=plan, skip_nonfinite=True, error_feedback=options
+        model, linear, optimizer, draw(0), skip_nonfinite=True, compress=fxcomp.Compress(plan=plan, feedback=options)
     )
     start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
     due = {name: torch.zeros_like(value) for name, value in start.items()}

@@ -32,7 +32,7 @@ class Pair:
         self.model, self.eager = model, copy.deepcopy(model)
         self.optimizer, self.eager_optimizer = optimizer(model.parameters()), optimizer(self.eager.parameters())
         self.loss = loss
-        self.step = fxcomp.compile_step(model, loss, self.optimizer, batch or rows(0), verify_every=1)
+        self.step = fxcomp.compile_step(model, loss, self.optimizer, batch or rows(0), checks=fxcomp.Checks(verify=1))
 
     def train(self, batch: Any) -> tuple[Any, Any]:
         self.eager_optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.warmup import Warmup
 
 FAST, LONG = 40, 300
 
@@ -83,11 +84,11 @@ def test_a_fault_in_one_shard_leaves_the_step_out_on_all_hosts():
 VELOCITY = ErrorFeedback(momentum=0.9)
 WITH = {
     "in a micro-batch": {"micro_batches": 3, "optimizers": adamw, "plan": "int4"},
-    "velocities": {"optimizers": plain, "plan": "topk(0.1)", "error_feedback": VELOCITY},
-    "warming up": {"plan": "int4", "error_feedback": ErrorFeedback(dense_steps=20)},
+    "velocities": {"optimizers": plain, "plan": "topk(0.1)", "feedback": VELOCITY},
+    "warming up": {"plan": "int4", "warmup": Warmup(dense_steps=20)},
     "clipped": {"plan": "powersgd(2)", "max_grad_norm": 0.5},
     "clipped by value": {"plan": "int8", "max_grad_value": 0.05},
-    "verified": {"plan": "int4", "verify_every": 1},
+    "verified": {"plan": "int4", "verify": 1},
 }
 
 

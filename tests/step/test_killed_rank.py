@@ -119,7 +119,7 @@ def one_is_killed_in_a_race(rank: int, killer: tuple[type, str], momentum: float
 
     feedback = ErrorFeedback(momentum=momentum)
     with virtual_time(VirtualTime(sees_threads=True)):
-        step = racing(table(0.8), optimizer="plain", race="auto", verify_every=0, error_feedback=feedback)
+        step = racing(table(0.8), optimizer="plain", race="auto", verify=0, feedback=feedback)
         first = step.plan
         while step.plan == first:
             step(JOB.batch(0, dist.get_rank()))

@@ -64,10 +64,10 @@ def beside_ddp(accumulate: int, fused: bool) -> tuple[float, list[tuple[float, f
         half_loss,
         adamw(model),
         batch_at(1, rank),
-        plan="dense",
         scaler=ours,
         accumulate=accumulate,
-        verify_every=1,
+        compress="dense",
+        checks=fxcomp.Checks(verify=1),
     )
     scales: list[tuple[float, float]] = []
     for group in range(10):
@@ -116,7 +116,13 @@ def owed_over_skips(plan: str, steps: int) -> tuple[int, bool, bool, float]:
     bad = [number for number in range(steps) if torch.rand((), generator=chances) < 0.1] if steps > FAST else BAD
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = fxcomp.compile_step(
-        model, half_loss, optimizer, batch_at(1, rank), plan=plan, scaler=mine, verify_every="never", race="off"
+        model,
+        half_loss,
+        optimizer,
+        batch_at(1, rank),
+        scaler=mine,
+        compress=plan,
+        checks=fxcomp.Checks(verify="never", race="off"),
     )
     unchanged, unlike_eager, left_out = True, 0, set[int]()
     for number in range(steps):
@@ -185,7 +191,7 @@ def forgetting(*who: int) -> list[str]:
     """Leave `scaler.update()` out once on some ranks, and call it later; returns how each step went."""
     model, mine, rank = network(), scaler(), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = fxcomp.compile_step(model, half_loss, optimizer, batch_at(1, rank, ()), plan="int8", scaler=mine)
+    step = fxcomp.compile_step(model, half_loss, optimizer, batch_at(1, rank, ()), scaler=mine, compress="int8")
     went: list[str] = []
     for number in range(4):
         try:

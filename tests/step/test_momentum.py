@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, cross_entropy
 from helpers.plans import TWO_HOSTS, plan_in_turns
 from helpers.ranks import run_ranks
@@ -23,6 +24,7 @@ from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, parse_com
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.warmup import Warmup
 
 JOB = JOBS["mlp"]
 MOMENTUM, RATE = 0.9, 0.05
@@ -42,7 +44,7 @@ def compiled(
     *,
     weight_decay: float = 0.0,
     warm_up: Mapping[str, int] | None = None,
-    verify_every: int = 1,
+    verify: int = 1,
     **options: Any,
 ) -> fxcomp.CompiledStep:
     model = JOB.build()
@@ -51,10 +53,13 @@ def compiled(
         cross_entropy,
         torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=weight_decay),
         JOB.batch(0, dist.get_rank()),
-        plan=plan_in_turns(model, list(strategies), per_bucket),
-        error_feedback=ErrorFeedback(momentum=MOMENTUM, **(warm_up or {})),
-        verify_every=verify_every,
-        **options,
+        **gathered(
+            plan=plan_in_turns(model, list(strategies), per_bucket),
+            feedback=ErrorFeedback(momentum=MOMENTUM),
+            warmup=Warmup(**(warm_up or {})),
+            verify=verify,
+            **options,
+        ),
     )
 
 
@@ -309,7 +314,7 @@ STEPS = 22
 
 def switched_back(strategies: list[Strategy], others: list[Strategy], cluster: Any) -> dict[str, Any]:
     """A compressed plan becomes dense; the mean velocity over all ranks before and behind it, and what was owed."""
-    step, dense = (compiled(plan, 1, cluster=cluster, verify_every=7) for plan in (strategies, others))
+    step, dense = (compiled(plan, 1, cluster=cluster, verify=7) for plan in (strategies, others))
     for i in range(STEPS):
         step(JOB.batch(i, dist.get_rank()))
     before, owed = mean_of(step, "velocities"), mean_of(step, "residuals")

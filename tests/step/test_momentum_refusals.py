@@ -49,7 +49,9 @@ def compiled(name: str) -> fxcomp.CompiledStep:
     model = JOB.build()
     optimizer = OPTIMIZERS[name](model.parameters())
     options = ErrorFeedback(momentum=0.9)
-    return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), plan="topk(0.1)", error_feedback=options)
+    return fxcomp.compile_step(
+        model, cross_entropy, optimizer, JOB.batch(0), compress=fxcomp.Compress(plan="topk(0.1)", feedback=options)
+    )
 
 
 def with_optimizer(name: str) -> None:

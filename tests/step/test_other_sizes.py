@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.followed import count_captures
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, cross_entropy
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ def as_eager(
     reference, every = copy.deepcopy(model), options.get("accumulate", 1)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference))
     batches = list(batches)
-    step = fxcomp.compile_step(model, loss, ours, batches[0], verify_every="never", **options)
+    step = fxcomp.compile_step(model, loss, ours, batches[0], **gathered(verify="never", **options))
     for i, batch in enumerate(batches):
         got, wanted = step(batch), loss(reference, batch)
         for value, expected in zip(_flat(got), _flat(wanted), strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, cross_entropy
 from helpers.ranks import run_ranks
 from helpers.replicas import replica_fingerprint
@@ -52,15 +53,13 @@ def train(cuts: Sequence[int], strategies: Sequence[str], **options: Any) -> tup
     """Train with every step verified: parameters, their fingerprint, the distance to DDP, left-out steps."""
     torch.manual_seed(0)
     model, reference = JOB.build(), DistributedDataParallel(JOB.build())
-    momentum = 0.0 if "error_feedback" in options else MOMENTUM
+    momentum = 0.0 if "feedback" in options else MOMENTUM
     step = fxcomp.compile_step(
         model,
         cross_entropy,
         torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum),
         JOB.batch(0, dist.get_rank()),
-        plan=plan_of(model, cuts, strategies),
-        verify_every=1,
-        **options,
+        **gathered(plan=plan_of(model, cuts, strategies), verify=1, **options),
     )
     optimizer = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=MOMENTUM)
     for i in range(STEPS):
@@ -75,14 +74,14 @@ def train(cuts: Sequence[int], strategies: Sequence[str], **options: Any) -> tup
 
 CASES: dict[str, tuple[Sequence[int], Sequence[str], dict[str, Any]]] = {
     "dense": ((40, 101), (DENSE,) * 3, {"skip_nonfinite": True}),
-    "dense, own momentum": ((40, 101), (DENSE,) * 3, {"error_feedback": ErrorFeedback(momentum=MOMENTUM)}),
+    "dense, own momentum": ((40, 101), (DENSE,) * 3, {"feedback": ErrorFeedback(momentum=MOMENTUM)}),
     "dense, clipped": ((40,), (DENSE,) * 2, {"max_grad_norm": 100.0}),
     "whole": ((), (INT4,), {"skip_nonfinite": True}),
     "two parts": ((200,), (INT4, POWER), {"skip_nonfinite": True}),
     "three parts": ((40, 101), (TWO_SHOTS, TOPK, INT4), {"skip_nonfinite": True}),
     "three parts, own momentum": (
         (60, 200), (POWER, DENSE, TOPK),
-        {"skip_nonfinite": True, "error_feedback": ErrorFeedback(momentum=MOMENTUM)},
+        {"skip_nonfinite": True, "feedback": ErrorFeedback(momentum=MOMENTUM)},
     ),
     "int4, cut at blocks": ((200,), (INT4, INT4), {}),
     "int4, not cut": ((), (INT4,), {}),

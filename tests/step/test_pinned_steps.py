@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.drifting import JOB, JUDGED, compiled, table
+from helpers.gathered import gathered
 from helpers.jobs import cross_entropy, mlp
 from helpers.ranks import run_ranks
 from helpers.replicas import flat_parameters
@@ -43,29 +44,29 @@ def error_of(**options: Any) -> tuple[str, str]:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), costs=table(0.05), **options)
+        fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), costs=table(0.05), **gathered(**options))
     except Exception as error:
         return type(error).__name__, str(error)
     return "none", ""
 
 
 def run_pinned() -> dict[str, Any]:
-    raced = compiled(table(0.05), race="auto", verify_every="never", per_parameter=SOME)
+    raced = compiled(table(0.05), race="auto", verify="never", pins=SOME)
     in_race = trained(raced, 0, 12)
     choice = raced.in_force.decision.choice
     runners = [strategies(runner.plan) for runner in choice.runners] if choice else []
 
-    pinned = compiled(table(0.05), per_parameter=PINS)
+    pinned = compiled(table(0.05), pins=PINS)
     before = trained(pinned, 0, 5)
     state = pinned.state_dict()
-    other = compiled(table(0.05), per_parameter=PINS)
+    other = compiled(table(0.05), pins=PINS)
     other.load_state_dict(state)
     after = trained(other, 5, JUDGED + 2)
     other.replan()
     again = trained(other, JUDGED + 7, 1)
     odd = dist.get_rank() == 1
     model = JOB.build()
-    backward = torch.compile(model, backend="fxcomp", options={"per_parameter": PINS, "costs": table(0.05)})
+    backward = torch.compile(model, backend="fxcomp", options={"pins": PINS, "costs": table(0.05)})
     cross_entropy(backward, JOB.batch(0, dist.get_rank())).backward()
     return {
         "backend": strategies(compiled_model(model).plan),
@@ -74,11 +75,9 @@ def run_pinned() -> dict[str, Any]:
         "pinned": before + after + again,
         "report": pinned.explain(),
         "parameters": [flat_parameters(each.training.model).tolist() for each in (raced, other)],
-        "differ": error_of(per_parameter={"*.weight": "int8" if odd else "bf16", "*.bias": "dense"}),
-        "order": error_of(
-            per_parameter={"*.weight": "int8", "0.*": "bf16"} if odd else {"0.*": "bf16", "*.weight": "int8"}
-        ),
-        "misspelt": error_of(per_parameter={"3.weight" if odd else "2.weight": "int8"}),
+        "differ": error_of(pins={"*.weight": "int8" if odd else "bf16", "*.bias": "dense"}),
+        "order": error_of(pins={"*.weight": "int8", "0.*": "bf16"} if odd else {"0.*": "bf16", "*.weight": "int8"}),
+        "misspelt": error_of(pins={"3.weight" if odd else "2.weight": "int8"}),
     }
 
 

@@ -25,10 +25,11 @@ from fxcomp.codegen.program import Program
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.graph.lines import CostKind
-from fxcomp.options import StepOptions
+from fxcomp.options import Checks
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.plan.warmup import Warmup
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
 from fxcomp.search.exact_plans import ExactPlans
@@ -140,7 +141,7 @@ def test_one_of_several_batches_is_enough():
 
 def test_a_bad_option_is_refused():
     with pytest.raises(BadOption, match="race must be 'auto', 'off'; it is 'fast'"):
-        StepOptions.checked(race="fast")
+        Checks(race="fast")
 
 
 # On real ranks, in virtual time
@@ -212,9 +213,9 @@ def test_without_a_race_the_predicted_plan_is_followed():
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        ({"error_feedback": ErrorFeedback(dense_steps=6)}, 6 + WARM_STEPS),
-        ({"optimizer": "plain", "error_feedback": ErrorFeedback(momentum=0.9)}, WARM_STEPS),
-        ({"verify_every": 2}, WARM_STEPS),
+        ({"warmup": Warmup(dense_steps=6)}, 6 + WARM_STEPS),
+        ({"optimizer": "plain", "feedback": ErrorFeedback(momentum=0.9)}, WARM_STEPS),
+        ({"verify": 2}, WARM_STEPS),
     ],
     ids=["after the warm-up", "momentum travels", "every other step is verified"],
 )
@@ -234,7 +235,7 @@ def captures(lengths: int) -> tuple[int, int]:
         return again(capture, batch, varying)
 
     with virtual_time(VirtualTime(sees_threads=True)), patch.object(StepCapture, "again", counted):
-        step = compiled(table(0.3), race="auto", mode="aggressive", verify_every="never")
+        step = compiled(table(0.3), race="auto", within="aggressive", verify="never")
         while step.is_racing:
             batch = JOB.batch(step.steps, dist.get_rank())
             step(tuple(t.repeat_interleave(2, 0)[: 2 * len(t) - step.steps % lengths] for t in batch))  # never one row
@@ -328,9 +329,15 @@ def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict
     off, plans = [0.0], list[str]()
     with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
         step = fxcomp.compile_step(
-            model, linear, optimizer, draw(0), costs=table(gbit), cluster=cluster, verify_every=5,
-            error_feedback=feedback,
-        )  # fmt: skip
+            model,
+            linear,
+            optimizer,
+            draw(0),
+            costs=table(gbit),
+            cluster=cluster,
+            compress=fxcomp.Compress(feedback=feedback),
+            checks=fxcomp.Checks(verify=5),
+        )
         start = flat_parameters(model).double()
         due, velocity = torch.zeros_like(start), torch.zeros_like(start)
         saved: tuple[Any, Tensor, Tensor, Tensor] | None = None

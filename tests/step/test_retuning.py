@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, cross_entropy
 from helpers.plans import TWO_HOSTS, plan_in_turns
 from helpers.ranks import run_ranks
@@ -49,8 +50,8 @@ def compiled(plan: Plan, **options: Any) -> CompiledStep:
     model = JOB.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     where = {"cluster": TWO_HOSTS} if dist.get_world_size() == TWO_HOSTS.world_size else {}
-    given: dict[str, Any] = {"verify_every": "never", "costs": CostTable(), **where, **options}
-    return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), plan=plan, **given)
+    given: dict[str, Any] = {"verify": "never", "costs": CostTable(), **where, **options}
+    return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), **gathered(plan=plan, **given))
 
 
 def owed(step: CompiledStep) -> dict[str, Tensor]:
@@ -164,7 +165,7 @@ def test_a_higher_rank_keeps_all_factors_and_a_lower_one_the_leading_ones():
 def other_shapes() -> list[str]:
     """Batches of shapes from before and after a change."""
     plans = [plan_of([ONE_SHOT, TWO_SHOTS], text) for text in ("topk(0.05)", "topk(0.1)", "topk(0.02)")]
-    step = compiled(plans[0], verify_every=1)
+    step = compiled(plans[0], verify=1)
     sent: list[str] = []
     for number, plan in enumerate(plans):
         if number:

@@ -64,8 +64,8 @@ OWING: dict[str, dict[str, Any]] = {
     "powersgd": {"plan": "powersgd(2)"},
     "sidco": {"plan": "sidco(0.1)"},
     "sign": {"plan": "sign"},
-    "verified": {"plan": "int4", "verify_every": 1},
-    "verified now and then": {"plan": IN_TWO_SHOTS, "verify_every": 3, "micro_batches": 3},
+    "verified": {"plan": "int4", "verify": 1},
+    "verified now and then": {"plan": IN_TWO_SHOTS, "verify": 3, "micro_batches": 3},
 }
 
 
@@ -100,7 +100,7 @@ def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tu
 
 def raced(seed: int, often: float) -> Found:
     with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
-        job = Job(seed, often=often, race="auto", costs=table(0.3), verify_every=5)
+        job = Job(seed, often=often, race="auto", costs=table(0.3), verify=5)
         job.run(1)
         while job.step.is_racing:
             job.run(1)
@@ -121,7 +121,7 @@ def test_plans_race_while_steps_are_left_out(often: float, seed: int):
 def planned_anew(seed: int) -> Found:
     clock = VirtualTime(sees_threads=True, factor=slower({(CostKind.COLLECTIVE, ""): 10.0}))
     with virtual_time(clock):
-        job = Job(seed, often=0.05, costs=table(2.0), verify_every=5, mode="aggressive")
+        job = Job(seed, often=0.05, costs=table(2.0), verify=5, within="aggressive")
         scheduled(job.step, EVERY, WINDOW)
         job.run(2 * JUDGED)
         job.step.replan()
@@ -174,8 +174,8 @@ DEEP = Work(deep, squared, few_directions_first, lambda _: ("0.weight", "2.bias"
 
 def followed(seed: int, steps: int, often: float, micro_batches: int) -> tuple[Found, int, list[str]]:
     """Return how many looks were taken, and how the plan moved, too."""
-    options: dict[str, Any] = {"error_budget": 0.2, "cluster": WHERE, "costs": CostTable(), "replan": "off"}
-    options |= {"error_feedback": ErrorFeedback(everywhere=True)}  # else what int8 loses is owed by nobody
+    options: dict[str, Any] = {"within": 0.2, "measured": True, "cluster": WHERE, "costs": CostTable(), "replan": "off"}
+    options |= {"feedback": ErrorFeedback(everywhere=True)}  # else what int8 loses is owed by nobody
     with soon():
         job = Job(seed, DEEP, lambda p: Summing(p, lr=0.05), micro_batches, often, **options)
         job.run(steps)
@@ -223,7 +223,7 @@ def head_batch(step: int, rank: int, number: int) -> tuple[Tensor, Tensor, int]:
 HEADS = Work(Heads, of_head, head_batch, lambda batch: ("trunk.weight", "trunk.bias", f"heads.{batch[2]}.weight"))
 UNUSED: dict[str, dict[str, Any]] = {
     "int4": {"plan": "int4"},
-    "in two shots": {"plan": IN_TWO_SHOTS, "verify_every": 1},
+    "in two shots": {"plan": IN_TWO_SHOTS, "verify": 1},
     "micro-batches": {"plan": "topk(0.1)", "micro_batches": 3},
     "adamw": {"plan": "int4", "optimizers": lambda p: torch.optim.AdamW(p, lr=0.01)},
 }
@@ -336,7 +336,7 @@ def test_a_state_is_loaded_in_the_middle_of_a_race():
 
 
 def with_velocities(seed: int) -> Found:
-    options: dict[str, Any] = {"race": "auto", "costs": table(0.3), "error_feedback": ErrorFeedback(momentum=0.9)}
+    options: dict[str, Any] = {"race": "auto", "costs": table(0.3), "feedback": ErrorFeedback(momentum=0.9)}
     with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
         job = Job(seed, optimizers=plain, **options)
         while job.step.is_racing:
@@ -350,8 +350,8 @@ def all_at_once(seed: int) -> Found:
     clock = VirtualTime(sees_threads=True)
     with virtual_time(clock), patch.object(choosing, "pick_runners", exact), soon():
         job = Job(
-            seed, DEEP, lambda p: [Summing(p[k::2], lr=0.05) for k in range(2)], 3, 0.1, error_budget=0.2, race="auto",
-            replan="auto", verify_every=7, costs=table(0.3), error_feedback=ErrorFeedback(everywhere=True),
+            seed, DEEP, lambda p: [Summing(p[k::2], lr=0.05) for k in range(2)], 3, 0.1, within=0.2, measured=True,
+            race="auto", replan="auto", verify=7, costs=table(0.3), feedback=ErrorFeedback(everywhere=True),
         )  # fmt: skip
         scheduled(job.step, EVERY, WINDOW)
         job.run(60)

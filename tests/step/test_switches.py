@@ -21,7 +21,7 @@ def remembered_by_compressors() -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, batch = nn.Linear(8, 8), (torch.randn(4, 8),)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = fxcomp.compile_step(model, lambda m, b: m(b[0]).square().mean(), optimizer, batch, plan="powersgd(1)")
+    step = fxcomp.compile_step(model, lambda m, b: m(b[0]).square().mean(), optimizer, batch, compress="powersgd(1)")
     compressed = step.in_force.decision
     dense = replace(compressed, plan=compressed.plan.with_strategies([DENSE] * len(compressed.plan.buckets)))
     found: list[dict[str, Any]] = []

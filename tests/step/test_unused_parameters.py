@@ -72,9 +72,15 @@ def trained(optimizer: str, plan: str, max_grad_norm: float | None) -> tuple[flo
     mine, theirs = (OPTIMIZERS[optimizer](m.parameters()) for m in (model, reference))
     ddp = DistributedDataParallel(reference, find_unused_parameters=True)
     step = fxcomp.compile_step(
-        model, loss_of, mine, batch(0, rank, 0), plan=plan, max_grad_norm=max_grad_norm, verify_every=3,
+        model,
+        loss_of,
+        mine,
+        batch(0, rank, 0),
+        max_grad_norm=max_grad_norm,
         find_unused_parameters=True,
-    )  # fmt: skip
+        compress=plan,
+        checks=fxcomp.Checks(verify=3),
+    )
     assert "leaves 4 of 8 parameters unused (heads.1.weight, heads.1.bias, heads.2.weight, ...)" in step.notes[0]
     wrong: list[str] = []
     names = list(step.in_force.inputs.parameters)
@@ -113,7 +119,9 @@ def test_what_no_rank_uses_stands_still_and_what_one_uses_gets_the_mean_with_zer
 def test_on_one_rank_it_is_eager_while_parameters_freeze_and_thaw():
     model, reference = built(), built()
     mine, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, reference))
-    step = fxcomp.compile_step(model, loss_of, mine, batch(0, 0, 0), find_unused_parameters=True, verify_every=1)
+    step = fxcomp.compile_step(
+        model, loss_of, mine, batch(0, 0, 0), find_unused_parameters=True, checks=fxcomp.Checks(verify=1)
+    )
     for number, (is_frozen, head) in enumerate([(False, 0), (True, 0), (True, 1), (False, 1), (False, 0)]):
         for each in (model, reference):
             each.trunk.requires_grad_(not is_frozen)
@@ -165,7 +173,12 @@ def test_momentum_correction_does_not_go_with_it():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadOption, match=r"(?s)does not go with ErrorFeedback.*Leave the momentum"):
         fxcomp.compile_step(
-            model, loss_of, optimizer, batch(0, 0, 0), find_unused_parameters=True, error_feedback=feedback
+            model,
+            loss_of,
+            optimizer,
+            batch(0, 0, 0),
+            find_unused_parameters=True,
+            compress=fxcomp.Compress(feedback=feedback),
         )
 
 
@@ -178,7 +191,7 @@ def accumulated(plan: str) -> tuple[float, list[str], float]:
     rank, model, reference = dist.get_rank(), built(), built()
     mine, theirs = (OPTIMIZERS["sgd"](m.parameters()) for m in (model, reference))
     step = fxcomp.compile_step(
-        model, loss_of, mine, batch(0, rank, 0), plan=plan, find_unused_parameters=True, accumulate=2
+        model, loss_of, mine, batch(0, rank, 0), find_unused_parameters=True, accumulate=2, compress=plan
     )
     wrong: list[str] = []
     names = list(step.in_force.inputs.parameters)

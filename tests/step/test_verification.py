@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.edits import rerun_with
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def compiled(
     model: nn.Module, loss: Any = cross_entropy, optimizer: Any = "sgd", batch: Any = BATCH, **options: Any
 ) -> CompiledStep:
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    return fxcomp.compile_step(model, loss, make(model.parameters()), batch, **{"verify_every": 1, **options})
+    return fxcomp.compile_step(model, loss, make(model.parameters()), batch, **gathered(**{"verify": 1, **options}))
 
 
 # Which steps
@@ -217,12 +218,12 @@ class Drawing(nn.Module):
 
 
 def test_a_verified_step_leaves_everything_as_any_other_step_does():
-    def state_after(verify_every: int) -> list[Any]:
+    def state_after(verify: int) -> list[Any]:
         torch.manual_seed(3)
         random.seed(3)
         np.random.seed(3)
         model = Drawing()
-        step = compiled(model, optimizer="adamw", verify_every=verify_every, max_grad_norm=1.0)
+        step = compiled(model, optimizer="adamw", verify=verify, max_grad_norm=1.0)
         x, target = (value.clone() for value in BATCH)
         losses = [step((x, target)).item() for _ in range(3)]
         drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
@@ -287,7 +288,7 @@ def test_gradients_that_share_memory_are_clipped_once_each():
 def test_an_update_that_cannot_be_copied_for_want_of_memory_is_taken(monkeypatch: pytest.MonkeyPatch, name: str):
     model, other = mlp(), mlp()
     other.load_state_dict(model.state_dict())
-    plain, step = compiled(other, verify_every=0), compiled(model)
+    plain, step = compiled(other, verify=0), compiled(model)
     monkeypatch.setattr(f"fxcomp.step.verify.update.UpdateCheck.{name}", _fails)
     step(BATCH)
     plain(BATCH)
@@ -298,8 +299,8 @@ def test_an_update_that_cannot_be_copied_for_want_of_memory_is_taken(monkeypatch
 
 
 def test_what_is_noise_depends_on_the_precision():
-    exact = compiled(mlp(), verify_every=0).in_force.program
-    rounded = compiled(mlp(), autocast_loss, verify_every=0).in_force.program
+    exact = compiled(mlp(), verify=0).in_force.program
+    rounded = compiled(mlp(), autocast_loss, verify=0).in_force.program
     assert exact is not None
     assert rounded is not None
     assert compare.tolerance_of(exact.captured) == compare.FLOAT32

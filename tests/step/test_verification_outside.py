@@ -28,7 +28,7 @@ class Averaging(nn.Module):
         return self.fc(x) - self.mean(x)
 
 
-def trained(verify_every: Any) -> list[Tensor]:
+def trained(verify: Any) -> list[Tensor]:
     """Parameters, a teacher's statistics and a generator's next number after three steps; eagerly for None."""
     torch.manual_seed(0)
     model, teacher = Averaging(), nn.Sequential(nn.Linear(20, 10), nn.BatchNorm1d(10)).requires_grad_(False)
@@ -39,10 +39,10 @@ def trained(verify_every: Any) -> list[Tensor]:
         return cross_entropy(model, (x, batch[1])) + (model(x) - teacher(x)).square().mean()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if verify_every is not None:
-        step = fxcomp.compile_step(model, loss, optimizer, BATCH, verify_every=verify_every)
+    if verify is not None:
+        step = fxcomp.compile_step(model, loss, optimizer, BATCH, checks=fxcomp.Checks(verify=verify))
     for _ in range(3):
-        if verify_every is not None:
+        if verify is not None:
             step(BATCH)
             continue
         optimizer.zero_grad()
@@ -53,5 +53,5 @@ def trained(verify_every: Any) -> list[Tensor]:
 
 def test_a_teacher_a_generator_and_an_average_are_as_if_a_step_had_not_been_verified():
     eager = trained(None)
-    for verify_every in ("never", 1):
-        assert all(map(torch.equal, trained(verify_every), eager)), verify_every
+    for verify in ("never", 1):
+        assert all(map(torch.equal, trained(verify), eager)), verify

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS
 from helpers.ranks import run_ranks
 from helpers.replicas import flat_parameters, replica_fingerprint
@@ -51,12 +52,14 @@ def compiled(accumulate: int, plan: str = "dense", **options: Any) -> fxcomp.Com
     model = JOB.build()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return fxcomp.compile_step(model, summed, optimizer, batch(0, rank), plan=plan, accumulate=accumulate, **options)
+    return fxcomp.compile_step(
+        model, summed, optimizer, batch(0, rank), accumulate=accumulate, **gathered(plan=plan, **options)
+    )
 
 
 def trained(accumulate: int, plan: str) -> tuple[float, str, list[float]]:
     rank = dist.get_rank()
-    step = compiled(accumulate, plan, verify_every=1 if plan == "dense" else "never")
+    step = compiled(accumulate, plan, verify=1 if plan == "dense" else "never")
     losses = [step(batch(call, rank)).item() for call in range(len(KEPT))]
     off = (flat_parameters(step.training.model) - flat_parameters(eager(accumulate))).abs().max().item()
     found = off, replica_fingerprint(step.training.model), losses
@@ -107,7 +110,7 @@ def test_a_count_may_be_a_number_and_stand_before_an_auxiliary_result():
     def squares(model: nn.Module, rows: Tensor) -> tuple[WeightedLoss, dict[str, Any]]:
         return WeightedLoss(model(rows).square().sum(), rows.shape[0]), {"rows": rows.shape[0]}
 
-    step = fxcomp.compile_step(model, squares, optimizer, torch.ones(3, 4), verify_every=1)
+    step = fxcomp.compile_step(model, squares, optimizer, torch.ones(3, 4), checks=fxcomp.Checks(verify=1))
     for rows in (3, 5, 6, 7):
         expected = model(torch.ones(rows, 4)).square().mean().item()
         loss, aux = step(torch.ones(rows, 4))

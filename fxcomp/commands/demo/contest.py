@@ -33,12 +33,12 @@ from fxcomp.commands.demo.run import MARK
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job
+from fxcomp.options import Checks
 from fxcomp.plan.plan import Plan
 from fxcomp.report.quantities import count
 from fxcomp.report.short_names import short
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
-MODE = "balanced"
 WARM_UP_STEPS = 4  # whole blocks; training, but not measured: hooks start late, DDP lays its buckets out anew
 LOSS_STEPS = 10  # the train loss is the mean of the last ones
 LEAST_BLOCKS = 4
@@ -55,7 +55,7 @@ def main(steps: int, budget_s: float) -> None:
     size = sum(parameter.numel() for parameter in jobs[FXCOMP].model.parameters())
     _tell(rank, parameters=size, note="fxcomp captures the step, measures the machine and the link, and plans")
     # A race would last longer than the demo's training.
-    compiled = compile_step(**_arguments(jobs[FXCOMP]), mode=MODE, race="off")
+    compiled = compile_step(**_arguments(jobs[FXCOMP]), checks=Checks(race="off"))
     take: dict[str, Step] = {
         "ddp": _eager_step(jobs["ddp"], DistributedDataParallel(jobs["ddp"].model)),
         "bf16_hook": _eager_step(jobs["bf16_hook"], with_bf16(jobs["bf16_hook"].model)),
