@@ -127,8 +127,8 @@ payloads on four hosts, two shots one and a half: a part of what is saved is tha
 """
 
 MODE_WORDS = """\
-`error_budget="balanced"` and `"aggressive"`, with the same minimal-bytes costs: the coarsest plans that these budgets
-allow. A running job spends the budget only where its step becomes shorter.
+`Compress(within="balanced", measured=True)` and `"aggressive"`, with the same minimal-bytes costs: the coarsest plans
+that these budgets allow. A running job spends the budget only where its step becomes shorter.
 """
 
 TIMES = """\

@@ -53,7 +53,7 @@ def trained(recipe: str, folder: Path, *, is_terminated: bool) -> list[torch.Ten
     """Train, with a compressed plan where there is one; SIGTERM comes to rank 1 in the fourth step."""
     module: Any = loaded(recipe)
     compile_step, batch_at = fxcomp.compile_step, module.batch_at
-    fxcomp.compile_step = partial(compile_step, plan="int4")
+    fxcomp.compile_step = partial(compile_step, compress="int4")
 
     def batch(step: int, rank: int) -> Any:
         if is_terminated and (step, rank) == (3, 1):

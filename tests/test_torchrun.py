@@ -27,7 +27,7 @@ import torch.distributed as dist
 sys.path.insert(0, {recipes!r})
 import fxcomp, plain
 
-fxcomp.compile_step = functools.partial(fxcomp.compile_step, plan={plan!r})
+fxcomp.compile_step = functools.partial(fxcomp.compile_step, compress={plan!r})
 plain.SAVE_EVERY = 2
 dist.init_process_group("gloo")
 batch_at, dies_at = plain.batch_at, int(sys.argv[2])
@@ -53,7 +53,7 @@ import functools, sys
 sys.path.insert(0, {recipes!r})
 import trainer
 
-trainer.FxcompCallback = functools.partial(trainer.FxcompCallback, plan={plan!r})
+trainer.FxcompCallback = functools.partial(trainer.FxcompCallback, compress={plan!r})
 trainer.main(sys.argv[1], int(sys.argv[2]))
 """
 

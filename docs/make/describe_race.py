@@ -43,7 +43,7 @@ than dense in that draw.
 
 GATE_END = """
 A plan that wins {trying} of the draws may race; dense and bf16 may always. If the fastest plan wins {following}, it is
-followed until the race is over, or for good where nothing races (`race="off"`, and `fxcomp explain`, which only
+followed until the race is over, or for good where nothing races (`Checks(race="off")`, and `fxcomp explain`, which only
 predicts); if not, dense is.
 
 """

@@ -159,6 +159,7 @@ def test_an_optimizer_whose_step_is_not_captured_is_refused(optimizer: Any, erro
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be above 0"),
         ({"max_grad_value": -1}, "max_grad_value must be above 0"),
         ({"max_grad_value": 1, "max_grad_norm": 1}, "max_grad_norm clips gradients by their norm.*keep one"),
+        ({"verify": "sample"}, "verify must be .*it is .sample."),
         ({"verify": -1}, "verify must be 'sampled', 'never' or a number of steps, 0 for never; it is -1"),
         ({"within": "fast"}, "lossless.*balanced.*aggressive"),
         ({"within": None}, "within= is a mode, a number or like.*it is a NoneType"),
