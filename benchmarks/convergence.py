@@ -26,7 +26,6 @@ from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
-import shares_page
 import torch
 from convergence_page import report
 from exchanges import (
@@ -242,8 +241,7 @@ def main() -> None:
         planned = trials(arguments.task, methods, arguments.pairs, arguments.seeds)
         found = collect(planned, ended_before(arguments.known) if arguments.known else {}, arguments)
     save(found, arguments.json)
-    shares = json.loads(arguments.shares.read_text()) if arguments.shares else []
-    text = report(found, [shares_page.Record(**entry) for entry in shares])
+    text = report(found)
     if arguments.report:
         arguments.report.write_text(text)
     Console().print(Markdown(text))
@@ -312,7 +310,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--known", type=Path, metavar="FILE", help="train only what is not among the records of this file"
     )
-    parser.add_argument("--shares", type=Path, metavar="FILE", help="records of shares.py, for a section of the page")
     parser.add_argument("--render", type=Path, metavar="FILE", help="train nothing, take the records of this file")
     arguments = parser.parse_args()
     arguments.task = arguments.task or list(ALL_TASKS)

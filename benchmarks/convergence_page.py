@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import shares_page
 from exchanges import MOMENTUM, OwnerResidual
 from planted_mistakes import CONTROLS
 from tasks import ALL_TASKS, TASKS, WORKERS
 from trials import OPTIMIZERS, Band, Record, percent
 
 
-def report(records: Sequence[Record], shares: Sequence[shares_page.Record] = ()) -> str:
+def report(records: Sequence[Record]) -> str:
     """Tables and the trials outside their bands, as Markdown."""
     sections = ["# Loss under compression", "", INTRODUCTION]
     for task in TASKS:
@@ -23,8 +22,6 @@ def report(records: Sequence[Record], shares: Sequence[shares_page.Record] = ())
     if in_two_shots:
         sections += ["## Two shots", "", TWO_SHOTS]
         sections += [line for task in ALL_TASKS for line in _pairs([r for r in in_two_shots if r.task == task])]
-    if shares:
-        sections += [*shares_page.section(shares), ""]
     judged = [record for record in records if record.within_band is not None]
     outside = [record for record in judged if not record.within_band]
     sections += ["## Outside their bands", "", f"{len(outside)} of {len(judged)} trials that have a band."]
