@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from helpers.machine import keep_costs_of_memory_and_compressors
 
 # The same examples in every run of the same tests: a failure on one machine is a failure on all.
 hypothesis.settings.register_profile("fxcomp", derandomize=True, database=None, deadline=None)
@@ -59,4 +60,5 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
     """Cost tables and emitted sources of tests stay out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        keep_costs_of_memory_and_compressors()
         yield

@@ -131,6 +131,7 @@ def check(phases: list[tuple[Held, Held, float]], most_mb: float) -> None:
         assert grown_mb < most_mb, (grown_mb, before, after)
 
 
+@pytest.mark.slow
 def test_what_a_process_holds_does_not_grow():
     for phases in run_ranks(2, soak, 4, 10, 3):
         check(phases, 40.0)

@@ -47,7 +47,7 @@ def dense_loss() -> float:
     return run_trial(Trial("logreg", "sgd", DENSE))[1]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("compressor", examples(), ids=str)
 def test_a_compressor_used_as_it_asks_trains_to_its_band(compressor: Compressor, dense_loss: float) -> None:
     trial = Trial("logreg", "sgd", str(compressor), feedback=compressor.needs_error_feedback)
@@ -67,7 +67,7 @@ def test_what_needs_error_feedback_is_lost_without(method: str, dense_loss: floa
     assert run_trial(trial)[1] / dense_loss - 1 in band
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", [name for name, (_, bands) in CONTROLS.items() if "logreg" in bands])
 def test_a_planted_mistake_shows_in_the_loss(name: str, dense_loss: float) -> None:
     trial = Trial("logreg", "sgd", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fuzzing.passes import Speaker, Verdict, draw, fresh, frontends, judge, parse, rows
@@ -35,6 +36,7 @@ def said() -> dict[str, list[Verdict]]:
     }
 
 
+@pytest.mark.slow
 def test_every_order_of_passes_is_averaged_as_ddp_does_and_never_in_part():
     one, other = run_ranks(2, said)
     assert one == other

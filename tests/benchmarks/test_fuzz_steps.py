@@ -16,6 +16,7 @@ SMALL = (1000007, 1000008, 1000009, 1000002, 1000010, 1000004, 1000005)
 """Small programs, of each theme at least one."""
 
 
+@pytest.mark.slow
 def test_random_programs_do_what_eager_does():
     for seed in SEEDS:
         outcome = follow(draw(seed))

@@ -87,6 +87,7 @@ def batches() -> list[Tensor]:
 
 @pytest.mark.parametrize("rule", [one_by_one, every_other, nested, to_the_end, by_segments, by_a_fork])
 @pytest.mark.filterwarnings("ignore:fxcomp. the loss does not depend")
+@pytest.mark.one_in(2)
 def test_checkpointed_dropout_is_eager_bit_for_bit(rule: Callable[[nn.ModuleList, Tensor], Tensor]):
     trains_as_eager(Blocks(rule), square, batches())
 

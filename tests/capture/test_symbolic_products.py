@@ -24,6 +24,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.one_in(3)
 def test_a_product_and_its_gradients_make_no_number_of_a_symbol(name: str):
     def gradients(x: Tensor, w: Tensor) -> list[Tensor]:
         x, w = x.clone().requires_grad_(), w.clone().requires_grad_()

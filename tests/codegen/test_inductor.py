@@ -74,6 +74,7 @@ def trained(
 
 
 @pytest.mark.parametrize("make", [pytest.param(Attending, marks=pytest.mark.slow), Dropping, Mixed])
+@pytest.mark.one_in(2)
 def test_regions_compiled_by_inductor_train_the_same(make: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
     losses, parameters = trained(make, "eager", monkeypatch)
     compiled_losses, compiled_parameters = trained(make, "inductor", monkeypatch)

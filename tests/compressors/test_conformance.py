@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.compressor_cases import COMPRESSORS
 
-from fxcomp.compressors import BF16, Compressor, Int4, Int8, PowerSGD, Sidco, Sign, TopK, kernels
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK, kernels
 from fxcomp.errors import BadPayload
 from fxcomp.plan.interpret import travels_whole
 from fxcomp.testing import CHECKS
@@ -16,7 +16,7 @@ FIRST_OF_CLASS = {
 }
 """With other parameters, the same code runs."""
 
-ONE_OF_EACH_KIND = [FIRST_OF_CLASS[kind, False] for kind in (Int8, TopK, PowerSGD, Sidco)]
+ONE_OF_EACH_KIND = [FIRST_OF_CLASS[kind, False] for kind in (Int8, TopK)]
 """Of these every fast run makes the long checks."""
 
 LONG_CHECKS = (

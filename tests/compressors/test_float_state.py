@@ -44,7 +44,7 @@ def _step(compressor: Compressor, *, flush: bool, threads: int) -> list[Tensor]:
     return [payload, mean, *(t for t in (agreed, replica.residual, replica.state) if t is not None)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @WITH_KERNELS
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor flushes nothing")
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)

@@ -22,6 +22,7 @@ def test_the_picture_is_right() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 511, 65_535, 65_536, 65_537, 700_000])
+@pytest.mark.one_in(3)
 def test_places_come_back_and_fill_what_was_declared(n: int) -> None:
     for k in sorted({1, min(2, n), math.ceil(n / 3000), math.ceil(n / 100), math.ceil(n / 7), n}):
         first, last = torch.arange(k), torch.arange(n - k, n)

@@ -94,6 +94,7 @@ def test_its_error_is_measured_without_its_doing_anything(tmp_path: Path) -> Non
     assert float(printed) == pytest.approx(1 - 1 / 16, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_example_passes_its_own_tests() -> None:
     _in_a_fork(
         "sys.path.insert(0, sys.path[0] + '/tests')\n"

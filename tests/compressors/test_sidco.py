@@ -48,6 +48,7 @@ def test_fits_select_what_is_known_of_them(distribution: str, fit: Fit, stages: 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.001])
 @pytest.mark.parametrize("distribution", distributions.DISTRIBUTIONS)
+@pytest.mark.one_in(3)
 def test_about_k_values_are_sent_from_the_first_call_on(distribution: str, ratio: float) -> None:
     samples = [distributions.draw(distribution, N, seed) for seed in range(12)]
     for name in benchmark.KINDS:

@@ -90,6 +90,7 @@ def test_places_that_go_down_are_refused() -> None:
 @WITH_KERNELS
 @pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.06, 0.3])
 @pytest.mark.parametrize("kind", ["laplace", "ties", "large where a sample looks", "many nan"])
+@pytest.mark.one_in(4)
 def test_a_segment_cut_among_threads_sends_what_one_thread_sends(ratio: float, kind: str) -> None:
     segments = (300, 400_000, 3, 150_000)
     bucket, old = SAMPLES[kind](sum(segments)), 0.1 * gaussian(sum(segments), 7)

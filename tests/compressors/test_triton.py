@@ -44,6 +44,7 @@ FEW_SAMPLES = ("laplace", "ties", "negative zero", "huge", "one nan")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.mark.slow
 def test_every_file_can_be_imported_without_triton() -> None:
     hide = "import importlib.util as u; find = u.find_spec"
     hide += "; u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)"

@@ -83,6 +83,7 @@ def train_in_lines(plan: str, columns: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("columns", ["adjacent", "strided"])
 @pytest.mark.parametrize("plan", ["dense", PLAN])
+@pytest.mark.one_in(3)
 def test_each_line_of_a_mesh_trains_as_under_ddp_over_its_group(plan: str, columns: str):
     found = run_ranks(4, train_in_lines, plan, columns)
     for rank, each in enumerate(found):

@@ -138,6 +138,7 @@ def test_parameters_of_one_value():
 
 
 @pytest.mark.parametrize("shape", ["2x2", "2x3", "2x2x2"])
+@pytest.mark.one_in(3)
 def test_mixed_compressors_and_sums_of_payloads_keep_to_their_meaning(shape: str):
     on, compressors = cluster(shape), (parse_compressor("int4(block=16)"), parse_compressor("bf16"))
     space = Space(ways=ways_through(on), compressors=compressors, mixes_compressors=True, most_compressions=2)

@@ -21,6 +21,7 @@ def test_the_verdict_flips_at_a_bandwidth():
 
 @pytest.mark.parametrize("hosts", [(2, 1), (8, 4)])
 @pytest.mark.parametrize("gbit", [0.1, 1.0, 10.0, 100.0])
+@pytest.mark.one_in(2)
 def test_where_the_verdict_flips_does_not_contradict_the_verdict(hosts: tuple[int, int], gbit: float):
     where = cluster(*hosts, f"{gbit}gbit")
     choice = choose(layers(12), COSTS, where, Mode.BALANCED)

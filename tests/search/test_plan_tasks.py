@@ -242,6 +242,7 @@ SHARED = replace(
 
 @pytest.mark.parametrize("costs", [COSTS, SHARED], ids=["spare processors", "shared processors"])
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.one_in(5)
 def test_more_bandwidth_never_makes_a_plan_slower(seed: int, costs: CostTable):
     chance = random.Random(seed)
     workload = layers(12, seed)

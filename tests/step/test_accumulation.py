@@ -117,7 +117,9 @@ def test_a_dense_step_of_micro_batches_is_that_of_ddp_under_no_sync(cases: list[
         assert found[0]["fingerprint"] == found[1]["fingerprint"]
 
 
-@pytest.mark.parametrize("case", [SLOW[2]], ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
+@pytest.mark.parametrize(
+    "case", [CASES[1], pytest.param(SLOW[2], marks=pytest.mark.slow)], ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}"
+)
 def test_one_rank_alone_accumulates(case: tuple[str, str, int, float | None]):
     found = distances(*case)
     assert found["parameters"] <= 1e-5

@@ -72,6 +72,7 @@ AUTO = {"replan": "auto"}
 
 
 @pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, True)], ids=["ends at waits", "told of ends"])
+@pytest.mark.one_in(2)
 def test_a_link_that_becomes_slower_is_named_and_all_ranks_plan_anew(ranks: int, seen: bool):
     found = same(run_ranks(ranks, train, table(2.0), WIRE, 5 * JUDGED, AUTO, seen))
     assert (found["before"], found["is dense"], found["compressed"]) == (True, False, True)

@@ -243,6 +243,7 @@ def captures(lengths: int) -> tuple[int, int]:
         return len(seen), len(step.raced.runners)
 
 
+@pytest.mark.slow
 def test_plans_that_race_do_not_displace_each_others_captures():
     (found, plans), _ = run_ranks(2, captures, 4)
     assert plans >= 5

@@ -112,6 +112,7 @@ def raced(seed: int, often: float) -> Found:
     ("often", "seed"),
     [(0.3, 6), pytest.param(0.8, 7, marks=pytest.mark.slow), pytest.param(0.1, 8, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_plans_race_while_steps_are_left_out(often: float, seed: int):
     found = check(run_ranks(2, raced, seed, often), seed)
     assert len(set(found.plans)) >= 2
