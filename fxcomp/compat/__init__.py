@@ -1,6 +1,6 @@
 """The private parts of torch that fxcomp needs, and what differs between torch 2.11 and 2.13 and between systems.
 
-- tracing, constants, symbols, shape_guard, answers, graphs: make_fx on fake tensors, symbolic numbers, torch.fx's internals.
+- tracing, constants, symbols, shape_guard, answers, graphs: make_fx on fake tensors, symbols, parts of torch.fx.
 - operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
 - optimizers: how torch's own begin.
 - generators, modes: every call of a random generator's methods, and what is around a thread.

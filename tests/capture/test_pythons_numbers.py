@@ -25,7 +25,9 @@ def losses(claim: Claim, values: Sequence[Tensor]) -> list[tuple[float, float]]:
 
     batches = [(torch.ones(5, 4), value) for value in values]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = fxcomp.compile_step(model, loss_fn, optimizer, batches[0], plan="dense", verify_every="never")
+    step = fxcomp.compile_step(
+        model, loss_fn, optimizer, batches[0], compress="dense", checks=fxcomp.Checks(verify="never")
+    )
     return [(step(batch).item(), loss_fn(model, batch).item()) for batch in batches]
 
 
@@ -159,6 +161,6 @@ def test_a_number_of_the_loss_may_be_returned():
         return loss, loss.item() * 2
 
     batch = torch.ones(5, 4)
-    step = fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch, plan="dense")
+    step = fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch, compress="dense")
     expected = loss_fn(model, batch)[1]
     assert step(batch)[1] == pytest.approx(expected)

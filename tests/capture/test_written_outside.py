@@ -61,15 +61,13 @@ def written(criterion: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [Mean, Queue, Slices])
-@pytest.mark.parametrize("verify", [1, "never"])
-def test_what_lies_outside_the_model_is_written_at_every_step(kind: type[nn.Module], verify: Any):
+@pytest.mark.parametrize("verify_every", [1, "never"])
+def test_what_lies_outside_the_model_is_written_at_every_step(kind: type[nn.Module], verify_every: Any):
     torch.manual_seed(0)
     model, criterion, batches = nn.Linear(6, 4), kind(), [torch.randn(3, 6) for _ in range(4)]
     reference, beside = copy.deepcopy((model, criterion))
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
-    step = fxcomp.compile_step(
-        model, lambda m, b: criterion(m(b)), ours, batches[0], checks=fxcomp.Checks(verify=verify)
-    )
+    step = fxcomp.compile_step(model, lambda m, b: criterion(m(b)), ours, batches[0], verify_every=verify_every)
     assert all(map(torch.equal, written(criterion), written(beside))), "tracing writes nothing"
     for batch in batches:
         theirs.zero_grad()
@@ -92,21 +90,21 @@ def test_a_criterion_that_puts_another_buffer_in_the_place_is_told_to_write_in_p
 
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "mul_": lambda c, out: c.mul_(0.5),
-    "add_": lambda c, out: c.add_(1.5),
-    "sub_": lambda c, out: c.sub_(0.25),
-    "div_": lambda c, out: c.div_(3),
-    "+=": lambda c, out: c.__iadd__(1),
-    "*=": lambda c, out: c.__imul__(0.7),
-    "out=": lambda c, out: torch.mul(c, 0.9, out=c),
+    "mul_": lambda c, _: c.mul_(0.5),
+    "add_": lambda c, _: c.add_(1.5),
+    "sub_": lambda c, _: c.sub_(0.25),
+    "div_": lambda c, _: c.div_(3),
+    "+=": lambda c, _: c.__iadd__(1),
+    "*=": lambda c, _: c.__imul__(0.7),
+    "out=": lambda c, _: torch.mul(c, 0.9, out=c),
     "a moving average": lambda c, out: c.mul_(0.9).add_(out.mean() * 0.1),
-    "a view": lambda c, out: c.view(-1, 1).mul_(0.5),
-    "a number as a tensor": lambda c, out: c.mul_(torch.tensor(0.5)),
-    "foreach": lambda c, out: torch._foreach_mul_([c], 0.5),
-    "foreach of numbers": lambda c, out: torch._foreach_add_([c], [2.0]),
-    "foreach of a tensor": lambda c, out: torch._foreach_mul_([c], torch.tensor(0.5)),
-    "a decision": lambda c, out: c.mul_(0.5) if c.sum() > c.numel() * 0.6 else c.add_(0.3),
-    "a decision by what was written": lambda c, out: c.add_(0.8) if c.mul_(0.5).sum() < 0.4 * c.numel() else None,
+    "a view": lambda c, _: c.view(-1, 1).mul_(0.5),
+    "a number as a tensor": lambda c, _: c.mul_(torch.tensor(0.5)),
+    "foreach": lambda c, _: torch._foreach_mul_([c], 0.5),
+    "foreach of numbers": lambda c, _: torch._foreach_add_([c], [2.0]),
+    "foreach of a tensor": lambda c, _: torch._foreach_mul_([c], torch.tensor(0.5)),
+    "a decision": lambda c, _: c.mul_(0.5) if c.sum() > c.numel() * 0.6 else c.add_(0.3),
+    "a decision by what was written": lambda c, _: c.add_(0.8) if c.mul_(0.5).sum() < 0.4 * c.numel() else None,
 }
 """Writings of a tensor that is no buffer of the model, given what the model returns."""
 

@@ -75,14 +75,14 @@ def test_a_calendar_without_data_leaves_every_step_alone():
 
 
 @pytest.mark.parametrize("begun", [0, 7, 20])
-@pytest.mark.parametrize("verify_every", [2, 3, 4, 5, 7, 10, 20])
+@pytest.mark.parametrize("verify", [2, 3, 4, 5, 7, 10, 20])
 @pytest.mark.parametrize("step_us", [1e3, 50e3, 100e3, 1e6])
-def test_verified_steps_are_not_timed_and_leave_enough_that_are(step_us: float, verify_every: int, begun: int):
-    verified = VerifiedSteps(verify_every)
+def test_verified_steps_are_not_timed_and_leave_enough_that_are(step_us: float, verify: int, begun: int):
+    verified = VerifiedSteps(verify)
     every = Schedule.of(step_us, verified).every
     calendar = Calendar(verified, every, begun)
     timed = [step for step in range(begun, begun + every * WINDOW) if calendar.use_of(step) is Use.TIMED]
-    assert all(step % verify_every != 0 for step in timed)
+    assert all(step % verify != 0 for step in timed)
     assert WINDOW // 2 < len(timed) <= WINDOW
     assert every == 1 or len(timed) == WINDOW
 
