@@ -46,7 +46,7 @@ class Contestant:
     @property
     def is_racing(self) -> bool:
         """True while plans still take turns: only the one that stays is measured."""
-        return isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
+        return self.hook.is_racing if self.hook else isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
 
     def settle(self) -> None:
         """Take the plan that stays after a race or after a hook's first steps, its prediction, and the race."""

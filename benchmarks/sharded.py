@@ -22,10 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.commands.demo.shaped_hosts import ShapedHosts, sent_by_this_host, why_not
 from fxcomp.frontends.job import Job
+from fxcomp.step.race import LONGEST, WARM_STEPS
 
 MARK = "@sharded "
-WARM_UP = 34
-"""Steps: six dense ones before there is a plan, and those in which it may take turns with dense."""
+WARM_UP = 6 + WARM_STEPS + LONGEST
+"""Steps: six dense ones before there is a plan, and those in which it may race."""
 
 
 def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:

@@ -99,6 +99,11 @@ class DdpHook:
         """The predicted step; None before there is a plan."""
         return None if self._job is None or self._job.program is None else self._job.program.timeline
 
+    @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will soon; False before there is a plan, too."""
+        return self._job is not None and self._job.is_racing
+
     def report(self) -> str:
         """Explain the plan and the predicted step as text. Raises FxcompError before there is a plan."""
         if self._job is None or self._job.decision is None:

@@ -140,6 +140,11 @@ class HookJob:
         return self._follower is not None or self._start.is_planned
 
     @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will after passes that are not counted."""
+        return self._race is not None
+
+    @property
     def may_keep(self) -> bool:
         """Tell a pass in which something may be left out of the mean, and is owed."""
         return self._is_planned and (self._follower is None or self._follower.state.keeps_something)
@@ -342,7 +347,7 @@ class HookJob:
             exposed_ms=self.times.exposed_ms,
             budget=terms.budget,
             raced=self._raced,
-            is_racing=self._race is not None,
+            is_racing=self.is_racing,
         )
 
     # State

@@ -72,7 +72,7 @@ class Job:
     @property
     def is_racing(self) -> bool:
         job: Any = self.hook._job
-        return job is None or job.decision is None or job._race is not None
+        return job is None or job.decision is None or self.hook.is_racing
 
     def lost(self) -> float:
         """What is neither sent nor owed, of the largest that was sent."""
