@@ -23,7 +23,7 @@ from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
-from fxcomp.error_tables import STANDARD, ErrorTable, Row, legal
+from fxcomp.error_tables import STANDARD, ErrorRow, ErrorTable, legal
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Content, Mode
 from fxcomp.plan.strategy import Strategy
@@ -100,14 +100,14 @@ def drawn_table(workload: Workload, chance: random.Random) -> ErrorTable:
     return legal(STANDARD, {gradient.name: _row(gradient, chance) for gradient in workload.gradients})
 
 
-def _row(gradient: Gradient, chance: random.Random) -> Row:
+def _row(gradient: Gradient, chance: random.Random) -> ErrorRow:
     steep, spectrum, spread = chance.uniform(0.0, 2.0), chance.uniform(0.0, 2.5), 10 ** chance.uniform(-0.7, 0.4)
     lengths = min(gradient.shape)
     values = [_left_out(max(1, share * gradient.elements), gradient.elements, steep) for share in STANDARD.densities]
     ranks = [_left_out(rank, lengths, spectrum) for rank in STANDARD.ranks]
     codecs = [_ROUNDED[str(codec)] * (spread if str(codec).startswith("int") else 1.0) for codec in STANDARD.codecs]
     squares = gradient.elements * 10 ** chance.uniform(-3, 3)
-    return Row(gradient.shape, squares, (*values, *ranks, *codecs), samples=8)
+    return ErrorRow(gradient.shape, squares, (*values, *ranks, *codecs), samples=8)
 
 
 # Of Gaussian values, about; by integers it is more where a block has a large value, and less where all are alike.

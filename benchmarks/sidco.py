@@ -42,7 +42,7 @@ from fxcomp.compressors.sidco import (
     strides,
 )
 from fxcomp.compressors.survivors import Cut
-from fxcomp.compressors.tail_fits import Fit, fit_threshold
+from fxcomp.compressors.tail_fits import TailFit, fit_threshold
 from fxcomp.compressors.topk import counts
 
 KINDS: dict[str, type[Sidco | SidcoE | SidcoGP]] = {"sidco_e": SidcoE, "sidco_gp": SidcoGP, "sidco": Sidco}
@@ -157,7 +157,7 @@ class Worker:
 class Unchecked(Worker):
     """The fits alone: no check, no controller."""
 
-    fit: Fit
+    fit: TailFit
     stages: int
 
     def encode(self, gradient: Tensor) -> None:
@@ -267,8 +267,8 @@ def _make_worker(name: str, ratio: float, segments: tuple[int, ...], rank: int) 
 
 
 UNCHECKED = {
-    "no check: exponential, 1 stage": (Fit.EXPONENTIAL, 1),
-    "no check: Pareto, 2 stages": (Fit.PARETO, 2),
+    "no check: exponential, 1 stage": (TailFit.EXPONENTIAL, 1),
+    "no check: Pareto, 2 stages": (TailFit.PARETO, 2),
 }
 
 

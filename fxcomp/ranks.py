@@ -54,7 +54,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class _RankStanding:
     """A rank's standing when it meets the others."""
 
     has_stopped: bool
@@ -233,8 +233,8 @@ class Ranks:
 
     def _meet(self, what: str, after_a_stop: bool) -> bool:
         """See whether any rank has stopped; if ranks may meet again, they do. Whether they did."""
-        mine = _Standing(self.stopped is not None, self._meetings, list(self._groups.lanes))
-        everyone = [_Standing(**theirs) for theirs in self.gather(what, asdict(mine))]
+        mine = _RankStanding(self.stopped is not None, self._meetings, list(self._groups.lanes))
+        everyone = [_RankStanding(**theirs) for theirs in self.gather(what, asdict(mine))]
         stopped = [rank for rank, theirs in enumerate(everyone) if theirs.has_stopped]
         if not stopped:
             return False

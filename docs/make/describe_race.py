@@ -20,7 +20,7 @@ from fxcomp.search.choose import Choice
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
-from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, Errors
+from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, DrawnErrors
 from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
 
 DEARER = 8.0
@@ -83,7 +83,7 @@ class Turn:
 
 def gate(choice: Choice) -> str:
     """Write how sure the gain is."""
-    errors = Errors.of(COSTS)
+    errors = DrawnErrors.of(COSTS)
     words = GATE.format(
         links=_percent(errors.links),
         compute=_percent(errors.compute),

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxcomp import compat
 from fxcomp.capture.fake_mode import StepFakes
-from fxcomp.capture.pythons_numbers import Reader, pythons_numbers
+from fxcomp.capture.pythons_numbers import NumberReader, pythons_numbers
 from fxcomp.errors import CaptureFailed
 
 _DATA: Any = inspect.getattr_static(Tensor, "data")
@@ -77,7 +77,7 @@ _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 class _Refusing(TorchFunctionMode):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
-    def __init__(self, names: Mapping[int, str], reader: Reader):
+    def __init__(self, names: Mapping[int, str], reader: NumberReader):
         super().__init__()
         self._names, self._reader = names, reader
         self.densified: list[str] = []

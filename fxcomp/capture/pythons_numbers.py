@@ -32,7 +32,7 @@ _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.S
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
 
-class Reader:
+class NumberReader:
     """Reads numbers from traced tensors for the user's Python."""
 
     def __init__(self, fakes: StepFakes):
@@ -68,9 +68,9 @@ class Reader:
 
 
 @contextmanager
-def pythons_numbers(fakes: StepFakes) -> Generator[Reader]:
+def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
     """Trace the user's Python inside."""
-    reader = Reader(fakes)
+    reader = NumberReader(fakes)
     with compat.attributes_instead({kind: _attributes(kind, reader) for kind in _KINDS}):
         yield reader
 
@@ -87,7 +87,7 @@ def _number_if_known(symbol: Any) -> Any:
         return symbol
 
 
-def _attributes(kind: type, reader: Reader) -> dict[str, Callable[..., Any]]:
+def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any]]:
     """Make the methods of a kind of symbols."""
     plain: Any = kind  # its methods are taken unbound
     text, hashed, attribute = plain.__repr__, plain.__hash__, plain.__getattribute__
@@ -112,7 +112,7 @@ def _attributes(kind: type, reader: Reader) -> dict[str, Callable[..., Any]]:
     return named | {name: _comparison(getattr(kind, name), reader) for name in _COMPARISONS if hasattr(kind, name)}
 
 
-def _comparison(compare: Callable[[Any, Any], Any], reader: Reader) -> Callable[[Any, Any], Any]:
+def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Callable[[Any, Any], Any]:
     def compared(self: Any, other: Any) -> Any:
         if isinstance(other, bool) and not isinstance(self, torch.SymBool):
             other = int(other)

@@ -46,14 +46,14 @@ def keeping_random_states() -> Generator[None]:
     try:
         for module in modules:
             vars(module).update(stand_ins)
-        with compat.calls_of_generators(_Followed().call):
+        with compat.calls_of_generators(_FollowedDraw().call):
             yield
     finally:
         for module in modules:
             vars(module).update(before)
 
 
-class _Followed:
+class _FollowedDraw:
     """Turns calls of default generators into nodes; refuses those of others, which no node does again."""
 
     def __init__(self) -> None:

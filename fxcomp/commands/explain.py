@@ -13,7 +13,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import Question, what_if
+from fxcomp.frontends.what_if import WhatIf, what_if
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.compress import Compress
 from fxcomp.report.as_json import to_json
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     errors = ErrorTable.load(arguments.errors) if arguments.errors else ASSUMED
     _tell("loading the job")
     job = load_job(arguments.job)
-    question = Question(
+    question = WhatIf(
         compress=_by_errors(asked_compress(arguments, job), errors),
         errors=errors,
         step_ms=arguments.step_ms,

@@ -43,8 +43,8 @@ def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
         return
-    values, sent, states = _Reader(given.bucket), _Reader(payload), _Reader(given.state)
-    residuals = _Reader(given.residual)
+    values, sent, states = _PieceReader(given.bucket), _PieceReader(payload), _PieceReader(given.state)
+    residuals = _PieceReader(given.residual)
     for piece in pieces:
         if piece:
             kept = states.next(compressor.all_state_elements(piece))
@@ -61,7 +61,7 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
     if len(pieces) == 1:
         compressor.decode(payloads, ranks, segments, out, agreed, state)
         return
-    sent, means = _Reader(payloads), _Reader(out)
+    sent, means = _PieceReader(payloads), _PieceReader(out)
     for piece in pieces:
         if piece:
             part, mean = sent.next(ranks * compressor.payload_elements(piece)), means.next(sum(piece))
@@ -70,7 +70,7 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
             compressor.decode(part, ranks, piece, mean)
 
 
-class _Reader:
+class _PieceReader:
     """Reads a flat tensor part by part; None where there is none."""
 
     def __init__(self, whole: Tensor | None) -> None:

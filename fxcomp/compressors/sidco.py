@@ -43,7 +43,7 @@ from fxcomp.compressors.dgc import strides as dgc_strides
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import EncoderInput
 from fxcomp.compressors.survivors import INFINITY_BITS, Cut, SurvivorCompressor
-from fxcomp.compressors.tail_fits import Fit, fit_threshold
+from fxcomp.compressors.tail_fits import TailFit, fit_threshold
 from fxcomp.compressors.topk import counts
 
 # The same numbers as in csrc/sidco.cpp.
@@ -135,7 +135,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FitChoice:
     """A segment's cut; `fitted` is what the fit alone would have selected of the sample, relative to the target."""
 
     cut: Cut
@@ -155,12 +155,12 @@ def _round_to_bits(threshold: float) -> int:
     return min(max(bits, 1), INFINITY_BITS - 1)
 
 
-class _Sidco(SurvivorCompressor):
+class _SidcoFamily(SurvivorCompressor):
     """A subclass says which distribution it fits."""
 
     __slots__ = ()
 
-    fit: ClassVar[Fit]
+    fit: ClassVar[TailFit]
 
     def state_elements(self, size: int) -> int:
         return STATE_ELEMENTS
@@ -185,18 +185,18 @@ class _Sidco(SurvivorCompressor):
         state = torch.tensor([astuple(controller) for controller in new], dtype=torch.float32).flatten()
         return Compressed(sent.payload, sent.residual, state.to(given.state.device))
 
-    def _choices(self, given: EncoderInput, ks: Sequence[int], controllers: Sequence[Controller]) -> list[Choice]:
+    def _choices(self, given: EncoderInput, ks: Sequence[int], controllers: Sequence[Controller]) -> list[FitChoice]:
         both = zip(strides(given.segments, self.ratio), dgc_strides(given.segments, self.ratio), strict=True)
         return [
             self._choose(piece, k, controller, stride, dgc_stride)
             for piece, k, controller, (stride, dgc_stride) in zip(given.pieces, ks, controllers, both, strict=True)
         ]
 
-    def _choose(self, piece: Tensor, k: int, controller: Controller, stride: int, dgc_stride: int) -> Choice:
+    def _choose(self, piece: Tensor, k: int, controller: Controller, stride: int, dgc_stride: int) -> FitChoice:
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):
-            return Choice(Cut(1, 1))
+            return FitChoice(Cut(1, 1))
         reaching = k * len(sample) / len(piece)
         bits = _round_to_bits(fit_threshold(sample, reaching, int(controller.stages), self.fit))
         reached = int((survivors.magnitude_bits(sample) >= bits).sum())
@@ -204,7 +204,7 @@ class _Sidco(SurvivorCompressor):
             bits = sampled_cut(piece, k, dgc_stride, int(randomness.mix(torch.tensor(calls)))).bits
         elif is_contradicted(reached, reaching, stride):
             bits = survivors.kth_largest(sample, max(1, math.floor(reaching + 0.5)))
-        return Choice(Cut(bits, bits), reached / reaching)
+        return FitChoice(Cut(bits, bits), reached / reaching)
 
     @classmethod
     def kernel_name(cls, what: str) -> str:
@@ -234,12 +234,12 @@ def _facts(name: str, summary: str, use: str, avoid: str, case: Case = Case.SYST
 
 @register
 @dataclass(frozen=True, slots=True)
-class Sidco(_Sidco):
+class Sidco(_SidcoFamily):
     """About k values for one pass, from generalised Pareto fits."""
 
     ratio: float
 
-    fit: ClassVar[Fit] = Fit.PARETO
+    fit: ClassVar[TailFit] = TailFit.PARETO
     facts: ClassVar[Facts] = _facts(
         "sidco",
         "the values above a threshold from generalised Pareto fits",
@@ -251,12 +251,12 @@ class Sidco(_Sidco):
 
 @register
 @dataclass(frozen=True, slots=True)
-class SidcoE(_Sidco):
+class SidcoE(_SidcoFamily):
     """About k values for one pass, from exponential fits."""
 
     ratio: float
 
-    fit: ClassVar[Fit] = Fit.EXPONENTIAL
+    fit: ClassVar[TailFit] = TailFit.EXPONENTIAL
     facts: ClassVar[Facts] = _facts(
         "sidco_e",
         "the values above a threshold from exponential fits",
@@ -267,12 +267,12 @@ class SidcoE(_Sidco):
 
 @register
 @dataclass(frozen=True, slots=True)
-class SidcoGP(_Sidco):
+class SidcoGP(_SidcoFamily):
     """About k values for one pass, from a gamma and then generalised Pareto fits."""
 
     ratio: float
 
-    fit: ClassVar[Fit] = Fit.GAMMA
+    fit: ClassVar[TailFit] = TailFit.GAMMA
     facts: ClassVar[Facts] = _facts(
         "sidco_gp",
         "the values above a threshold from a gamma fit, then generalised Pareto",

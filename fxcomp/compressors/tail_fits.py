@@ -29,7 +29,7 @@ _LOG_TWO = 0.6931471805599453
 _HALF_LOG_TWO_PI = 0.9189385332046727
 
 
-class Fit(Enum):
+class TailFit(Enum):
     """The distribution of magnitudes; from the second stage on gamma's is generalised Pareto."""
 
     EXPONENTIAL = 0
@@ -45,7 +45,7 @@ class Moments(NamedTuple):
     variance: float
 
 
-def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: Fit) -> float:
+def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) -> float:
     """The magnitude that about `reaching` values of the sample reach, from so many fits; not all are 0."""
     magnitudes = sample.double()
     moments = moments_above(magnitudes, 0.0)
@@ -54,7 +54,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: Fit) -> flo
         return 0.0
     left = stages if share < FIRST_SHARE else 1
     first = share if left == 1 else FIRST_SHARE
-    level = gamma_quantile(magnitudes, moments, first) if fit is Fit.GAMMA else quantile(moments, first, fit)
+    level = gamma_quantile(magnitudes, moments, first) if fit is TailFit.GAMMA else quantile(moments, first, fit)
     while left > 1:
         left -= 1
         moments = moments_above(magnitudes, level)
@@ -65,11 +65,11 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: Fit) -> flo
     return level
 
 
-def quantile(moments: Moments, share: float, fit: Fit) -> float:
+def quantile(moments: Moments, share: float, fit: TailFit) -> float:
     """Compute the quantile of the exceedances."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
-    if fit is Fit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
+    if fit is TailFit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
         return -mean * log_share
     relative = mean * mean / variance
     shape = 0.5 * (1.0 - relative)

@@ -30,7 +30,7 @@ _OF_POINT = {"elements": number(1), "encode_us": _TIME, "decode_us": _TIME, "pro
 _OF_PIECE = {"start": _TIME, "at_zero_us": number(-MOST), "us_per_unit": _TIME}
 
 
-class _Table(Protocol):
+class _CheckedTable(Protocol):
     """The part of a `CostTable` that is looked at besides its own numbers."""
 
     @property
@@ -49,7 +49,7 @@ class _Table(Protocol):
     def copy_gb_per_s(self) -> float | None: ...
 
 
-def check_numbers(costs: _Table) -> None:
+def check_numbers(costs: _CheckedTable) -> None:
     """Raise BadOption where a number of a cost table is none that a file may hold: infinite, negative, or not one."""
     _check(costs, _OWN, "")
     if costs.copy_gb_per_s is not None:
@@ -72,7 +72,7 @@ def _check_compute(compute: Mapping[str, Measured]) -> None:
             _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))
 
 
-def _parts(costs: _Table) -> Iterator[tuple[str, object, _Readers]]:
+def _parts(costs: _CheckedTable) -> Iterator[tuple[str, object, _Readers]]:
     for kind, taken in costs.transport.items():
         yield f"transport[{kind.value!r}].", taken, _OF_TRANSPORT
     for key, known in costs.compressors.items():

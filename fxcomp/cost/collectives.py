@@ -258,7 +258,7 @@ def counts(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None)
 Counts = tuple[float, float, float]
 
 
-class _Compiled:
+class _CompiledFormula:
     """A formula as plain Python, cached by number of ranks: a search asks thousands of times."""
 
     __slots__ = ("_counts", "_known", "pattern")
@@ -280,8 +280,8 @@ class _Compiled:
 
 
 @cache
-def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> _Compiled:
-    return _Compiled(FORMULAS[kind][algorithm or default_algorithm(kind)])
+def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> _CompiledFormula:
+    return _CompiledFormula(FORMULAS[kind][algorithm or default_algorithm(kind)])
 
 
 def _ceil_log2(value: int) -> int:

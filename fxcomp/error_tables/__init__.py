@@ -11,7 +11,7 @@ from fxcomp.error_tables.columns import STANDARD, Columns
 from fxcomp.error_tables.families import cut, families, joined, joined_columns, of_rows, scaled, stacked
 from fxcomp.error_tables.measure import Draw, measure
 from fxcomp.error_tables.smooth import smoothed
-from fxcomp.error_tables.table import ASSUMED, Error, ErrorSource, ErrorTable, Row, legal
+from fxcomp.error_tables.table import ASSUMED, Error, ErrorRow, ErrorSource, ErrorTable, legal
 
 __all__ = [
     "ASSUMED",
@@ -19,9 +19,9 @@ __all__ = [
     "Columns",
     "Draw",
     "Error",
+    "ErrorRow",
     "ErrorSource",
     "ErrorTable",
-    "Row",
     "cut",
     "families",
     "joined",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxcomp.error_tables.columns import Columns
-from fxcomp.error_tables.table import ErrorTable, Row, legal
+from fxcomp.error_tables.table import ErrorRow, ErrorTable, legal
 
 
 def families(columns: Columns) -> tuple[Columns, ...]:
@@ -30,7 +30,7 @@ def cut(table: ErrorTable, columns: Columns) -> ErrorTable:
     """Return some of a table's columns."""
     places = [table.columns.names.index(name) for name in columns.names]
     rows = {
-        name: Row(row.shape, row.squares, tuple(row.errors[place] for place in places), row.samples)
+        name: ErrorRow(row.shape, row.squares, tuple(row.errors[place] for place in places), row.samples)
         for name, row in table.rows.items()
     }
     return legal(columns, rows, table.notes)
@@ -50,7 +50,9 @@ def stacked(tables: Sequence[ErrorTable]) -> ErrorTable:
 
 def scaled(table: ErrorTable, factor: float) -> ErrorTable:
     """Multiply all squares."""
-    rows = {name: Row(row.shape, row.squares * factor, row.errors, row.samples) for name, row in table.rows.items()}
+    rows = {
+        name: ErrorRow(row.shape, row.squares * factor, row.errors, row.samples) for name, row in table.rows.items()
+    }
     return legal(table.columns, rows, table.notes)
 
 
@@ -63,7 +65,7 @@ def joined(tables: Sequence[ErrorTable]) -> ErrorTable:
     columns = joined_columns([each.columns for each in tables])
     totals = [sum(row.squares for row in each.rows.values()) for each in tables]
     mean_total = sum(totals) / len(totals)
-    rows: dict[str, Row] = {}
+    rows: dict[str, ErrorRow] = {}
     for name, row in tables[0].rows.items():
         of_all = [each.rows[name] for each in tables]
         shares = [one.squares / total for one, total in zip(of_all, totals, strict=True) if total]
@@ -74,5 +76,5 @@ def joined(tables: Sequence[ErrorTable]) -> ErrorTable:
             for column, error in zip(each.columns.names, one.errors, strict=True)
         }
         errors = tuple(by_column[column] for column in columns.names)
-        rows[name] = Row(row.shape, squares, errors, min(one.samples for one in of_all))
+        rows[name] = ErrorRow(row.shape, squares, errors, min(one.samples for one in of_all))
     return legal(columns, rows, [note for each in tables for note in each.notes])

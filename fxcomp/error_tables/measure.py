@@ -30,7 +30,7 @@ from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
 from fxcomp.error_tables.largest import lost_by_largest
 from fxcomp.error_tables.low_rank import AllReduce, losses_by_rank
 from fxcomp.error_tables.norms import squares
-from fxcomp.error_tables.table import ErrorTable, Row, legal
+from fxcomp.error_tables.table import ErrorRow, ErrorTable, legal
 from fxcomp.errors import BadErrorTable
 
 _MEASURED, _GRADIENT, _VALUE, _LOST = range(4)
@@ -61,7 +61,7 @@ def measure(
     Every rank brings the same names and shapes. Raises BadErrorTable for a residual of another size.
     """
     _check(gradients, residuals or {})
-    look = _Look(gradients, residuals or {}, columns, draw or Draw())
+    look = _FamilyLook(gradients, residuals or {}, columns, draw or Draw())
     sums = look.sums(all_reduce)
     if all_reduce is not None:
         all_reduce(sums)
@@ -69,7 +69,7 @@ def measure(
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _FamilyLook:
     gradients: Mapping[str, Tensor]
     residuals: Mapping[str, Tensor]
     columns: Columns
@@ -137,22 +137,22 @@ class _Look:
 
 def table_of(sums: Tensor, shapes: Mapping[str, tuple[int, ...]], columns: Columns) -> ErrorTable:
     """Make a table of what ranks have found together."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, ErrorRow] = {}
     notes: list[str] = []
     found: Any = sums
     of_all: list[list[float]] = found.tolist()
     for (name, shape), (measured, gradient, value, *lost) in zip(shapes.items(), of_all, strict=True):
         if not measured:
             notes.append(f"{name}: it was finite on no rank, so errors of Gaussian values are assumed")
-            rows[name] = Row(shape, inf, (), 0)
+            rows[name] = ErrorRow(shape, inf, (), 0)
         elif not value:
             if prod(shape):
                 notes.append(f"{name}: what is compressed was zero, so errors of Gaussian values are assumed")
-            rows[name] = Row(shape, gradient / measured, (), 0)
+            rows[name] = ErrorRow(shape, gradient / measured, (), 0)
         else:
             by_rank = range(len(columns.densities), columns.contractions())
             errors = (each / (measured if place in by_rank else value) for place, each in enumerate(lost))
-            rows[name] = Row(shape, gradient / measured, tuple(errors), 1)
+            rows[name] = ErrorRow(shape, gradient / measured, tuple(errors), 1)
     return legal(columns, rows, notes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxcomp.error_tables.table import ErrorTable, Row, legal
+from fxcomp.error_tables.table import ErrorRow, ErrorTable, legal
 from fxcomp.errors import BadErrorTable
 
 WEIGHT = 0.25
@@ -29,7 +29,7 @@ def smoothed(before: ErrorTable, look: ErrorTable) -> ErrorTable:
         )
     looks = max(row.samples for row in before.rows.values())
     old_total, new_total = _total(before), _total(look)
-    rows: dict[str, Row] = {}
+    rows: dict[str, ErrorRow] = {}
     for name, new in look.rows.items():
         old = before.rows[name]
         old_share, new_share = _share(old, old_total), _share(new, new_total)
@@ -40,7 +40,7 @@ def smoothed(before: ErrorTable, look: ErrorTable) -> ErrorTable:
             samples = old.samples + 1
         else:
             errors, samples = (new.errors, new.samples) if new.samples else (old.errors, old.samples)
-        rows[name] = Row(new.shape, share * (new_total or old_total), errors, samples)
+        rows[name] = ErrorRow(new.shape, share * (new_total or old_total), errors, samples)
     return legal(look.columns, rows, look.notes)
 
 
@@ -56,5 +56,5 @@ def _total(table: ErrorTable) -> float:
     return sum(row.squares for row in table.rows.values())
 
 
-def _share(row: Row, total: float) -> float:
+def _share(row: ErrorRow, total: float) -> float:
     return row.squares / total if total else 0.0

@@ -59,7 +59,7 @@ class Error(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ErrorRow:
     """One gradient."""
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class ErrorTable:
     """Errors by gradient and compressor. Make one by `legal` or `from_json`, which put right what cannot be."""
 
     columns: Columns = STANDARD
-    rows: Mapping[str, Row] = field(default_factory=dict[str, Row])
+    rows: Mapping[str, ErrorRow] = field(default_factory=dict[str, ErrorRow])
     notes: tuple[str, ...] = ()
     """What was put right, and what to keep in mind."""
 
@@ -192,7 +192,7 @@ ASSUMED = ErrorTable()
 """Nothing is measured."""
 
 
-def legal(columns: Columns, rows: Mapping[str, Row], notes: Sequence[str] = ()) -> ErrorTable:
+def legal(columns: Columns, rows: Mapping[str, ErrorRow], notes: Sequence[str] = ()) -> ErrorTable:
     """Make a table of numbers that may be anything: put right what cannot be, and note it.
 
     A gradient with an error that is no number, or below zero, counts as not measured. Where keeping more would lose
@@ -214,11 +214,11 @@ def legal(columns: Columns, rows: Mapping[str, Row], notes: Sequence[str] = ()) 
     return ErrorTable(columns, repaired, tuple(dict.fromkeys((*notes, *found))))
 
 
-def _lagging(row: Row, compressor: Compressor, error: float) -> float:
+def _lagging(row: ErrorRow, compressor: Compressor, error: float) -> float:
     return error**row.lag if isinstance(compressor, PowerSGD) else error
 
 
-def _alone(rows: Mapping[str, Row]) -> list[str]:
+def _alone(rows: Mapping[str, ErrorRow]) -> list[str]:
     """Note a gradient beside which all others weigh nothing."""
     name = max(rows, key=lambda each: rows[each].squares, default=None)
     if name is None or len(rows) == 1 or rows[name].squares == 0:
@@ -229,7 +229,7 @@ def _alone(rows: Mapping[str, Row]) -> list[str]:
     return [f"{name}: it has more than 99 % of the squares of all gradients, so the others' errors hardly count"]
 
 
-def _rising_with_bits(columns: Columns, rows: Mapping[str, Row]) -> Iterator[str]:
+def _rising_with_bits(columns: Columns, rows: Mapping[str, ErrorRow]) -> Iterator[str]:
     """Note gradients of which more bits lose more: in larger blocks, small values are lost beside a large one."""
     for finer, coarser in pairwise(columns.by_bits()):
         names = [name for name, row in rows.items() if row.samples and row.errors[finer] > row.errors[coarser]]
@@ -238,14 +238,14 @@ def _rising_with_bits(columns: Columns, rows: Mapping[str, Row]) -> Iterator[str
             yield f"{which}: {columns.names[finer]} lost more than {columns.names[coarser]}, as larger blocks may"
 
 
-def _repaired(columns: Columns, row: Row) -> tuple[Row, list[str]]:
+def _repaired(columns: Columns, row: ErrorRow) -> tuple[ErrorRow, list[str]]:
     if row.size == 0:
-        return Row(row.shape, 0.0, (0.0,) * columns.count, 0), []
+        return ErrorRow(row.shape, 0.0, (0.0,) * columns.count, 0), []
     if not row.samples:
-        return Row(row.shape, row.squares, (0.0,) * columns.count, 0), []
+        return ErrorRow(row.shape, row.squares, (0.0,) * columns.count, 0), []
     if len(row.errors) != columns.count or not all(_is_size(error) for error in row.errors):
         problem = "it has errors that are no numbers of 0 or more, so errors of Gaussian values are assumed"
-        return Row(row.shape, row.squares, (0.0,) * columns.count, 0), [problem]
+        return ErrorRow(row.shape, row.squares, (0.0,) * columns.count, 0), [problem]
     errors, problems = list(row.errors), list[str]()
     for number in range(columns.contractions()):
         if errors[number] > 1:
@@ -265,10 +265,10 @@ def _is_size(value: float) -> bool:
     return 0 <= value <= _MOST
 
 
-def _row_of(data: Mapping[str, Any]) -> Row:
+def _row_of(data: Mapping[str, Any]) -> ErrorRow:
     shape, samples = tuple(map(int, data["shape"])), int(data["samples"])
     if min(samples, *shape) < 0:
         raise ValueError(f"a shape {shape} and {samples} samples cannot be")
     lag = float(data.get("lag", 1.0))
     known = lag if LEAST_LAG <= lag <= 1 else LAG
-    return Row(shape, float(data["squares"]), tuple(map(float, data["errors"])), samples, known)
+    return ErrorRow(shape, float(data["squares"]), tuple(map(float, data["errors"])), samples, known)

@@ -25,7 +25,7 @@ LEAST_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PlanPart:
     """Elements of a parameter, and where they lie."""
 
     ddp_bucket: int
@@ -61,7 +61,7 @@ def fitted(decision: Decision, layout: Layout) -> Decision:
 def fit(plan: Plan, layout: Layout) -> Plan:
     """Let buckets have the order of DDP's buffers, and vectors go with their neighbours."""
     parts = sorted(_parts(plan, layout), key=lambda part: (part.ddp_bucket, part.place))
-    owned: dict[int, list[_Part]] = {}
+    owned: dict[int, list[_PlanPart]] = {}
     for number, part in enumerate(parts):
         owned.setdefault(_owner(plan, parts, number), []).append(part)
     found = [
@@ -73,14 +73,14 @@ def fit(plan: Plan, layout: Layout) -> Plan:
     return Plan(tuple(bucket for *_, bucket in found))
 
 
-def _split(bucket: Bucket, parts: Sequence[_Part]) -> list[list[_Part]]:
+def _split(bucket: Bucket, parts: Sequence[_PlanPart]) -> list[list[_PlanPart]]:
     """Cut a bucket where one buffer ends and the next begins, if that makes no small messages."""
     found = [list(group) for _, group in groupby(parts, lambda part: part.ddp_bucket)]
     least = min(sum(part.size for part in group) for group in found) * bucket.element_type.itemsize
     return found if least >= LEAST_BYTES else [list(parts)]
 
 
-def _parts(plan: Plan, layout: Layout) -> Iterator[_Part]:
+def _parts(plan: Plan, layout: Layout) -> Iterator[_PlanPart]:
     places = {name: (k, start) for k, bucket in enumerate(layout) for name, start in bucket.starts.items()}
     vectors = {
         name for bucket in layout for name, shape in zip(bucket.names, bucket.shapes, strict=True) if len(shape) <= 1
@@ -88,10 +88,10 @@ def _parts(plan: Plan, layout: Layout) -> Iterator[_Part]:
     for owner, bucket in enumerate(plan.buckets):
         for name, start, size in zip(bucket.names, bucket.starts, bucket.sizes, strict=True):
             ddp_bucket, first = places[name]
-            yield _Part(ddp_bucket, first + start, name, start, size, name in vectors, owner)
+            yield _PlanPart(ddp_bucket, first + start, name, start, size, name in vectors, owner)
 
 
-def _owner(plan: Plan, parts: Sequence[_Part], number: int) -> int:
+def _owner(plan: Plan, parts: Sequence[_PlanPart], number: int) -> int:
     """Return the bucket in which a part travels: a vector's may be that of the next matrix before or after it."""
     part = parts[number]
     if not part.is_vector:
@@ -106,6 +106,6 @@ def _owner(plan: Plan, parts: Sequence[_Part], number: int) -> int:
     return part.owner
 
 
-def _bucket(bucket: Bucket, parts: Sequence[_Part]) -> Bucket:
+def _bucket(bucket: Bucket, parts: Sequence[_PlanPart]) -> Bucket:
     names, sizes, starts = zip(*((part.name, part.size, part.start) for part in parts), strict=True)
     return replace(bucket, names=names, sizes=sizes, starts=starts)

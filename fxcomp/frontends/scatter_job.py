@@ -41,7 +41,7 @@ DENSE_PASSES = 6
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ScatterPass:
     """What has come of the backward pass under way."""
 
     order: list[int] = field(default_factory=list[int])
@@ -79,7 +79,7 @@ class ScatterJob:
         """False while dense has its turn, and after it has won."""
         self._delivers = False
         """Some rank owes what the next dense passes bring."""
-        self._pass = _Pass()
+        self._pass = _ScatterPass()
         self._ready = ReadyTimes(site.device)
         self.times = StepTimes(site.device)
         self._ended: Any = None
@@ -118,7 +118,7 @@ class ScatterJob:
 
     def stop(self, error: BaseException) -> None:
         """End the pass under way, in which something was raised; the other ranks learn of it."""
-        self._pass = _Pass()
+        self._pass = _ScatterPass()
         self._lockstep.leave(error, self._runtime)
 
     @property
@@ -200,7 +200,7 @@ class ScatterJob:
 
     def _end(self) -> None:
         """End a pass; torch calls this when backward has ended."""
-        now, self._pass = self._pass, _Pass()
+        now, self._pass = self._pass, _ScatterPass()
         if not now.order:
             return
         try:
@@ -212,7 +212,7 @@ class ScatterJob:
             self.stop(error)
             raise
 
-    def _commit(self, now: _Pass) -> None:
+    def _commit(self, now: _ScatterPass) -> None:
         """Keep what the pass owes, unless a part of some rank is not finite: it is skipped then, or lost anyway."""
         if not now.agrees:
             return
@@ -237,7 +237,7 @@ class ScatterJob:
             return None if before is None else before * flag
         return torch.where(flag.bool(), value.new_zeros(()) if before is None else before, value, out=value)
 
-    def _count_pass(self, now: _Pass) -> None:
+    def _count_pass(self, now: _ScatterPass) -> None:
         end = self.times.look()
         if self._ended is not None and self.plan.is_decided:
             self.times.add(self.passes, [(self._ended, end)], [])

@@ -29,7 +29,7 @@ REDUCED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _ShardBucket:
     """A module's flat shard, handed over as DistributedDataParallel would hand over a bucket."""
 
     number: int
@@ -51,7 +51,7 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _FeedPass:
     """What has come of the backward pass under way."""
 
     came: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -71,7 +71,7 @@ class ShardFeed:
         self._shards = compat.group_size(modules[0].shard_group)
         self._order: list[int] | None = None
         """The modules as the first pass brought them; later passes are fed in this order."""
-        self._pass = _Pass()
+        self._pass = _FeedPass()
         self._is_partial = [False] * len(modules)
         """`.grad` holds what has not been averaged yet."""
         self.is_off = False
@@ -134,7 +134,7 @@ class ShardFeed:
             if is_last:
                 self._agree_on_finite(now.came[number])
             now.fed += 1
-            self._job.take(_Bucket(now.fed - 1, now.came[number], self._stand_ins[number], is_last))
+            self._job.take(_ShardBucket(now.fed - 1, now.came[number], self._stand_ins[number], is_last))
 
     def _agree_on_finite(self, last: Tensor) -> None:
         """Let no shard of a gradient be applied, or its residual be spent, where another one is not finite.
@@ -151,7 +151,7 @@ class ShardFeed:
 
     def _end(self) -> None:
         """Let `.grad` have the means that it is no view of; torch calls this when backward has ended."""
-        now, self._pass = self._pass, _Pass()
+        now, self._pass = self._pass, _FeedPass()
         if now.fed < len(self._modules):
             if now.came:
                 missing = next(k for k in range(len(self._modules)) if k not in now.came)
@@ -174,7 +174,7 @@ class ShardFeed:
                     gradient.add_(_cut(part, gradient))
 
     def _stop(self, error: BaseException) -> None:
-        self._pass = _Pass()
+        self._pass = _FeedPass()
         self._job.stop(error)
 
     def _check(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> None:

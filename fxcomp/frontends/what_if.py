@@ -105,7 +105,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class WhatIf:
     """The assumptions and options of a prediction."""
 
     compress: Compress = BALANCED
@@ -147,11 +147,11 @@ class Question:
         return Terms.of(self.compress, table=self.errors)
 
 
-ANYTHING = Question()
+ANYTHING = WhatIf()
 
 
 def what_if(
-    job: Job, cluster: Cluster, question: Question = ANYTHING, tell: Callable[[str], None] = lambda _: None
+    job: Job, cluster: Cluster, question: WhatIf = ANYTHING, tell: Callable[[str], None] = lambda _: None
 ) -> Answer:
     """Predict the step; `tell` hears what is being done.
 
@@ -211,7 +211,7 @@ def what_if(
     )
 
 
-def _costs_here(question: Question, device: torch.device, tell: Callable[[str], None]) -> CostTable:
+def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], None]) -> CostTable:
     """The table that was given for this machine, or what compression costs on it now."""
     if question.costs is not None:
         return with_processors(replace(question.costs, threads=torch.get_num_threads()), device)

@@ -55,7 +55,7 @@ def update_kinds(gm: GraphModule) -> set[UpdateKind]:
 
 def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[Node]) -> UpdateKind:
     """Return the kind of one parameter's update. The gradient is what else comes in as a tensor."""
-    reading = _Reading(nodes, parameter, states)
+    reading = _UpdateReading(nodes, parameter, states)
     if reading.divides_by(reading.magnitudes):
         return UpdateKind.TRUST_RATIO if reading.has_norm_of_parameter() else UpdateKind.SECOND_MOMENT
     if reading.form[parameter] > Form.LINEAR:
@@ -63,7 +63,7 @@ def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[No
     return UpdateKind.MOMENTUM if reading.means else UpdateKind.PLAIN
 
 
-class _Reading:
+class _UpdateReading:
     """The forms of an update's values, in the order in which they are computed."""
 
     def __init__(self, nodes: Sequence[Node], parameter: Node, states: Collection[Node]):

@@ -43,7 +43,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     values = {name: node.meta["val"] for name, node in local.items()}
     types = {name: ElementType.of(value.dtype) for name, value in values.items()}
     plan.check_covers({name: value.numel() for name, value in values.items()}, types)
-    found = {name: _Gradient(gm.graph, name, node, plan.parts[name]) for name, node in local.items()}
+    found = {name: _PlacedGradient(gm.graph, name, node, plan.parts[name]) for name, node in local.items()}
     order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     for number, bucket in enumerate(plan.buckets):
         _gather_bucket(gm.graph, number, bucket, found, order)
@@ -55,7 +55,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-class _Gradient:
+class _PlacedGradient:
     """A local gradient, the parts of it that buckets take, and what comes back of each."""
 
     def __init__(self, graph: Graph, name: str, local: Node, extents: Sequence[range]) -> None:
@@ -113,7 +113,7 @@ def _cut(graph: Graph, name: str, local: Node, extents: Sequence[range]) -> dict
 
 
 def _gather_bucket(
-    graph: Graph, number: int, bucket: Bucket, found: Mapping[str, _Gradient], order: Mapping[Node, int]
+    graph: Graph, number: int, bucket: Bucket, found: Mapping[str, _PlacedGradient], order: Mapping[Node, int]
 ) -> None:
     members = [found[name] for name in bucket.names]
     own = [gradient.parts[start] for gradient, start in zip(members, bucket.starts, strict=True)]

@@ -82,7 +82,7 @@ def lines_of(route: Route, accumulates_at: Leg | None = None) -> Stages:
 
     A velocity is accumulated right before the leg that is named, if one is.
     """
-    return _Writer(route, accumulates_at).stages()
+    return _LineWriter(route, accumulates_at).stages()
 
 
 def sent(stages: Stages) -> list[BucketLine]:
@@ -90,7 +90,7 @@ def sent(stages: Stages) -> list[BucketLine]:
     return [line for stage in stages for line in stage if line.kind in (LineKind.SEND, LineKind.AGREE)]
 
 
-class _Writer:
+class _LineWriter:
     """Writes the lines of a route, and tracks where the tensor lies and how large it is between them."""
 
     def __init__(self, route: Route, accumulates_at: Leg | None) -> None:

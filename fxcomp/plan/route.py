@@ -50,7 +50,7 @@ def route_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _RouteRow:
     """One dimension of how payloads lie: pieces of a split side by side, or the payloads of ranks for one piece."""
 
     split: Collective | None
@@ -74,7 +74,7 @@ class _Walk:
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
         self.extents = [range(self.edges[-1])]
         """This rank's pieces: the whole bucket, then its part of each open split."""
-        self.rows: list[_Row] = []
+        self.rows: list[_RouteRow] = []
         """The layout of payloads, outermost row first."""
         self.encoder: Encode | None = None
         self.slot = -1
@@ -160,7 +160,7 @@ class _Walk:
             self.slot += 1
         shapes = self._shapes(self.extents[-1])
         bound = step.compressor.bound_to(shapes, self._ranks_missing(held))
-        self.rows = [_Row(split, self.counts[split]) for split in dealt]
+        self.rows = [_RouteRow(split, self.counts[split]) for split in dealt]
         pieces = tuple(self._pieces(self.extents[-1], self.rows))
         segments = tuple(map(self._segments, pieces))
         made = Encode(self.slot, bound, step.device, pieces, segments, self._unit(held), self._place(held), is_proposal)
@@ -221,10 +221,10 @@ class _Walk:
             self.extents.append(self._split(self.extents[-1], step, ranks)[place])
             if encoder is not None:
                 self.rows = [row for row in self.rows if row.split is not step]
-                self.rows = self.rows if kind.sums else [_Row(None, self.counts[step]), *self.rows]
+                self.rows = self.rows if kind.sums else [_RouteRow(None, self.counts[step]), *self.rows]
             return sent(cut, turned)
         if kind is CollectiveKind.ALL_GATHER:
-            self.rows.insert(0, _Row(None, self.counts[step]))
+            self.rows.insert(0, _RouteRow(None, self.counts[step]))
             return sent(ranks)
         return sent(1)
 
@@ -239,7 +239,7 @@ class _Walk:
         parts = self._split(self.extents[-1], split, ranks)
         cut = tuple(len(part) if encoder is None else self._payload(part, self.rows) for part in parts)
         if encoder is not None:
-            self.rows.insert(0, _Row(split, self.counts[split]))
+            self.rows.insert(0, _RouteRow(split, self.counts[split]))
         return cut
 
     def _dealt_cut(self, step: Collective, ranks: int, encoder: Encode | None) -> tuple[Cut, Turn | None]:
@@ -252,7 +252,7 @@ class _Walk:
         turned = Turn(outer, sizes) if outer > 1 and ranks > 1 else None
         return tuple(outer * size for size in sizes), turned
 
-    def _payload(self, extent: Piece, rows: Sequence[_Row]) -> int:
+    def _payload(self, extent: Piece, rows: Sequence[_RouteRow]) -> int:
         """Count the elements of the payloads that lie in these rows."""
         assert self.encoder is not None, "a payload has been compressed"
         payloads = math.prod(row.count for row in rows if row.split is None)
@@ -270,7 +270,7 @@ class _Walk:
 
     # Pieces
 
-    def _pieces(self, extent: Piece, rows: Sequence[_Row]) -> list[Piece]:
+    def _pieces(self, extent: Piece, rows: Sequence[_RouteRow]) -> list[Piece]:
         if not rows:
             return [extent]
         split, ranks = rows[0].split, rows[0].count

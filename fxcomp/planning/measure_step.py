@@ -72,10 +72,10 @@ def measure_step(
     """
     device = program.captured.device
     scratch = tuple([_copy(value) for value in values] for values in arguments)
-    runs = [_Run(_LinesTimed(transport, device)) for transport in transports]
+    runs = [_MeasuredRun(_LinesTimed(transport, device)) for transport in transports]
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)
-    current: list[_Run] = [runs[0]]
+    current: list[_MeasuredRun] = [runs[0]]
     meeting = transports[min(1, len(transports) - 1)]  # the first is NullTransport
     whole = rebound(program.module, lambda name, run: _timed(name, run, lambda: current[0]))
     try:
@@ -124,7 +124,7 @@ def feed_us(measured: StepMeasurement, feed: Callable[[], object]) -> float:
 
 
 @dataclass(slots=True)
-class _Run:
+class _MeasuredRun:
     """The times over one transport."""
 
     runtime: _LinesTimed
@@ -291,7 +291,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _timed(name: str, run: Callable[..., Any], of: Callable[[], _Run]) -> Callable[..., Any]:
+def _timed(name: str, run: Callable[..., Any], of: Callable[[], _MeasuredRun]) -> Callable[..., Any]:
     def measured(*inputs: Any) -> Any:
         current = of()
         start = current.runtime.clock.look()

@@ -65,12 +65,12 @@ def bound_us(
         return workload.free_us
     losses = Losses(workload.gradients, cluster)
     pinned = Pinned.of(pins, workload, cluster, losses, offload=costs.offloads)
-    bound = _Bound(_Job(workload, costs, cluster, mode, bursts, pinned))
+    bound = _Bound(_BoundJob(workload, costs, cluster, mode, bursts, pinned))
     return max(workload.free_us, bound.best_us() * (1 - _ROUNDING))
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _BoundJob:
     workload: Workload
     costs: CostTable
     cluster: Cluster
@@ -80,7 +80,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _BoundKind:
     """Gradients that are alike to every strategy: their work per element is the same."""
 
     gradients: tuple[int, ...]
@@ -95,7 +95,7 @@ class _Kind:
 class _Bound:
     """The sums of a workload, by weights."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _BoundJob) -> None:
         self.job, self.workload = job, job.workload
         self.elements = np.array([gradient.elements for gradient in self.workload.gradients], float)
         self.ready_us = [gradient.ready_us for gradient in self.workload.gradients]
@@ -130,7 +130,7 @@ class _Bound:
         """Search for weights that give a high bound."""
         best = self._path_us()
         for first in self._firsts():
-            sums = _Sums(self, first)
+            sums = _BoundSums(self, first)
             weights = dict.fromkeys((*self.used, _ERROR, _BURSTS), 0.0)
             prices = [name for name, limits in ((_ERROR, self.limits_error), (_BURSTS, self.limits_bursts)) if limits]
             us = sums.us(weights)
@@ -147,7 +147,7 @@ class _Bound:
     def limits_bursts(self) -> bool:
         return bool(self.burstable < self.elements.sum() and self.bursty.any())
 
-    def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_Kind]:
+    def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_BoundKind]:
         cut = {atom.number for atom in atoms_of(self.workload, self.job.cluster.world_size) if _is_part(atom)}
         groups: dict[tuple[object, ...], list[int]] = {}
         has_shapes = any(map(_depends_on_shapes, self.strategies))
@@ -158,14 +158,18 @@ class _Bound:
             groups.setdefault(kind, []).append(number)
         return [self._kind(members, by_content, is_cut=members[0] in cut) for members in groups.values()]
 
-    def _kind(self, members: Sequence[int], by_content: dict[Content, tuple[Strategy, ...]], *, is_cut: bool) -> _Kind:
+    def _kind(
+        self, members: Sequence[int], by_content: dict[Content, tuple[Strategy, ...]], *, is_cut: bool
+    ) -> _BoundKind:
         gradient = self.workload.gradients[members[0]]
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
         lane = self.job.pinned.lane_of.get(gradient.name)
         offered = (*by_content[own], *by_content[Content.MIXED])
         allowed = set(worth_offering(offered, gradient.element_type) if lane is None else lane.strategies)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
-        return _Kind(tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies]))
+        return _BoundKind(
+            tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies])
+        )
 
     def _of(self, number: int, gradient: Gradient, *, is_cut: bool) -> Least:
         kind = gradient.element_type
@@ -224,7 +228,7 @@ _ERROR, _BURSTS = -1, -2
 """The names of the two prices, among streams' numbers."""
 
 
-class _Sums:
+class _BoundSums:
     """The bound by weights, where other streams' work is counted from one gradient on."""
 
     def __init__(self, bound: _Bound, first: int) -> None:

@@ -20,7 +20,7 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
     Main-thread tasks run in graph order by being on one stream; a task waits for the tasks whose values it takes, and
     what the pool does, or has done, for the main thread to ask for it.
     """
-    writer = _Writer(nodes_on_host(gm))
+    writer = _GraphTaskWriter(nodes_on_host(gm))
     for piece in cut(gm):
         if isinstance(piece, Region):
             writer.add_region(piece)
@@ -29,7 +29,7 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
     return tuple(writer.tasks)
 
 
-class _Writer:
+class _GraphTaskWriter:
     """Writes tasks, and tracks which make a node's value and how far the main thread has come."""
 
     def __init__(self, on_host: Collection[Node]) -> None:

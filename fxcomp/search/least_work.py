@@ -92,7 +92,7 @@ class LeastWork:
         elements = sum(map(math.prod, shapes))
         if elements == 0:
             return _NOTHING
-        writer = _Writer(self, strategy, elements, is_exact=shape is not None, proposes=not is_cut)
+        writer = _LeastWorkWriter(self, strategy, elements, is_exact=shape is not None, proposes=not is_cut)
         return writer.least(route)
 
     def line(self, key: object, price: Callable[[float], float], breaks: Sequence[float], largest: float) -> Line:
@@ -102,7 +102,7 @@ class LeastWork:
         return found
 
 
-class _Writer:
+class _LeastWorkWriter:
     """Adds up what bounds each of a bucket's lines; `_BOUNDS` has the kinds that count."""
 
     def __init__(
@@ -188,13 +188,13 @@ class _Writer:
             self.tail = self.tail[0] + fixed, self.tail[1] + rate
 
 
-_BOUNDS: dict[LineKind, Callable[[_Writer, BucketLine], None]] = {
-    LineKind.PACK: _Writer.pack,
-    LineKind.PROPOSE: _Writer.encode,
-    LineKind.COMPRESS: _Writer.encode,
-    LineKind.DECOMPRESS: _Writer.decode,
-    LineKind.AGREE: _Writer.send,
-    LineKind.SEND: _Writer.send,
+_BOUNDS: dict[LineKind, Callable[[_LeastWorkWriter, BucketLine], None]] = {
+    LineKind.PACK: _LeastWorkWriter.pack,
+    LineKind.PROPOSE: _LeastWorkWriter.encode,
+    LineKind.COMPRESS: _LeastWorkWriter.encode,
+    LineKind.DECOMPRESS: _LeastWorkWriter.decode,
+    LineKind.AGREE: _LeastWorkWriter.send,
+    LineKind.SEND: _LeastWorkWriter.send,
 }
 
 

@@ -25,7 +25,7 @@ from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import POOL, Stream, wire_of
-from fxcomp.search.prices import Measure, Prices, Size
+from fxcomp.search.prices import Measure, Size, TaskPrices
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
@@ -168,7 +168,7 @@ def price_bucket(
     gradients: Sequence[Gradient],
     strategy: Strategy,
     workload: Workload,
-    costs: Prices,
+    costs: TaskPrices,
     cluster: Cluster,
 ) -> BucketTasks:
     """Make the tasks of a bucket of these gradients, which have one type, numbered k."""
@@ -177,16 +177,16 @@ def price_bucket(
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     element_type = gradients[0].element_type if gradients else ElementType.F32
     route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
-    writer = _Writer(k, route, route.legs[strategy.leading_splits], workload, costs, cluster)
+    writer = _PlanTaskWriter(k, route, route.legs[strategy.leading_splits], workload, costs, cluster)
     stages = [writer.stage(number) for number in range(strategy.started_stages)]
     final = writer.final(is_started=strategy.pool_takes_arrivals)
     return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
 
 
-class _Writer:
+class _PlanTaskWriter:
     """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
 
-    def __init__(self, k: int, route: Route, first: Leg, workload: Workload, costs: Prices, cluster: Cluster):
+    def __init__(self, k: int, route: Route, first: Leg, workload: Workload, costs: TaskPrices, cluster: Cluster):
         self.commits, self.velocity = workload.commits, workload.keeps_velocity
         self.saves_residuals = workload.saves_residuals
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
@@ -318,18 +318,18 @@ class _Writer:
         return Size(size, measure, leg.compressor, is_whole=leg.elements == len(self.route.whole))
 
 
-_TASKS: dict[LineKind, Callable[[_Writer, BucketLine], list[Task]]] = {
-    LineKind.PACK: _Writer.pack,
-    LineKind.CAST: _Writer.pack,
-    LineKind.TURN: _Writer.pack,
-    LineKind.D2H: _Writer.copy,
-    LineKind.H2D: _Writer.copy,
-    LineKind.ACCUMULATE: _Writer.accumulate,
-    LineKind.PROPOSE: _Writer.propose,
-    LineKind.COMPRESS: _Writer.compress,
-    LineKind.DECOMPRESS: _Writer.decompress,
-    LineKind.AGREE: _Writer.send,
-    LineKind.SEND: _Writer.send,
+_TASKS: dict[LineKind, Callable[[_PlanTaskWriter, BucketLine], list[Task]]] = {
+    LineKind.PACK: _PlanTaskWriter.pack,
+    LineKind.CAST: _PlanTaskWriter.pack,
+    LineKind.TURN: _PlanTaskWriter.pack,
+    LineKind.D2H: _PlanTaskWriter.copy,
+    LineKind.H2D: _PlanTaskWriter.copy,
+    LineKind.ACCUMULATE: _PlanTaskWriter.accumulate,
+    LineKind.PROPOSE: _PlanTaskWriter.propose,
+    LineKind.COMPRESS: _PlanTaskWriter.compress,
+    LineKind.DECOMPRESS: _PlanTaskWriter.decompress,
+    LineKind.AGREE: _PlanTaskWriter.send,
+    LineKind.SEND: _PlanTaskWriter.send,
 }
 
 

@@ -47,7 +47,7 @@ class Size(int):
         return Size(size, self.measure, self.compressor, is_whole=self.is_whole)
 
 
-class Prices(Protocol):
+class TaskPrices(Protocol):
     """The part of a `CostTable` that prices a bucket; sizes are in bytes, or elements where they are named so."""
 
     @property

@@ -37,7 +37,7 @@ LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Errors:
+class DrawnErrors:
     """Standard deviations of the logarithms of costs."""
 
     compute: float
@@ -45,7 +45,7 @@ class Errors:
     compressors: float
 
     @classmethod
-    def of(cls, costs: CostTable) -> Errors:
+    def of(cls, costs: CostTable) -> DrawnErrors:
         """Return a table's errors. Most of a prediction's error is the links'."""
         return cls(
             COMPUTE_ERROR + costs.compute_error,
@@ -62,7 +62,7 @@ class Errors:
 
 def steps_in_draws(plan: Plan, tasks: Sequence[Task], costs: CostTable) -> list[float]:
     """Simulate a plan's tasks once in each draw, in µs."""
-    errors, kinds = Errors.of(costs), _kinds_of(tasks, plan)
+    errors, kinds = DrawnErrors.of(costs), _kinds_of(tasks, plan)
     number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
     factors = np.stack([np.exp(errors.of_kind(kind) * _normals(kind)) for kind in number], axis=1)
     durations = np.array([task.duration_us for task in tasks])

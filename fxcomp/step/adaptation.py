@@ -73,7 +73,7 @@ class Errors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PlanMove:
     """One change of the plan, or the decision to leave it: plain data, the same on all ranks."""
 
     step: int
@@ -87,7 +87,7 @@ class Move:
     """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Move:
+    def from_json(cls, data: Mapping[str, Any]) -> PlanMove:
         values: dict[str, Any] = {**data, **{name: tuple(data[name]) for name in ("error", "step_us", "changes")}}
         return cls(**values)
 
@@ -118,7 +118,7 @@ class Adaptation:
         self._solved_at = 0
         self._known_limit: tuple[ErrorTable, float] | None = None
         self._last_failure = ""
-        self.moves: list[Move] = []
+        self.moves: list[PlanMove] = []
         """The changes so far."""
 
     @property
@@ -174,7 +174,7 @@ class Adaptation:
         if "failed" in answer:
             self._note_failure(step, answer["failed"])
             return
-        move = Move.from_json({"step": step, "why": why, **answer["move"]})
+        move = PlanMove.from_json({"step": step, "why": why, **answer["move"]})
         if not move.changes:
             return
         plan = Plan.from_json(answer["plan"])

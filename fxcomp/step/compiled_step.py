@@ -25,14 +25,14 @@ from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given
-from fxcomp.step.adaptation import Move
+from fxcomp.step.adaptation import PlanMove
 from fxcomp.step.alike import Alike
 from fxcomp.step.applied_error import AppliedError
 from fxcomp.step.calendar import Use
 from fxcomp.step.drift.watch import Watch
 from fxcomp.step.error_watch import ErrorWatch
 from fxcomp.step.explain import Explainer
-from fxcomp.step.group import Group
+from fxcomp.step.group import MicroBatchGroup
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.plan_in_force import PlanInForce
@@ -67,7 +67,7 @@ class CompiledStep:
         self._options, self._site = options, site
         self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
         self._loss_scale = force.inputs.training.loss_scale
-        self._group = Group(force.inputs.sums, options.accumulate, site, self._loss_scale)
+        self._group = MicroBatchGroup(force.inputs.sums, options.accumulate, site, self._loss_scale)
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
         self._explainer = Explainer(site, options, planner.terms)
@@ -263,7 +263,7 @@ class CompiledStep:
         return self._steering.is_racing
 
     @property
-    def moves(self) -> Sequence[Move]:
+    def moves(self) -> Sequence[PlanMove]:
         """The changes of the plan that followed the gradients (`Compress(measured=True)`)."""
         return self._steering.adaptation.moves if self._steering.adaptation is not None else ()
 

@@ -14,7 +14,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
-from fxcomp.step.adaptation import Move
+from fxcomp.step.adaptation import PlanMove
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
@@ -38,7 +38,7 @@ class Explainer:
         notes: tuple[str, ...],
         race: tuple[Raced | None, bool],
         errors: ErrorTable,
-        moves: Sequence[Move],
+        moves: Sequence[PlanMove],
     ) -> Explanation:
         """Gather all that a report is made of.
 

@@ -19,7 +19,7 @@ from fxcomp.state.sums import Sums
 from fxcomp.step.step_times import Looks
 
 
-class Group:
+class MicroBatchGroup:
     """The group of micro-batches under way, `length` of them unless it is ended sooner."""
 
     def __init__(self, sums: Sums, length: int, site: Site, scale: LossScale | None):

@@ -12,7 +12,7 @@ they travel by. Errors below 1e-5 are rounding, of which no budget notices a cha
 from __future__ import annotations
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.error_tables import ErrorTable, Row
+from fxcomp.error_tables import ErrorRow, ErrorTable
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 
@@ -55,5 +55,5 @@ def _squares(table: ErrorTable) -> float:
     return sum(row.squares for row in table.rows.values())
 
 
-def _share(row: Row, total: float) -> float:
+def _share(row: ErrorRow, total: float) -> float:
     return row.squares / total if total else 0.0

@@ -67,13 +67,13 @@ class FindsUnused:
         with self._beside():
             used = torch.tensor([name not in is_unused for name in self._names], dtype=torch.uint8)
             used = used.to(self._site.device)
-            arriving = _Arriving(self._site.transport.all_reduce(used, "world", "main", "max"), used)
+            arriving = _ArrivingFlags(self._site.transport.all_reduce(used, "world", "main", "max"), used)
         here.arriving = arriving
         if unused:
             runtime.before_packing.append(lambda: here.hold(self._nobodys(arriving)))
         return here
 
-    def _nobodys(self, arriving: _Arriving) -> list[str]:
+    def _nobodys(self, arriving: _ArrivingFlags) -> list[str]:
         with self._beside():
             arriving.work.wait()
             flags = arriving.used.cpu()
@@ -84,7 +84,7 @@ class FindsUnused:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
+class _ArrivingFlags:
     """The collective that tells what is used somewhere, and the memory that it fills."""
 
     work: Work
@@ -97,7 +97,7 @@ class UnusedHere:
     def __init__(self, training: Training, unused: tuple[str, ...], state: GradientState, runtime: Runtime):
         self._owners = {owner.name: owner for owner in training.owned if owner.name in unused}
         self._state, self._runtime = state, runtime
-        self.arriving: _Arriving | None = None
+        self.arriving: _ArrivingFlags | None = None
         self.held: dict[str, _Kept] = {}
         """What no rank uses, by parameter."""
 

@@ -94,7 +94,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
         ("heavy", (3000,), heavy(3000)),
         ("gaussian", (70_000, 3001), gaussian(73_001)),
     ):
-        errors = _Errors(segments, bucket)
+        errors = _DrawErrors(segments, bucket)
         [replica] = replicas_of(compressor, segments, feedback=False)
         for _ in range(DRAWS):
             errors.add(average(compressor, [bucket], [replica], segments) - bucket)
@@ -107,7 +107,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
             )
 
 
-class _Errors:
+class _DrawErrors:
     """Sums over draws: of the errors and their squares, a value each, and their projections, a direction each."""
 
     def __init__(self, segments: Sequence[int], bucket: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor, EncoderInput, Sidco, SidcoE, SidcoGP
 from fxcomp.compressors.sidco import Controller, is_contradicted, most_stages, sample_of, strides
-from fxcomp.compressors.tail_fits import Fit, fit_threshold, inverse_gamma, mean_log
+from fxcomp.compressors.tail_fits import TailFit, fit_threshold, inverse_gamma, mean_log
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import distributions
@@ -21,7 +21,7 @@ import sidco as benchmark
 N = 1 << 18
 
 
-def _threshold(samples: Tensor, ratio: float, stages: int, fit: Fit) -> float:
+def _threshold(samples: Tensor, ratio: float, stages: int, fit: TailFit) -> float:
     """Return how many values a fit to all of them selects, relative to the target."""
     level = fit_threshold(samples.abs(), ratio * len(samples), stages, fit)
     return (samples.abs() >= level).sum().item() / (ratio * len(samples))
@@ -30,17 +30,19 @@ def _threshold(samples: Tensor, ratio: float, stages: int, fit: Fit) -> float:
 @pytest.mark.parametrize(
     ("distribution", "fit", "stages", "at_10", "at_1"),
     [
-        ("Laplace", Fit.EXPONENTIAL, 1, 1.0, 1.0),
-        ("Laplace", Fit.PARETO, 1, 1.0, 1.0),
-        ("Laplace", Fit.PARETO, 2, 1.0, 1.0),
-        ("Laplace", Fit.GAMMA, 2, 1.0, 1.0),
-        ("Pareto .2", Fit.PARETO, 1, 1.0, 1.0),
-        ("Pareto .2", Fit.PARETO, 2, 1.0, 1.0),
-        ("gamma ½", Fit.GAMMA, 1, 1.0, 0.97),
-        ("Gaussian", Fit.EXPONENTIAL, 1, 0.66, 0.02),
+        ("Laplace", TailFit.EXPONENTIAL, 1, 1.0, 1.0),
+        ("Laplace", TailFit.PARETO, 1, 1.0, 1.0),
+        ("Laplace", TailFit.PARETO, 2, 1.0, 1.0),
+        ("Laplace", TailFit.GAMMA, 2, 1.0, 1.0),
+        ("Pareto .2", TailFit.PARETO, 1, 1.0, 1.0),
+        ("Pareto .2", TailFit.PARETO, 2, 1.0, 1.0),
+        ("gamma ½", TailFit.GAMMA, 1, 1.0, 0.97),
+        ("Gaussian", TailFit.EXPONENTIAL, 1, 0.66, 0.02),
     ],
 )
-def test_fits_select_what_is_known_of_them(distribution: str, fit: Fit, stages: int, at_10: float, at_1: float) -> None:
+def test_fits_select_what_is_known_of_them(
+    distribution: str, fit: TailFit, stages: int, at_10: float, at_1: float
+) -> None:
     samples = distributions.draw(distribution, 1 << 20, seed=3)
     assert _threshold(samples, 0.1, stages, fit) == pytest.approx(at_10, abs=0.03)
     assert _threshold(samples, 0.01, stages, fit) == pytest.approx(at_1, abs=0.05)
@@ -83,7 +85,7 @@ def test_the_mean_logarithm_is_that_of_what_is_not_zero() -> None:
 
 def test_a_quarter_or_more_takes_one_stage() -> None:
     samples = distributions.draw("Laplace", 10_000, 0).abs()
-    level = fit_threshold(samples, 3000, 5, Fit.EXPONENTIAL)
+    level = fit_threshold(samples, 3000, 5, TailFit.EXPONENTIAL)
     assert level == pytest.approx(samples.mean().item() * math.log(1 / 0.3), rel=1e-6)
 
 

@@ -9,20 +9,20 @@ import torch
 
 from fxcomp.compressors import PowerSGD, TopK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
-from fxcomp.error_tables import ASSUMED, Columns, ErrorSource, ErrorTable, Row, legal, measure, smoothed
+from fxcomp.error_tables import ASSUMED, Columns, ErrorRow, ErrorSource, ErrorTable, legal, measure, smoothed
 from fxcomp.error_tables.columns import on_lines
 from fxcomp.errors import BadErrorTable
 
 COLUMNS = Columns((0.01, 0.1), (1, 4), tuple(map(parse_compressor, ("int8(block=128)", "int4", "sign"))))
 ERRORS = (0.9, 0.5, 0.8, 0.3, 5e-5, 0.014, 0.36)
-ROW = Row((100, 100), 4.0, ERRORS, 1)
+ROW = ErrorRow((100, 100), 4.0, ERRORS, 1)
 
 
-def table_with(*rows: Row) -> ErrorTable:
+def table_with(*rows: ErrorRow) -> ErrorTable:
     return legal(COLUMNS, {f"g{number}": row for number, row in enumerate(rows)})
 
 
-def changed(column: str, error: float) -> Row:
+def changed(column: str, error: float) -> ErrorRow:
     errors = list(ERRORS)
     errors[COLUMNS.names.index(column)] = error
     return replace(ROW, errors=tuple(errors))
@@ -135,7 +135,7 @@ def test_squares_that_are_no_size_become_those_of_the_others(bad: float):
 
 
 def test_an_empty_gradient_has_no_squares():
-    table = legal(Columns(), {"w": Row((0, 4), 5.0, (0.1,) * Columns().count, 1)})
+    table = legal(Columns(), {"w": ErrorRow((0, 4), 5.0, (0.1,) * Columns().count, 1)})
     assert table.squares_of("w", 0) == 0.0
 
 

@@ -18,7 +18,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
-from fxcomp.frontends.what_if import Question, capture_job, graph_after, rewritten, scaled, what_if
+from fxcomp.frontends.what_if import WhatIf, capture_job, graph_after, rewritten, scaled, what_if
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_budget import plan_error, polluting_share
@@ -60,7 +60,7 @@ def test_a_slow_link_is_worth_compressing_and_a_fast_one_is_not(job: Job):
     assert slow.flip_gbit is None or slow.flip_gbit > 1e-3
     assert slow.timeline.step_time_us == pytest.approx(slow.choice.step_us)
     assert not dist.is_initialized()
-    assert what_if(job, cluster("2x1", "1000gbit"), Question(step_ms=1e6)).plan.is_dense
+    assert what_if(job, cluster("2x1", "1000gbit"), WhatIf(step_ms=1e6)).plan.is_dense
 
 
 def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
@@ -72,7 +72,7 @@ def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
 
 
 def test_the_step_that_the_user_names_is_the_step_without_communication(job: Job):
-    answer = what_if(job, cluster("4x2", "10gbit"), Question(step_ms=250.0))
+    answer = what_if(job, cluster("4x2", "10gbit"), WhatIf(step_ms=250.0))
     assert answer.workload.free_us == pytest.approx(250e3)
     assert not answer.is_own_compute
     assert any("250 ms" in note for note in answer.notes)
@@ -85,7 +85,7 @@ def test_without_it_the_answer_says_whose_compute_it_is(job: Job):
 
 
 def test_the_optimizer_limits_what_may_come_in_bursts(job: Job):
-    where, question = cluster("2x1", "1mbit"), Question(compress=Compress.of("aggressive"), device="h100")
+    where, question = cluster("2x1", "1mbit"), WhatIf(compress=Compress.of("aggressive"), device="h100")
     linear, adam = (make(job.model.parameters(), lr=0.1) for make in (torch.optim.SGD, torch.optim.AdamW))
     shares = [polluting_share(what_if(replace(job, optimizer=o), where, question).plan, where) for o in (linear, adam)]
     assert shares[0] > BURST_SHARES[UpdateKind.SECOND_MOMENT] >= shares[1]
@@ -99,7 +99,7 @@ def test_one_rank_needs_no_plan(job: Job):
 
 def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
     where = cluster("2x1", "1mbit")
-    answer = what_if(job, where, Question(compress=Compress.of("dense")))
+    answer = what_if(job, where, WhatIf(compress=Compress.of("dense")))
     assert answer.plan.is_dense
     assert answer.timeline.step_time_us >= answer.choice.step_us
 
@@ -112,7 +112,7 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
     _, captured = capture_job(job)
     costs = CostTable(error=0.0)
     workload = Compiler(where).analyze(captured.graph, costs)
-    assert text in map(str, Question(compress=Compress.of(text)).compressors)
+    assert text in map(str, WhatIf(compress=Compress.of(text)).compressors)
     plan = plan_as_given(text, workload, costs, where)
     timeline = simulate(plan_tasks(workload, plan, costs, where))
     shown = to_text(Explanation(plan, timeline, workload, costs, where))
@@ -123,19 +123,19 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
 
 def test_what_a_plan_needs_is_measured(job: Job):
     where = cluster("2x1", "100mbit")
-    shown = to_text(what_if(job, where, Question(compress=Compress.of("powersgd(2)"))).explanation())
+    shown = to_text(what_if(job, where, WhatIf(compress=Compress.of("powersgd(2)"))).explanation())
     assert re.search(r"powersgd\(2\)@gpu +measured\n", shown)
 
 
 def test_more_ranks_than_a_compressor_can_sum_are_refused(job: Job):
     where = cluster("64x2", "100mbit")
     with pytest.raises(BadCompressor, match="cannot sum the codes of 128 ranks"):
-        what_if(job, where, Question(compress=Compress.of("shared_int8")))
+        what_if(job, where, WhatIf(compress=Compress.of("shared_int8")))
 
 
 def test_a_step_of_no_time_is_refused(job: Job):
     with pytest.raises(BadOption, match=r"--step-ms .* 1e-06 to .*; it is 0"):
-        what_if(job, cluster("2x1", "1gbit"), Question(step_ms=0.0))
+        what_if(job, cluster("2x1", "1gbit"), WhatIf(step_ms=0.0))
 
 
 def test_a_plan_for_another_model_is_refused():
@@ -177,7 +177,7 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
 
     monkeypatch.setattr(whatif, "machine_costs", runs)
     monkeypatch.setattr(whatif, "measured_here", runs)
-    answer = what_if(job, cluster("4x2", "10gbit"), Question(device="h100"))
+    answer = what_if(job, cluster("4x2", "10gbit"), WhatIf(device="h100"))
     assert not answer.is_own_compute
     assert answer.choice.error > answer.costs.error
     shown, data = to_text(answer.explanation()), to_json(answer.explanation())
@@ -191,9 +191,9 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
 
 def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_told(job: Job):
     where = cluster("2x1", "10gbit")
-    steps = {device: what_if(job, where, Question(device=device)) for device in ("l4", "h200")}
+    steps = {device: what_if(job, where, WhatIf(device=device)) for device in ("l4", "h200")}
     assert steps["h200"].workload.free_us <= steps["l4"].workload.free_us
-    told = what_if(job, where, Question(device="h200", step_ms=100.0))
+    told = what_if(job, where, WhatIf(device="h200", step_ms=100.0))
     assert told.workload.free_us == pytest.approx(100e3)
     assert told.costs.compute_error < steps["h200"].costs.compute_error
     assert told.costs.estimate
@@ -201,7 +201,7 @@ def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_tol
 
 def test_a_device_without_a_preset_is_refused_before_anything_is_captured(job: Job):
     with pytest.raises(BadOption, match="there is no device 'h10'; did you mean 'h100'"):
-        what_if(job, cluster("2x1", "1gbit"), Question(device="h10"))
+        what_if(job, cluster("2x1", "1gbit"), WhatIf(device="h10"))
 
 
 def test_what_is_unpriced_is_counted_and_listed():
@@ -211,7 +211,7 @@ def test_what_is_unpriced_is_counted_and_listed():
 
     model = torch.nn.Linear(4, 4)
     job = Job(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
-    answer = what_if(job, cluster("2x1", "1gbit"), Question(device="a100"))
+    answer = what_if(job, cluster("2x1", "1gbit"), WhatIf(device="a100"))
     explained = replace(answer.explanation(), unknowns=replace(answer.unknowns, unpriced=(("tick", 3),)))
     assert answer.unknowns.by_bytes == (("mystery", 2), ("mystery_backward", 2))
     shown, data = to_text(explained), to_json(explained)
@@ -223,7 +223,7 @@ def test_what_is_unpriced_is_counted_and_listed():
 
 def test_every_mode_is_answered(job: Job):
     for mode in Mode:
-        answer = what_if(job, cluster("2x1", "10mbit"), Question(compress=Compress(within=mode.value)))
+        answer = what_if(job, cluster("2x1", "10mbit"), WhatIf(compress=Compress(within=mode.value)))
         assert isinstance(answer.plan, Plan)
         assert answer.plan.is_dense or mode is not Mode.LOSSLESS
 
@@ -238,7 +238,7 @@ def test_a_model_in_bf16_sends_half_the_bytes():
         job = Job(
             model, lambda model, batch: model(batch).float().square().mean(), optimizer, torch.ones(4, 512, dtype=dtype)
         )
-        explained = what_if(job, where, Question(device="h100", compress=Compress.of("dense"))).explanation()
+        explained = what_if(job, where, WhatIf(device="h100", compress=Compress.of("dense"))).explanation()
         shown.append(to_text(explained))
         sent.append(sum(bucket["bytes"] for bucket in to_json(explained)["plan"]["buckets"]))
     elements = 512 * 256 + 256
@@ -248,9 +248,9 @@ def test_a_model_in_bf16_sends_half_the_bytes():
 
 
 def test_a_step_may_sum_up_micro_batches(job: Job):
-    once, four = (what_if(job, cluster("2x1", "100mbit"), Question(device="a100", accumulate=n)) for n in (1, 4))
+    once, four = (what_if(job, cluster("2x1", "100mbit"), WhatIf(device="a100", accumulate=n)) for n in (1, 4))
     passes = once.workload.backward_us
     assert four.workload.backward_us == pytest.approx(4 * passes, rel=0.4), "and the sums"
     assert four.explanation().micro_batches == 4
     with pytest.raises(BadOption, match="number of micro-batches"):
-        what_if(job, cluster("2x1", "1mbit"), Question(accumulate=0))
+        what_if(job, cluster("2x1", "1mbit"), WhatIf(accumulate=0))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 
 from fxcomp.compressors.topk import counts
-from fxcomp.error_tables import STANDARD, ErrorTable, Row, legal
+from fxcomp.error_tables import STANDARD, ErrorRow, ErrorTable, legal
 
 _CODECS = {"bf16": 2.7e-6, "fp16": 1e-7, "int8": 5e-5, "fp8_e4m3": 7e-4, "fp8_e5m2": 2.8e-3, "int4": 0.013, "int2": 0.2}
 
@@ -18,10 +18,10 @@ def drawn_table(shapes: Mapping[str, tuple[int, ...]], seed: int) -> ErrorTable:
     return legal(STANDARD, {name: _row(shape, draw) for name, shape in shapes.items()})
 
 
-def _row(shape: tuple[int, ...], draw: random.Random) -> Row:
+def _row(shape: tuple[int, ...], draw: random.Random) -> ErrorRow:
     size, tail, spectrum, rough = math.prod(shape), draw.uniform(0.1, 0.9), draw.uniform(0.1, 1.5), draw.uniform(0.3, 3)
     kept = [counts((size,), density)[0] / size for density in STANDARD.densities]
     densities = [max(0.0, 1 - share ** (1 - tail)) for share in kept]
     ranks = [(1 + rank) ** -spectrum for rank in STANDARD.ranks]
     codecs = [min(0.95, rough * _CODECS.get(str(codec), 0.4)) for codec in STANDARD.codecs]
-    return Row(shape, size * 10 ** draw.uniform(-1.5, 1.5), (*densities, *ranks, *codecs), 3)
+    return ErrorRow(shape, size * 10 ** draw.uniform(-1.5, 1.5), (*densities, *ranks, *codecs), 3)

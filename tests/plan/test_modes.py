@@ -8,7 +8,7 @@ from helpers.workloads import cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
-from fxcomp.error_tables import Columns, Row, legal
+from fxcomp.error_tables import Columns, ErrorRow, legal
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error, strategy_errors
@@ -173,7 +173,7 @@ def test_every_strategy_fits_racks_of_any_hosts(shape: str):
 INT4, TOPK = parse_compressor("int4"), parse_compressor("topk(0.01)")
 MEASURED = legal(
     Columns((0.01,), (), (INT4,)),
-    {"large": Row((1000,), 9.0, (0.5, 0.02), 1), "small": Row((3000,), 1.0, (0.9, 0.2), 1)},
+    {"large": ErrorRow((1000,), 9.0, (0.5, 0.02), 1), "small": ErrorRow((3000,), 1.0, (0.9, 0.2), 1)},
 )
 
 

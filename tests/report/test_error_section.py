@@ -13,7 +13,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.error_tables.columns import STANDARD
-from fxcomp.error_tables.table import Row
+from fxcomp.error_tables.table import ErrorRow
 from fxcomp.plan.budget import Budget, ErrorBudget, within_budget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
@@ -28,7 +28,7 @@ from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.step.adaptation import Move
+from fxcomp.step.adaptation import PlanMove
 
 COSTS = CostTable()
 WHERE = Cluster(4, 1, intra=Link(5.0, 12.0), inter=Link.parse("1gbit"))
@@ -55,9 +55,9 @@ def measured(samples: int = 3) -> ErrorTable:
     """A table in which the head has most of the squares and is easily compressed."""
     gaussian = [gaussian_error(parse_compressor(name), 1) for name in STANDARD.names]
     rows = {
-        name: Row(shape, 90.0, tuple(0.2 * error for error in gaussian), samples)
+        name: ErrorRow(shape, 90.0, tuple(0.2 * error for error in gaussian), samples)
         if name == "head.weight"
-        else Row(shape, 1.0, tuple(gaussian), samples)
+        else ErrorRow(shape, 1.0, tuple(gaussian), samples)
         for name, shape in WORKLOAD.shapes.items()
     }
     return ErrorTable(STANDARD, rows, ("head.weight: a note of the table",))
@@ -207,8 +207,10 @@ def test_a_gradient_without_squares_has_no_error_of_its_own():
 
 
 MOVES = (
-    Move(120, "the plan's error", (0.31, 0.19), 0.2, (40_000.0, 42_500.0), ("topk(0.003) -> topk(0.01) for 6.4 MB",)),
-    Move(1120, "1000 steps have passed", (0.15, 0.19), 0.2, (42_500.0, 38_000.0), ("int8 -> int4 for 1.6 MB",)),
+    PlanMove(
+        120, "the plan's error", (0.31, 0.19), 0.2, (40_000.0, 42_500.0), ("topk(0.003) -> topk(0.01) for 6.4 MB",)
+    ),
+    PlanMove(1120, "1000 steps have passed", (0.15, 0.19), 0.2, (42_500.0, 38_000.0), ("int8 -> int4 for 1.6 MB",)),
 )
 
 

@@ -13,7 +13,7 @@ from helpers.workloads import COSTS, cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxcomp.error_tables import STANDARD, ErrorTable, Row, legal
+from fxcomp.error_tables import STANDARD, ErrorRow, ErrorTable, legal
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
@@ -55,28 +55,29 @@ TABLES = st.fixed_dictionaries({}, optional=dict.fromkeys((*SHAPES, "unknown"), 
 def test_no_table_leads_to_a_plan_above_the_limit(rows: dict[str, tuple[float, list[float], int]], asked: str):
     shapes = {**SHAPES, "unknown": (10, 10)}
     made = {
-        name: Row(shapes[name], squares, tuple(errors), samples) for name, (squares, errors, samples) in rows.items()
+        name: ErrorRow(shapes[name], squares, tuple(errors), samples)
+        for name, (squares, errors, samples) in rows.items()
     }
     check(legal(STANDARD, made), asked)
 
 
-def falling(name: str, **changes: float) -> Row:
+def falling(name: str, **changes: float) -> ErrorRow:
     """A row as gradients have them."""
     errors = [*(1 - density for density in STANDARD.densities), *(1 / (1 + rank) for rank in STANDARD.ranks)]
     errors += [2.7e-6, 4e-8, 5e-5, 7e-4, 2.8e-3, 0.014, 0.2, 0.4]
     for column, error in changes.items():
         errors[STANDARD.names.index(column)] = error
-    return Row(SHAPES[name], float(math.prod(SHAPES[name])), tuple(errors), 4)
+    return ErrorRow(SHAPES[name], float(math.prod(SHAPES[name])), tuple(errors), 4)
 
 
-def table_of(**rows: Row) -> ErrorTable:
+def table_of(**rows: ErrorRow) -> ErrorTable:
     return legal(STANDARD, {**{name: falling(name) for name in SHAPES}, **rows})
 
 
-ZEROS = Row(SHAPES["hidden"], 0.0, (0.0,) * STANDARD.count, 4)
-NO_NUMBERS = Row(SHAPES["hidden"], math.nan, (math.nan,) * STANDARD.count, 4)
-INFINITE = Row(SHAPES["hidden"], math.inf, (math.inf,) * STANDARD.count, 4)
-HUGE = Row(SHAPES["embedding"], 1e30, falling("embedding").errors, 4)
+ZEROS = ErrorRow(SHAPES["hidden"], 0.0, (0.0,) * STANDARD.count, 4)
+NO_NUMBERS = ErrorRow(SHAPES["hidden"], math.nan, (math.nan,) * STANDARD.count, 4)
+INFINITE = ErrorRow(SHAPES["hidden"], math.inf, (math.inf,) * STANDARD.count, 4)
+HUGE = ErrorRow(SHAPES["embedding"], 1e30, falling("embedding").errors, 4)
 
 
 @pytest.mark.parametrize(

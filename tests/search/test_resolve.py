@@ -9,7 +9,7 @@ from helpers.workloads import COSTS, cluster, layers, matrices
 from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.error_tables import ASSUMED, ErrorTable, Row, legal
+from fxcomp.error_tables import ASSUMED, ErrorRow, ErrorTable, legal
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.modes import Mode
@@ -62,9 +62,9 @@ def test_other_buckets_are_taken_where_they_save_enough():
     workload = matrices(*[1_000_000] * 8, backward_us=5_000.0)
     names, sizes = tuple(workload.sizes), tuple(workload.sizes.values())
     plan = Plan((Bucket(names, sizes, Strategy.flat(parse_compressor("topk(0.01)"))),))
-    even = Row((1000, 1000), 1.0, drawn_table({"w": (1000, 1000)}, 1).rows["w"].errors, 3)
+    even = ErrorRow((1000, 1000), 1.0, drawn_table({"w": (1000, 1000)}, 1).rows["w"].errors, 3)
     rows = {gradient.name: even for gradient in workload.gradients}
-    rows["w0"] = Row((1000, 1000), 1e6, even.errors, 3)
+    rows["w0"] = ErrorRow((1000, 1000), 1e6, even.errors, 3)
     terms = terms_of(0.05, legal(ASSUMED.columns, rows))
     shut, stays = solved(plan, terms, workload, moves=False)
     free, moved = solved(plan, terms, workload)

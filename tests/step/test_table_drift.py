@@ -9,19 +9,19 @@ import pytest
 from helpers.workloads import cluster
 
 from fxcomp.compressors import parse_compressor
-from fxcomp.error_tables import ASSUMED, Columns, ErrorTable, Row, cut, families, joined
+from fxcomp.error_tables import ASSUMED, Columns, ErrorRow, ErrorTable, cut, families, joined
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.step.table_drift import what_drifted
 
 COLUMNS = Columns((0.01, 0.1), (1,), (parse_compressor("int8"),))
-HEAVY = Row((10, 10), 99.5, (0.9, 0.5, 0.8, 1e-4), 4)
-LIGHT = Row((10, 10), 0.5, (0.9, 0.5, 0.8, 1e-4), 4)
+HEAVY = ErrorRow((10, 10), 99.5, (0.9, 0.5, 0.8, 1e-4), 4)
+LIGHT = ErrorRow((10, 10), 0.5, (0.9, 0.5, 0.8, 1e-4), 4)
 TABLE = ErrorTable(COLUMNS, {"heavy": HEAVY, "light": LIGHT})
 PLAN = Plan((Bucket(("heavy", "light"), (100, 100), Strategy.flat(parse_compressor("topk(0.1)"))),))
 
 
-def drift(**rows: Row) -> str:
+def drift(**rows: ErrorRow) -> str:
     now = ErrorTable(COLUMNS, {**TABLE.rows, **rows})
     return what_drifted(TABLE, now, PLAN, cluster(4, 1, "1gbit"))
 

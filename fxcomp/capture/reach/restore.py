@@ -36,7 +36,7 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
     Around the whole trace: inside it, copies of tensors would be part of it.
     """
     reach = walk(model, {"loss_fn": loss_fn})
-    before, draws = _Content(reach), _Generators(reach)
+    before, draws = _HeldContent(reach), _Generators(reach)
     kept: list[str] = []
     moved: list[str] = []
     try:
@@ -64,7 +64,7 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
 # Kept tensors
 
 
-class _Content:
+class _HeldContent:
     """Shallow copies of everything that was reached."""
 
     def __init__(self, reach: Reach):

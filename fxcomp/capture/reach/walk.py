@@ -164,7 +164,7 @@ def _content(array: np.ndarray[Any, Any]) -> Hashable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundObject:
     """A place, and how far it lies from where Python begins."""
 
     place: Place | None
@@ -190,13 +190,13 @@ class _ReachWalk:
         self._reach = Reach(names=names)
         self._trained = frozenset(map(id, model.modules()))
         self._model = model
-        self._queue: deque[_Found] = deque()
+        self._queue: deque[_FoundObject] = deque()
         self._others = 0
         self._buffers: set[int] = set()
 
     def run(self, roots: Mapping[str, Any]) -> Reach:
         for name, value in {"model": self._model, **roots}.items():
-            self._fact(value, name, _Found(None, 0, 0))
+            self._fact(value, name, _FoundObject(None, 0, 0))
         while self._queue:
             found = self._queue.popleft()
             place = found.place
@@ -210,14 +210,14 @@ class _ReachWalk:
                     self._fact(function, f"{kind.__qualname__}{label}", found)
         return self._reach
 
-    def _fact(self, value: Any, name: str, holder: _Found) -> Hashable:
+    def _fact(self, value: Any, name: str, holder: _FoundObject) -> Hashable:
         try:
             return self._reach.fact(value)
         except NeedsWalk:
             self._reach.known[id(value)] = self._meet(value, name, holder)
             return self._reach.fact(value)
 
-    def _meet(self, value: Any, name: str, holder: _Found) -> Hashable:
+    def _meet(self, value: Any, name: str, holder: _FoundObject) -> Hashable:
         """Describe a value that was not reached before, and follow it later if it is a place."""
         reach = self._reach
         if isinstance(value, Tensor):
@@ -239,14 +239,14 @@ class _ReachWalk:
         if isinstance(place, ModulePlace):
             self._buffers.update(id(buffer) for buffer in place.owner.buffers())
         if isinstance(place, ModulePlace | ClassPlace):
-            self._queue.append(_Found(place, 0, holder.calls))
+            self._queue.append(_FoundObject(place, 0, holder.calls))
         elif isinstance(place, FunctionPlace):
-            self._queue.append(_Found(place, 0, holder.calls + 1))
+            self._queue.append(_FoundObject(place, 0, holder.calls + 1))
         else:
-            self._queue.append(_Found(place, holder.depth + 1, holder.calls))
+            self._queue.append(_FoundObject(place, holder.depth + 1, holder.calls))
         return Same(value) if isinstance(place, ClassPlace) else At(name)
 
-    def _may_follow(self, place: Place, holder: _Found) -> bool:
+    def _may_follow(self, place: Place, holder: _FoundObject) -> bool:
         if isinstance(place, ModulePlace):
             return True
         self._others += 1

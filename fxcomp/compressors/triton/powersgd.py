@@ -38,7 +38,7 @@ SPAN = constant(64)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LaunchPlan:
     """Tables on the device: of matrices, and of the programs' parts of them, which begin with a row of the first."""
 
     matrices: Tensor
@@ -60,7 +60,7 @@ class _Plan:
 
 
 @cache
-def _plan(compressor: PowerSGD, segments: tuple[int, ...], device: torch.device) -> _Plan:
+def _plan(compressor: PowerSGD, segments: tuple[int, ...], device: torch.device) -> _LaunchPlan:
     rank = compressor.rank
     rank_width = 1 << (rank - 1).bit_length()
     matrices: list[tuple[int, ...]] = []
@@ -88,7 +88,7 @@ def _plan(compressor: PowerSGD, segments: tuple[int, ...], device: torch.device)
             payload += size
         start += size
     tables = [(matrices, 7), (row_parts, 2), (chunk_parts, 3), (column_parts, 2), (tiles, 3), (dense, 3)]
-    return _Plan(
+    return _LaunchPlan(
         *(torch.tensor(rows, dtype=torch.int64, device=device).view(-1, columns) for rows, columns in tables),
         chunk_elements=chunk_element,
         longest_row=max((columns for _, _, columns, *_ in matrices), default=1),

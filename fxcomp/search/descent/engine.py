@@ -37,7 +37,7 @@ class Engine(Protocol):
         ...
 
 
-class _Limits(ctypes.Structure):
+class _EngineLimits(ctypes.Structure):
     _fields_ = (
         ("evaluations", ctypes.c_int64),
         ("options", ctypes.c_int32),
@@ -87,7 +87,7 @@ class Compiled:
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
         room = array("i", [*chain.from_iterable(plan), *[0] * (4 * (self._cells + 1 - len(plan)))])
-        asked, evaluations = _Limits(*limits), ctypes.c_int64()
+        asked, evaluations = _EngineLimits(*limits), ctypes.c_int64()
         improve = kernels.function("fxcomp_search_improve", ctypes.c_int32)
         size = improve(
             self._search, ctypes.c_int32(len(plan)), _address(room), ctypes.byref(asked), ctypes.byref(evaluations)

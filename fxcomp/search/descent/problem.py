@@ -155,7 +155,7 @@ class Problem:
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
         """The same for C++, which reads the arrays where they are."""
-        made = _Columns()
+        made = _ProblemColumns()
         for each in fields(self):
             value = getattr(self, each.name)
             setattr(made, each.name, value.buffer_info()[0] if isinstance(value, array) else value)
@@ -170,7 +170,7 @@ _C_TYPES = {
 }
 
 
-class _Columns(ctypes.Structure):
+class _ProblemColumns(ctypes.Structure):
     _fields_ = tuple((each.name, _C_TYPES[str(each.type)]) for each in fields(Problem))
 
 

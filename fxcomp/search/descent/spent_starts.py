@@ -57,14 +57,14 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     priced = _prices(p, borders[starts], borders[stops], offered)
     ready_us: Numbers = _array(p.ready_us)[borders[1:] - 1]
     for times in (priced.wire_us, priced.wire_us + priced.compute_us):
-        table = _Table((starts, stops), times, priced.lost / limit, ready_us)
+        table = _SpentTable((starts, stops), times, priced.lost / limit, ready_us)
         found = table.within_limit()
         made = [Part(0, int(borders[i]), int(borders[j]), offered[option]) for i, j, option in found]
         if made:
             yield tuple(sorted([*made, *rest], key=lambda part: p.last[p.lane_cells[part.lane] + part.stop - 1]))
 
 
-class _Table:
+class _SpentTable:
     """The earliest ends, by border and by steps of error that may be lost."""
 
     def __init__(self, pairs: tuple[Numbers, Numbers], times: Numbers, shares: Numbers, ready_us: Numbers) -> None:

@@ -31,7 +31,7 @@ from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
-from fxcomp.search.prices import Measure, Prices, Size
+from fxcomp.search.prices import Measure, Size, TaskPrices
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
@@ -51,7 +51,7 @@ class Question(NamedTuple):
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
 
-    def us(self, prices: Prices, cluster: Cluster, size: float) -> float:
+    def us(self, prices: TaskPrices, cluster: Cluster, size: float) -> float:
         if self.method == "launch_us":
             return prices.launch_us
         last = (cluster,) if self.is_collective else self.after
@@ -164,10 +164,10 @@ class Setting:
 @lru_cache(maxsize=4096)
 def template_of(strategy: Strategy, setting: Setting) -> Template:
     """Write a strategy's tasks down for buckets of any size."""
-    smooth = _Reader(_recorded(strategy, setting, _PROBE), setting.cluster.world_size)
+    smooth = _TemplateReader(_recorded(strategy, setting, _PROBE), setting.cluster.world_size)
     if not any(step.kind.splits for step in strategy.collectives):
         return smooth.template({})
-    odd = [_Reader(_recorded(strategy, setting, shapes), setting.cluster.world_size) for shapes in _ODD]
+    odd = [_TemplateReader(_recorded(strategy, setting, shapes), setting.cluster.world_size) for shapes in _ODD]
     beyond = [each.beyond(smooth, shapes) for each, shapes in zip(odd, _ODD, strict=True)]
     return smooth.template({number: max(0.0, fmean(each[number] for each in beyond)) for number in beyond[0]})
 
@@ -252,7 +252,7 @@ def _price(method: str, size: float, before: tuple[Any, ...] = (), after: tuple[
     return _Price((Question(method, before, after), size if isinstance(size, Size) else Size(int(size))))
 
 
-class _Reader:
+class _TemplateReader:
     """Reads templates from the tasks of one bucket."""
 
     def __init__(self, bucket: BucketTasks, ranks: int) -> None:
@@ -267,7 +267,7 @@ class _Reader:
         stages = [tuple(made[self.numbers[task.name]] for task in stage) for stage in self.bucket.stages]
         return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
 
-    def beyond(self, smooth: _Reader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
+    def beyond(self, smooth: _TemplateReader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
         """Return for each collective by how much its size is above what the smooth bucket's tells."""
         found: dict[int, float] = {}
         for number, (task, like) in enumerate(zip(self.tasks, smooth.tasks, strict=True)):
