@@ -104,7 +104,7 @@ def trained(job: str, follows: bool, arguments: argparse.Namespace) -> dict[str,
         batch_at(0),
         cluster=where,
         costs=CostTable(),
-        compress=fxcomp.Compress(within=arguments.budget, measured=True),
+        compress=fxcomp.Compress(within=float(arguments.budget), measured=True),
         checks=fxcomp.Checks(verify="never", race="off", replan="off"),
     )
     names = dict(model.named_parameters())

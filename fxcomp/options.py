@@ -23,7 +23,7 @@ from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
 
 GivenCosts = CostTable | str | Path
 Replan = Literal["off", "offer", "auto"]
-Race = Literal["off", "auto"]
+Race = Literal["auto", "off"]
 
 
 _ON_RACE = (

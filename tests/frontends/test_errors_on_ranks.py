@@ -31,7 +31,7 @@ def compile_here(model: nn.Module, optimizer: Any = None, loss: Any = cross_entr
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     batch = JOBS["mlp"].batch(0, dist.get_rank())
     given = gathered(plan="dense", verify=1) | gathered(**options)
-    return fxcomp.compile_step(model, loss, optimizer, batch, **gathered(**given))
+    return fxcomp.compile_step(model, loss, optimizer, batch, **given)
 
 
 def is_odd() -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
+from fxcomp.plan.budget import ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.search.resolve import Resolve
@@ -57,7 +58,7 @@ def compiled(budget: str | float, **options: Any) -> CompiledStep:
         batch_of(0),
         cluster=WHERE,
         costs=CostTable(),
-        **gathered(within=budget, measured=True, **given),
+        **gathered(within=ErrorBudget.parse(str(budget)), measured=True, **given),
     )
 
 

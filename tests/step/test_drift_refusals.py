@@ -75,7 +75,7 @@ def test_what_cannot_be_planned_anew_says_why():
     assert "replan='auto' cannot be done here: the plan was given" in auto
     assert verified.startswith("every step is verified")
     assert "replan='auto' cannot be done here: every step is verified" in never
-    assert "verify_every=2 leaves every other step to time" in never
+    assert "Checks(verify=2) leaves every other step to time" in never
     assert "replan must be 'off', 'offer', 'auto'; it is 'sometimes'" in unknown
 
 
