@@ -140,6 +140,6 @@ def of_another_plan(name: str) -> str:
 def test_the_checkpoint_of_another_plan_says_what_differs():
     for said in run_ranks(2, of_another_plan, "topk(0.1)"):
         assert "the loaded state was saved under another plan: 4 gradients int8 -> topk(0.1)." in said
-        assert "compile with plan=fxcomp.saved_plan(state)" in said
+        assert "compile with compress=fxcomp.saved_plan(state)" in said
     for said in run_ranks(2, of_another_plan, "int8"):
         assert "another plan" not in said

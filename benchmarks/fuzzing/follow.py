@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import traceback
 import warnings
 from dataclasses import asdict, dataclass
@@ -215,7 +214,7 @@ class _Run:
 
     def _compile(self, batch: Any) -> Any:
         program, ours = self.program, self.ours
-        plan = program.get("plan", "dense") if program.ranks > 1 else None
+        plan = program.get("plan", "dense") if program.ranks > 1 else "balanced"
         state = torch.get_rng_state()
         step = fxcomp.compile_step(
             ours.model,
@@ -244,7 +243,7 @@ class _Run:
 
 def _verify(program: Program) -> Any:
     """How often the step verifies itself: mostly never, so that guards alone stand between us and a wrong step."""
-    default = inspect.signature(fxcomp.compile_step).parameters["verify"].default
+    default = fxcomp.Checks().verify
     chosen = program.get("verify")
     if (program.has("plan") and not program.theme) or chosen == "1":
         return 1

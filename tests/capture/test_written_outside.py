@@ -61,13 +61,15 @@ def written(criterion: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [Mean, Queue, Slices])
-@pytest.mark.parametrize("verify_every", [1, "never"])
-def test_what_lies_outside_the_model_is_written_at_every_step(kind: type[nn.Module], verify_every: Any):
+@pytest.mark.parametrize("verify", [1, "never"])
+def test_what_lies_outside_the_model_is_written_at_every_step(kind: type[nn.Module], verify: Any):
     torch.manual_seed(0)
     model, criterion, batches = nn.Linear(6, 4), kind(), [torch.randn(3, 6) for _ in range(4)]
     reference, beside = copy.deepcopy((model, criterion))
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
-    step = fxcomp.compile_step(model, lambda m, b: criterion(m(b)), ours, batches[0], verify_every=verify_every)
+    step = fxcomp.compile_step(
+        model, lambda m, b: criterion(m(b)), ours, batches[0], checks=fxcomp.Checks(verify=verify)
+    )
     assert all(map(torch.equal, written(criterion), written(beside))), "tracing writes nothing"
     for batch in batches:
         theirs.zero_grad()
@@ -159,7 +161,7 @@ def test_numbers_written_outside_the_model_are_eagers_in_every_capture(name: str
         theirs.step()
         expected.append((loss.detach(), copy.deepcopy(others)))
     compiled = writing(place, WRITES[name], mine)
-    step = fxcomp.compile_step(model, compiled, ours, batches[0], plan="dense", verify_every=2)
+    step = fxcomp.compile_step(model, compiled, ours, batches[0], compress="dense", checks=fxcomp.Checks(verify=2))
     assert all(map(torch.equal, mine, begin)), "tracing writes nothing"
     for batch, (loss, after) in zip(batches, expected, strict=True):
         assert step(batch) == loss

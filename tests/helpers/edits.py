@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule
 
-from fxcomp import pipeline
+from fxcomp.codegen.program import load_program
 from fxcomp.graph.edit import call, clone, gradients
 from fxcomp.graph.info import Role, info, update_info
+from fxcomp.pipeline import predicted
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.step.compiled_step import CompiledStep
 
@@ -20,7 +21,7 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     gm = clone(step.graph())
     edit(gm)
     gm.graph.lint()
-    changed = pipeline.finish(program.captured, gm, program.replay, step.costs)
+    changed = load_program(program.captured, gm, program.replay, predicted(gm, step.costs))
     step.in_force.programs.exchange(program, changed)
     step.in_force.program = changed
     step.in_force.runtime = Runtime(

@@ -67,7 +67,7 @@ def test_a_gradient_that_reaches_no_collective_is_named():
 def test_a_plan_for_another_model_is_refused(plan: Plan, what: str):
     with pytest.raises(BadPlan, match=what) as error:
         bucket_gradients(clone(canonicalize_sync(linear_step(), 2)), plan)
-    assert "Leave plan= out to let fxcomp choose" in str(error.value)
+    assert "Name a mode to let fxcomp choose" in str(error.value)
 
 
 def in_parts(*cuts: int) -> Plan:

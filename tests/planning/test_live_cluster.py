@@ -122,7 +122,13 @@ def steps_on(names: Sequence[str], plan: str | None) -> tuple[str, float]:
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
     step = fxcomp.compile_step(
-        model, cross_entropy, optimizer, batch, costs=table(2.0), compress=plan, checks=fxcomp.Checks(verify=1)
+        model,
+        cross_entropy,
+        optimizer,
+        batch,
+        costs=table(2.0),
+        compress=plan or "balanced",
+        checks=fxcomp.Checks(verify=1),
     )
     step(batch)
     total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())

@@ -220,10 +220,10 @@ def by_type_and_length(rows: Tensor) -> int:
     return by_type(rows) * len(rows)
 
 
-@pytest.mark.parametrize("asks", [by_type, by_text, by_type_and_length])
-def test_python_sees_numbers_where_it_would_treat_a_symbol_otherwise(asks: Callable[[Tensor], int]):
+@pytest.mark.parametrize(("asks", "programs"), [(by_type, 3), (by_text, 4), (by_type_and_length, 4)])
+def test_python_sees_numbers_where_a_symbol_has_another_type_or_text(asks: Callable[[Tensor], int], programs: int):
     step = as_eager(rows(5, 6, 7, 8), lambda model, batch: asks(batch) * squares(model, batch))
-    assert len(step.in_force.programs) == 4
+    assert len(step.in_force.programs) == programs
 
 
 def test_what_cannot_be_traced_with_symbols_is_tried_a_few_times_and_then_captured_for_each_size():

@@ -66,7 +66,8 @@ def run_pinned() -> dict[str, Any]:
     again = trained(other, JUDGED + 7, 1)
     odd = dist.get_rank() == 1
     model = JOB.build()
-    backward = torch.compile(model, backend="fxcomp", options={"pins": PINS, "costs": table(0.05)})
+    options = {"compress": fxcomp.Compress(pins=PINS), "costs": table(0.05)}
+    backward = torch.compile(model, backend="fxcomp", options=options)
     cross_entropy(backward, JOB.batch(0, dist.get_rank())).backward()
     return {
         "backend": strategies(compiled_model(model).plan),
@@ -110,6 +111,6 @@ def test_all_ranks_have_the_same_parameters(ranks: list[dict[str, Any]]):
 def test_other_pins_on_one_rank_are_an_error_on_all(ranks: list[dict[str, Any]]):
     for rank in ranks:
         assert rank["differ"][0] == rank["order"][0] == "ModelsDiffer"
-        assert "per_parameter is ['*.weight=int8', '*.bias=dense'] on rank 1" in rank["differ"][1]
+        assert "pins is ['*.weight=int8', '*.bias=dense'] on rank 1" in rank["differ"][1]
     assert [rank["misspelt"][0] for rank in ranks] == ["PeerFailed", "BadOption"]
     assert "matches no parameter" in ranks[0]["misspelt"][1]
