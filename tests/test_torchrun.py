@@ -48,12 +48,13 @@ dist.destroy_process_group()
 """The plain recipe under a compressed plan, with a rank that dies in its first life."""
 
 TRAINER = """
-import functools, sys
+import sys
 
 sys.path.insert(0, {recipes!r})
 import trainer
 
-trainer.FxcompCallback = functools.partial(trainer.FxcompCallback, compress={plan!r})
+callback = trainer.FxcompCallback
+trainer.FxcompCallback = lambda trainer, **_: callback(trainer, compress={plan!r})
 trainer.main(sys.argv[1], int(sys.argv[2]))
 """
 
