@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
@@ -23,6 +24,9 @@ ProcessGroup = dist.ProcessGroup
 DeviceMesh = device_mesh.DeviceMesh
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+
+SECONDS_TO_CLOSE = 10.0
+"""How long Python's end waits for groups that are being closed."""
 
 
 def process_group(name: str) -> Any:
@@ -139,6 +143,8 @@ def destroy_groups(handles: list[Any]) -> None:
     with suppress(RuntimeError):  # while Python ends, no thread starts
         last.start()
         last.join(0.1)
+        if last.is_alive():  # a thread that leaves torch after Python has ended aborts the process
+            atexit.register(last.join, SECONDS_TO_CLOSE)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
