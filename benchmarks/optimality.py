@@ -4,12 +4,8 @@
     python benchmarks/optimality.py --json optimality.json   the same, each record written as it is made
     python benchmarks/optimality.py --only 13 --modes aggressive --plans
                                                              workload 13 alone, in one mode, with both plans
-    python benchmarks/optimality.py --published FOLDER       published schedules of published traces, on our timeline
-    python benchmarks/optimality.py --workloads FILE --costs v100
-                                                             what FILE lists: [{"name": ..., "cluster": ..., "tensors":
-                                                             [[elements, ready_us], ...]}, ...], in every mode
 
-With `PYTHONPATH=tests`: the exact search is `helpers.optimum` there.
+With `PYTHONPATH=tests`: the exact search is `helpers.optimum` there, and `helpers.drawn_cases` draws.
 
 A record is `{workload, tensors, mode, step_ms, oracle_ms, bound_ms, dense_ms, decide_ms}`. `step_ms` is the chosen
 plan's step as the simulator says once more, `oracle_ms` the best of all plans, None where there are more than 8 tensors
@@ -30,11 +26,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import optimality_published as published
+from helpers.drawn_cases import COSTS, Case, drawn
 from helpers.optimum.oracle import TooLarge, bound_us, optimum
-from optimality_workloads import COSTS, Case, drawn, read
 
-from fxcomp.errors import BadOption
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import choose, predict_us
@@ -166,33 +160,13 @@ def worst(records: Sequence[Record], count: int = 8) -> list[str]:
     ]
 
 
-# Published schedules
-
-
-def against_published(schedules: Sequence[published.Published], out: Path | None) -> int:
-    """Compare the search's plans with published ones; 1 if one of them is slower."""
-    rows: list[dict[str, object]] = []
-    for each in schedules:
-        record = judge(each.case, Mode.AGGRESSIVE, is_exact=False)
-        theirs_us = predict_us(each.case.workload, each.plan, each.case.costs, each.case.cluster)
-        rows.append({**asdict(record), "published_ms": theirs_us / 1e3})
-        if out:
-            out.write_text(json.dumps(rows, indent=1) + "\n")
-    print(published.to_markdown(rows))
-    slower = [str(row["workload"]) for row in rows if row["step_ms"] > row["published_ms"]]
-    print(f"slower than published: {', '.join(slower) or 'none'}")
-    return 1 if slower else 0
-
-
 # The command
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the records here")
-    parser.add_argument("--workloads", type=Path, help="judge these instead of drawn ones")
-    parser.add_argument("--published", type=Path, help="the folder with Espresso's traces, schedules and constants")
-    parser.add_argument("--costs", choices=list(COSTS), help="prices (default: drawn; v100 for --workloads)")
+    parser.add_argument("--costs", choices=list(COSTS), help="prices (default: drawn too)")
     parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in Mode], default=[])
     parser.add_argument("--only", nargs="+", type=int, help="the numbers of drawn workloads")
     parser.add_argument("--small", type=int, default=SMALL, help=f"workloads of 5 to 8 tensors (default: {SMALL})")
@@ -200,20 +174,9 @@ def main() -> int:
     parser.add_argument("--plans", action="store_true", help="show the plan that was chosen, and the best one")
     arguments = parser.parse_args()
     modes = [Mode(name) for name in arguments.modes]
-    try:
-        if arguments.published:
-            return against_published(published.read(arguments.published), arguments.json)
-        if arguments.workloads:
-            cases = read(arguments.workloads, COSTS[arguments.costs or "v100"]())
-            todo: Iterable[tuple[Case, Mode]] = ((case, mode) for case in cases for mode in modes or Mode)
-        else:
-            numbers = arguments.only or [*range(arguments.small), *range(SMALL, SMALL + arguments.large)]
-            todo = drawn_cases(numbers, modes, arguments.costs)
-    except BadOption as error:
-        print(f"optimality.py: {error}", file=sys.stderr)
-        return 2
+    numbers = arguments.only or [*range(arguments.small), *range(SMALL, SMALL + arguments.large)]
     records: list[Record] = []
-    for case, mode in todo:
+    for case, mode in drawn_cases(numbers, modes, arguments.costs):
         is_exact = len(case.workload.gradients) <= MOST_TENSORS
         records.append(judge(case, mode, is_exact=is_exact, shows=arguments.plans))
         if arguments.json:

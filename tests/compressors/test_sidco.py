@@ -1,22 +1,20 @@
-"""The fitted thresholds: formulas, the controller, and what is selected. benchmarks/sidco.py has the whole table."""
+"""The fitted thresholds: formulas, the controller, and what is selected. docs/benchmarks/sidco.md has all of it."""
 
 import math
-import sys
+import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import distributions
 from helpers.compressor_cases import WITH_KERNELS
+from tasks import make_task
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, EncoderInput, Sidco, SidcoE, SidcoGP
 from fxcomp.compressors.sidco import Controller, is_contradicted, most_stages, sample_of, strides
 from fxcomp.compressors.tail_fits import TailFit, fit_threshold, inverse_gamma, mean_log
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import distributions
-import sidco as benchmark
+from fxcomp.compressors.topk import counts
 
 N = 1 << 18
 
@@ -53,20 +51,27 @@ def test_fits_select_what_is_known_of_them(
 @pytest.mark.one_in(3)
 def test_about_k_values_are_sent_from_the_first_call_on(distribution: str, ratio: float) -> None:
     samples = [distributions.draw(distribution, N, seed) for seed in range(12)]
-    for name in benchmark.KINDS:
-        cell = benchmark.measure_selection(name, distribution, ratio, samples)
-        assert 0.8 < cell.first_call < 1.2, f"{name}: the first call sends {cell.first_call:.2f} of the target"
-        assert 0.8 < cell.settled_mean < 1.2, f"{name}: settled at {cell.settled_mean:.2f} of the target"
+    for compressor in (SidcoE(ratio), SidcoGP(ratio), Sidco(ratio)):
+        first, *later = distributions.shares_sent(compressor, ratio, samples)
+        assert 0.8 < first < 1.2, f"{compressor}: the first call sends {first:.2f} of the target"
+        settled = statistics.mean(later[9:])
+        assert 0.8 < settled < 1.2, f"{compressor}: settled at {settled:.2f} of the target"
 
 
-@pytest.mark.slow
-def test_in_training_about_k_values_are_sent_and_without_a_check_few() -> None:
-    text = benchmark.read_text()
-    checked = benchmark.train("sidco", "each parameter", 0.01, 110, text)
-    assert 0.8 < checked.mean < 1.2
-    assert 0.8 < checked.worst_segment < 1.2
-    unchecked = benchmark.train("no check: exponential, 1 stage", "all in one", 0.01, 105, text)
-    assert unchecked.mean < 0.3
+def test_in_training_about_k_values_are_sent_by_every_segment() -> None:
+    task, compressor = make_task("charlm"), Sidco(0.01)
+    segments, weights, residual = task.segments, task.start.clone(), torch.zeros(sum(task.segments))
+    state = torch.cat([compressor.fresh_state(n, index, 0) for index, n in enumerate(segments)])
+    payload = torch.empty(compressor.payload_elements(segments), dtype=torch.uint8)
+    sent = torch.zeros(len(segments))
+    for step in range(110):
+        gradient = torch.stack(task.gradients(weights, step)).mean(dim=0)
+        compressor.encode(gradient, residual, payload, segments, state)
+        sent += torch.tensor(distributions.values_sent(payload, segments, 0.01)) * (step >= 100)
+        compressor.decode(payload, 1, segments, gradient)
+        weights -= task.rates["sgd"] * gradient
+    wanted = 10 * torch.tensor(counts(segments, 0.01))
+    assert ((sent / wanted - 1).abs() < 0.2).all()
 
 
 @pytest.mark.parametrize("shape", [0.05, 0.5, 1.0, 3.0, 60.0])

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 import pytest
-from budget_optimality_workloads import ONE_WIRE, BudgetCase, OneCollective, drawn
+from helpers.budget_cases import ONE_WIRE, BudgetCase, OneCollective, drawn
 from helpers.optimum.one_wire import NotOneWire, fastest_on_one_wire
 from helpers.optimum.oracle import optimum
 

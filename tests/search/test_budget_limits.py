@@ -7,7 +7,7 @@ import re
 import statistics
 
 import pytest
-from budget_optimality_workloads import drawn
+from helpers.budget_cases import drawn
 from helpers.optimum.one_wire import fastest_on_one_wire
 from helpers.workloads import COSTS, cluster
 from hypothesis import given, settings

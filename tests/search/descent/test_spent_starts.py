@@ -7,7 +7,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from budget_optimality_workloads import drawn
+from helpers.budget_cases import drawn
 from helpers.descent.descent import Descent
 
 from fxcomp.search.descent.parts import Limits

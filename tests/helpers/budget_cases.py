@@ -1,4 +1,4 @@
-"""The cases that `budget_optimality.py` judges a search under an error budget by: drawn, the same on every machine.
+"""Draw the cases that a search under an error budget is judged by, the same on every machine.
 
 A case has up to 12 matrices, a table of measured errors, and a budget that is the error of a uniform setting. Values
 and singular values of each gradient fall as powers of their rank, some steeply and some hardly; squares of gradients
@@ -15,8 +15,6 @@ import math
 import random
 from dataclasses import dataclass
 
-from optimality_workloads import exact, on_device, workload_of
-
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.compressors.powersgd import near_square
@@ -30,6 +28,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.losses import Losses
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
+from helpers.drawn_cases import exact, on_device, workload_of
 
 MOST_TENSORS = 12
 SETTINGS = ("int8", "int4", "int2", "sign", "topk(0.1)", "topk(0.03)", "topk(0.01)", "topk(0.001)", "powersgd(4)")

@@ -1,11 +1,14 @@
-"""Draw independent samples of known distributions: magnitudes, each with a random sign."""
+"""Draw independent samples of known distributions, and count what thresholds send of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from fxcomp.compressors import Compressor, survivors
+from fxcomp.compressors.topk import counts
 
 
 def _uniform(n: int, generator: torch.Generator) -> Tensor:
@@ -32,6 +35,28 @@ DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 
 def draw(distribution: str, n: int, seed: int) -> Tensor:
+    """Draw magnitudes, each with a random sign."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = DISTRIBUTIONS[distribution](n, generator).float()
     return torch.where(torch.rand(n, generator=generator) < 0.5, magnitudes, -magnitudes)
+
+
+def shares_sent(compressor: Compressor, ratio: float, stream: Sequence[Tensor]) -> list[float]:
+    """Encode a stream of one size, and return how many values each call sends, relative to the target."""
+    n = len(stream[0])
+    payload = torch.empty(compressor.payload_elements((n,)), dtype=torch.uint8)
+    state, found = compressor.fresh_state(n, 0, 0), list[float]()
+    for values in stream:
+        compressor.encode(values, None, payload, (n,), state)
+        found.append(values_sent(payload, (n,), ratio)[0] / counts((n,), ratio)[0])
+    return found
+
+
+def values_sent(payload: Tensor, segments: tuple[int, ...], ratio: float) -> list[int]:
+    """Read from a payload how many values each segment sends."""
+    found: list[int] = []
+    start = 0
+    for n, slots in zip(segments, survivors.capacities(segments, ratio), strict=True):
+        found.append(int(payload[start : start + 4].view(torch.int32)))
+        start += survivors.section_bytes(n, slots)
+    return found

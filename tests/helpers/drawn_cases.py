@@ -1,4 +1,4 @@
-"""The workloads that `optimality.py` judges a search by: drawn, or read from a file.
+"""Draw the workloads that a search is judged by, the same on every machine.
 
 A workload says how many elements each tensor has and when its gradient is ready. What is left to say is assumed, and
 the same for all: up to 4,096 elements are a vector, more are a matrix as square as may be; the optimizer reads and
@@ -7,13 +7,9 @@ writes five values for each element; backward ends with the last gradient.
 
 from __future__ import annotations
 
-import json
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
@@ -24,7 +20,6 @@ from fxcomp.cost.devices import preset_named
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadOption, FxcompError
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.search.workload import Gradient, Workload
 
@@ -137,65 +132,3 @@ def drawn(number: int, sizes: tuple[int, int] = (5, 8), costs: str | None = None
     cluster = Cluster.parse(shape, intra=INTRA, inter=Link.parse(f"{gbit:.3g}gbit"))
     title = f"{number} {shape} {gbit:.3g}gbit {name}"
     return Case(title, workload_of(tensors, table), cluster, table)
-
-
-# Reading
-
-
-def read(path: Path, costs: CostTable) -> list[Case]:
-    """Read workloads from a file. Raises BadOption, which says what is wrong where."""
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadOption(f"cannot read the workloads {path}: {error}") from None
-    if not isinstance(data, list):
-        raise BadOption(f"{path}: must be a list of {{name, cluster, tensors}}, not {_shown(data)}")
-    return [_case(f"{path}: [{k}]", each, costs) for k, each in enumerate(data)]
-
-
-def _case(place: str, data: Any, costs: CostTable) -> Case:
-    if not isinstance(data, dict) or set(data) != {"name", "cluster", "tensors"}:
-        raise BadOption(f"{place} must have name, cluster and tensors and nothing else, not {_shown(data)}")
-    if not isinstance(data["name"], str):
-        raise BadOption(f"{place}.name must be a text, not {_shown(data['name'])}")
-    tensors = _tensors(f"{place}.tensors", data["tensors"])
-    return Case(data["name"], workload_of(tensors, costs), _cluster(f"{place}.cluster", data["cluster"]), costs)
-
-
-def _cluster(place: str, data: Any) -> Cluster:
-    try:
-        if isinstance(data, str):
-            return Cluster.parse(data, intra=INTRA, inter=INTER)
-        if isinstance(data, dict):
-            return Cluster.from_json(data)
-    except FxcompError as error:
-        raise BadOption(f"{place}: {error}") from None
-    raise BadOption(
-        f'{place} must be a text like "8x8, inter 10gbit" or what Cluster.to_json gives, not {_shown(data)}'
-    )
-
-
-def _tensors(place: str, data: Any) -> list[tuple[int, float]]:
-    if not isinstance(data, list) or not data:
-        raise BadOption(f"{place} must be a list of [elements, ready_us], at least one, not {_shown(data)}")
-    found: list[tuple[int, float]] = []
-    for k, each in enumerate(data):
-        if not isinstance(each, list) or len(each) != 2:
-            raise BadOption(f"{place}[{k}] must be [elements, ready_us], not {_shown(each)}")
-        elements, ready_us = each
-        if not isinstance(elements, int) or isinstance(elements, bool) or not 1 <= elements <= MOST_ELEMENTS:
-            raise BadOption(f"{place}[{k}][0], elements, must be 1 to {MOST_ELEMENTS:,}, not {_shown(elements)}")
-        if not isinstance(ready_us, int | float) or isinstance(ready_us, bool) or not 0 <= ready_us < math.inf:
-            raise BadOption(f"{place}[{k}][1], ready_us, must be a time from 0 on, not {_shown(ready_us)}")
-        if found and ready_us < found[-1][1]:
-            raise BadOption(f"{place}[{k}] is ready before the one before it: write tensors in ready order")
-        found.append((elements, float(ready_us)))
-    return found
-
-
-MOST_ELEMENTS = 10**12
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
