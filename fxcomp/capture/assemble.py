@@ -20,8 +20,7 @@ from fxcomp.capture.training import Training
 from fxcomp.capture.updates import UpdateTraces, clip, clip_by_value
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import call, must_stay
-from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info
-from fxcomp.graph.names import free_name
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, free_name, set_info
 from fxcomp.graph.ops import RNG_STATE, SEED_RNG, SET_RNG_STATE
 
 _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

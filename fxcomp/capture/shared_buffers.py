@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp.errors import CaptureFailed, StepChanged
-from fxcomp.graph.buffers import buffers, is_known_early, last_writes, written_parameters
+from fxcomp.graph.captured import buffers, is_known_early, last_writes, written_parameters
 from fxcomp.graph.info import Sharing, update_info
 from fxcomp.ranks import ALONE, Ranks
 

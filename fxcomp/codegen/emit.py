@@ -28,12 +28,11 @@ from fxcomp.codegen.expressions import WIDTH, text, wrapped
 from fxcomp.codegen.region_source import OptimizerSteps, region_function
 from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.graph.edit import is_exchange, with_parts
-from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.graph.info import ARGUMENTS, InputKind, Role, free_name, info
 from fxcomp.graph.lines import line_of
-from fxcomp.graph.names import ARGUMENTS, free_name
 from fxcomp.graph.ops import ARRIVE, PACK
 from fxcomp.graph.regions import Region, cut
-from fxcomp.graph.update_lists import LISTED_ON_CPU
+from fxcomp.graph.update_kinds import LISTED_ON_CPU
 
 _Names = Mapping[Compressor, str]
 

@@ -14,9 +14,8 @@ from fxcomp.cluster.topology import GroupTopology
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.collectives import Library, large_algorithm
-from fxcomp.cost.compressor_keys import compressor_key
 from fxcomp.cost.fit import anchored, fit
-from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, format_bytes
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, compressor_key, format_bytes
 from fxcomp.cost.roofline import Roofline
 from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
 from fxcomp.plan.strategy import Device

@@ -19,12 +19,10 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.checks import check_numbers
 from fxcomp.cost.collectives import Library
-from fxcomp.cost.compressor_keys import exact_key, nearest_key, parse_compressor_key
 from fxcomp.cost.contention import NO_TIME_US, TransportCost
-from fxcomp.cost.measured import CompressorCost, MeasuredCollective
-from fxcomp.cost.memory import MemoryPrices
+from fxcomp.cost.measured import CompressorCost, MeasuredCollective, exact_key, nearest_key, parse_compressor_key
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
-from fxcomp.cost.roofline import ASSUMED, Measured, Roofline
+from fxcomp.cost.roofline import ASSUMED, Measured, MemoryPrices, Roofline
 from fxcomp.errors import BadOption
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device

@@ -8,9 +8,8 @@
 """
 
 from fxcomp.error_tables.columns import STANDARD, Columns
-from fxcomp.error_tables.families import cut, families, joined, joined_columns, of_rows, scaled, stacked
+from fxcomp.error_tables.families import cut, families, joined, joined_columns, of_rows, scaled, smoothed, stacked
 from fxcomp.error_tables.measure import Draw, measure
-from fxcomp.error_tables.smooth import smoothed
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorRow, ErrorSource, ErrorTable, legal
 
 __all__ = [

@@ -21,8 +21,7 @@ from fxcomp.codegen.load import load
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.frontends.hook_program import slots_of
 from fxcomp.frontends.no_sync import Averaging
-from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.names import arguments_of
+from fxcomp.graph.info import InputKind, Role, arguments_of, info
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.members import Members

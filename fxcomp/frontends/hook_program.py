@@ -29,8 +29,7 @@ from fxcomp.codegen.load import load
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.edit import buckets, call
-from fxcomp.graph.info import InputKind, NodeInfo, Role, info
-from fxcomp.graph.names import arguments_of, free_name
+from fxcomp.graph.info import InputKind, NodeInfo, Role, arguments_of, free_name, info
 from fxcomp.graph.ops import ARRIVE, IN_PLACE
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler, predicted

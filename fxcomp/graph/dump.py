@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.check import check
 from fxcomp.graph.info import has_info, info
+from fxcomp.graph.run_passes import check
 from fxcomp.graph.work import is_sequence, operator_text, type_text
 
 

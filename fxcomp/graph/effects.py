@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.graph.buffers import written
+from fxcomp.graph.captured import written
 from fxcomp.graph.edit import is_collective, is_exchange, result_of
 from fxcomp.graph.info import InputKind, info
 from fxcomp.graph.lines import DECOMPRESS, Line, line_of

@@ -50,8 +50,8 @@ from fxcomp.graph.ops import (
 from fxcomp.graph.work import is_sequence
 from fxcomp.plan.strategy import Device
 from fxcomp.plan.streams import POOL, Stream
+from fxcomp.runtime.buffers import Numbers
 from fxcomp.runtime.moves import Cut
-from fxcomp.runtime.numbers import Numbers
 
 
 class CostKind(Enum):

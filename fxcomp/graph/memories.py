@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.graph.buffers import written
+from fxcomp.graph.captured import written
 from fxcomp.graph.edit import collective_kind, is_collective
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.lines import line_of

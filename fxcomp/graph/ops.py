@@ -15,8 +15,7 @@ from fxcomp.errors import BadTensor
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
 from fxcomp.runtime.moves import pattern_of
-from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
-from fxcomp.runtime.random_state import rng_state, seed_rng, set_rng_state
+from fxcomp.runtime.packing import packed_dtype, packed_sizes, rng_state, seed_rng, set_rng_state, slots
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 

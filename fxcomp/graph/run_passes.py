@@ -2,18 +2,120 @@
 
 Passes are data: a tuple of turns, each a tuple of passes with their arguments. What must hold of a graph is checked
 after the last one; where the result of each pass is kept, after each, and every pass works on a copy of its own.
+
+Check what must hold of a graph after every pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from fxcomp.graph.check import check
-from fxcomp.graph.edit import clone
+from fxcomp.graph.edit import clone, gradients, is_collective, with_parts
+from fxcomp.graph.happens_before import races
+from fxcomp.graph.info import InputKind, Role, has_info, info
+from fxcomp.graph.ops import WAIT
+from fxcomp.graph.regions import regions
+from fxcomp.graph.work import is_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    node: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"%{self.node}: {self.problem}"
+
+
+def check(gm: GraphModule) -> list[Violation]:
+    """The broken invariants of a labelled graph; an empty list is a good graph."""
+    labelled = [node for node in gm.graph.nodes if has_info(node)]
+    if len(labelled) < len(gm.graph.nodes):
+        return []  # not labelled yet: nothing can be said
+    found = [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
+    if any(info(node).stream is None for node in labelled):
+        return found  # nothing runs it yet
+    return [*found, *_torn_apart(gm), *(Violation(race.second, race.problem) for race in races(gm))]
+
+
+def _unawaited(gm: GraphModule) -> list[Violation]:
+    """A collective is awaited once, and nothing else touches its result."""
+    found: list[Violation] = []
+    for node in filter(is_collective, gm.graph.nodes):
+        waits = [user for user in node.users if user.target is WAIT]
+        if len(waits) != 1:
+            found.append(Violation(node.name, f"awaited {len(waits)} times"))
+        found += [
+            Violation(user.name, f"uses %{node.name} before it is awaited") for user in node.users if user not in waits
+        ]
+    return found
+
+
+def _reduced_twice(gm: GraphModule) -> list[Violation]:
+    """An element that goes to a collective or bucket goes nowhere else, so it is reduced on exactly one path."""
+    found: list[Violation] = []
+    for name, node in gradients(gm).items():
+        users = [(part, user) for part in with_parts(node) for user in part.users]
+        syncs = [_extent(part) for part, user in users if info(user).role in (Role.COLLECTIVE, Role.PACK)]
+        times = max((sum(start in other for other in syncs) for start in (part.start for part in syncs)), default=0)
+        if times > 1:
+            found.append(Violation(node.name, f"the gradient of {name} is reduced {times} times"))
+        updates = [user for _, user in users if info(user).role in (Role.UPDATE, Role.CLIP)]
+        if syncs and updates:
+            found.append(Violation(node.name, f"the gradient of {name} is also used without being reduced"))
+    return found
+
+
+def _extent(part: Node) -> range:
+    """Find the elements of the parameter that a gradient or a part of one has; a scalar or nothing counts as one."""
+    start = info(part).start
+    return range(start, start + max(1, part.meta["val"].numel()))
+
+
+def _lost_state(gm: GraphModule) -> list[Violation]:
+    """Every velocity, residual and state of a compressor that comes in goes out."""
+    entering = [n for n in gm.graph.nodes if _is_carried(n)]
+    returned: Any = gm.graph.output_node().args[0]
+    leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
+    if len(entering) != leaving:
+        return [Violation("output", f"{len(entering)} residuals and states come in, {leaving} go out")]
+    return []
+
+
+def _is_carried(node: Node) -> bool:
+    source = info(node).source
+    return source is not None and source.kind in _CARRIED
+
+
+_CARRIED = (InputKind.VELOCITY, InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
+
+
+def _early_updates(gm: GraphModule) -> list[Violation]:
+    """Updates write parameters in place, so no forward or backward node may follow one."""
+    updated = False
+    found: list[Violation] = []
+    for node in gm.graph.nodes:
+        updated = updated or (info(node).role is Role.UPDATE and node.op == "call_function")
+        if updated and info(node).role in _BEFORE_UPDATES and node.op == "call_function":
+            found.append(Violation(node.name, "computes with parameters that have been updated already"))
+    return found
+
+
+def _torn_apart(gm: GraphModule) -> list[Violation]:
+    """No region hands on several results as one: a region that is compiled returns tensors and numbers."""
+    torn = [(region, node) for region in regions(gm) for node in region.outputs if is_sequence(node.meta.get("val"))]
+    return [
+        Violation(node.name, f"its results are taken apart outside of {region.name}, which makes them")
+        for region, node in torn
+    ]
+
+
+_BEFORE_UPDATES = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE, Role.GRADIENT, Role.PART)
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@
 
 Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
 bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. Operators of updates that run
-over lists are started once for all parameters of a rule (`graph/update_lists.py`). The rest is priced by bytes and
+over lists are started once for all parameters of a rule (`graph/update_kinds.py`). The rest is priced by bytes and
 links. A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
 all ranks.
 """
@@ -32,7 +32,7 @@ from fxcomp.graph.info import Role, has_info, info, update_info
 from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
 from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
 from fxcomp.graph.regions import PLAIN
-from fxcomp.graph.update_lists import LISTED_ON_CPU, shared_starts, update_lists
+from fxcomp.graph.update_kinds import LISTED_ON_CPU, shared_starts, update_lists
 from fxcomp.graph.work import Basis, OperatorWork, basis, work, work_key
 from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.strategy import Device

@@ -25,7 +25,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.buffers import last_writes
+from fxcomp.graph.captured import last_writes
 from fxcomp.graph.edit import call, last_result
 from fxcomp.graph.info import NodeInfo, Role, Sharing, info
 from fxcomp.graph.ops import BROADCAST, PACK, WAIT

@@ -18,8 +18,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from fxcomp.graph.edit import call, count_of, gradients, has_scale, placeholder
-from fxcomp.graph.factors import SHARE, multiply_gradients
+from fxcomp.graph.edit import SHARE, call, count_of, gradients, has_scale, multiply_gradients, placeholder
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 
 

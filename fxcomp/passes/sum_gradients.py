@@ -16,8 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import call, gradients, placeholder
-from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, update_info
-from fxcomp.graph.names import free_name
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, free_name, update_info
 
 _aten = torch.ops.aten
 

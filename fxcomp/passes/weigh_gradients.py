@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import call, count_of, gradients
-from fxcomp.graph.factors import SHARE, multiply_gradients
+from fxcomp.graph.edit import SHARE, call, count_of, gradients, multiply_gradients
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
 

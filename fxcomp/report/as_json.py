@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fxcomp.cost.critical import critical_path
+from fxcomp.cost.timeline import critical_path
 from fxcomp.plan.element_type import ElementType
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.attribution import exposed_by_bucket

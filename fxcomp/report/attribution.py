@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fxcomp.cost.critical import critical_path, exposed_by_task
-from fxcomp.cost.timeline import Timeline
+from fxcomp.cost.timeline import Timeline, critical_path, exposed_by_task
 from fxcomp.plan.streams import Stream
 
 _NAMES = {

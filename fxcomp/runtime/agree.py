@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fxcomp import compat
 from fxcomp.errors import ModelsDiffer, PeerFailed
-from fxcomp.runtime.peers import Look, Peers
+from fxcomp.runtime.presence import Look, Peers
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 

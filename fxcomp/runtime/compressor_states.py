@@ -14,8 +14,7 @@ from torch import Tensor
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.randomness import key_of
 from fxcomp.errors import BadState
-from fxcomp.runtime.arena import Key
-from fxcomp.runtime.parts import Part
+from fxcomp.runtime.arena import Key, Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 
 Buffers of lines have room behind them, so an all_reduce takes its bits along without a copy. A gather's parts arrive
 one behind the other and are put together again without the digests, which copies them: a small one is chosen to carry,
-by `graph/carriers.py`.
+by `codegen/program.py`.
 """
 
 from __future__ import annotations

@@ -20,17 +20,14 @@ from torch import Tensor
 from fxcomp.compressors import Compressor, pieces
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.pieces import Segments, as_pieces
-from fxcomp.runtime import arithmetic
-from fxcomp.runtime.buffers import Buffers
+from fxcomp.runtime import packing
+from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.flight import Flight, Launch
-from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, value_of
+from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, Transfers, value_of
 from fxcomp.runtime.moves import Cut
-from fxcomp.runtime.numbers import AS_WRITTEN, Numbers
-from fxcomp.runtime.packing import copy_scaled
-from fxcomp.runtime.random_state import rng_state, seed_rng, set_rng_state
+from fxcomp.runtime.packing import copy_scaled, rng_state, seed_rng, set_rng_state
 from fxcomp.runtime.rider import Rider
-from fxcomp.runtime.transfers import Transfers
 from fxcomp.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -131,19 +128,17 @@ class Runtime:
         sizes = self.numbers.sizes.get(name, sizes)
 
         def run(value: Tensor) -> Tensor:
-            return arithmetic.turn(
-                value, outer, sizes, self._buffers.take(name, value.numel(), value.dtype, value.device)
-            )
+            return packing.turn(value, outer, sizes, self._buffers.take(name, value.numel(), value.dtype, value.device))
 
         return self.pool.after(run, payloads)
 
     def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
         """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
-        return self.pool.after(arithmetic.accumulate, bucket, velocity, momentum)
+        return self.pool.after(packing.accumulate, bucket, velocity, momentum)
 
     def mask_velocity(self, velocity: Tensor, bucket: Tensor | OnHost, residual: Tensor) -> None:
         """Forget the velocity where the bucket's value was sent, so that nothing is left out of it."""
-        self.pool.after(arithmetic.mask_velocity, velocity, bucket, residual)
+        self.pool.after(packing.mask_velocity, velocity, bucket, residual)
 
     def propose(
         self,
@@ -238,7 +233,7 @@ class Runtime:
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
         """Make a summed payload a compressor's next state, where it is finite."""
-        self.pool.after(arithmetic.keep, state, payload, on=PoolThread.ARRIVING)
+        self.pool.after(packing.keep, state, payload, on=PoolThread.ARRIVING)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
@@ -268,14 +263,14 @@ class Runtime:
 
         Where they may not, what the pool has changed is taken back, so the pool has come to its end.
         """
-        self.counters.skipped = not all(map(arithmetic.is_finite, values))
+        self.counters.skipped = not all(map(packing.is_finite, values))
         if self.counters.skipped:
             self.pool.wait()
         return not self.counters.skipped
 
     def roll_back(self, residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
         """Make a residual what it was before the bucket was added and the own payload taken off."""
-        arithmetic.roll_back(residual, value_of(own), value_of(bucket))
+        packing.roll_back(residual, value_of(own), value_of(bucket))
 
     def restore(self, state: Tensor, saved: Tensor | OnHost) -> None:
         """Put a state back."""

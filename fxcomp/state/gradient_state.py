@@ -1,21 +1,135 @@
-"""The state of gradients on one rank: what compression left out, momentum before compression, compressors' memory."""
+"""The state of gradients on one rank: what compression left out, momentum before compression, compressors' memory.
+
+Lay out what a rank keeps from step to step, by plan and cluster: a slot for each time that a strategy compresses.
+
+Make what compressors remember the same on ranks that must remember the same.
+
+Ranks that compress the same values draw the same random bits, or they would send different payloads for one sum. A
+state that has a label on several ranks is one that they share. Under another plan, or after loading, some of them may
+have nothing to go on from: they take over from a rank that has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.plan import Plan
-from fxcomp.runtime.arena import Residuals, Velocities
-from fxcomp.runtime.compressor_states import CompressorStates
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
+from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.plan.legs import Encode
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.route import route_of
+from fxcomp.plan.strategy import Compress, Device, Propose
+from fxcomp.runtime.arena import Key, Part, Residuals, SlotLayout, Velocities, parts_in
+from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
 from fxcomp.site import Site
 from fxcomp.state.handover import Exchange, Holding, hand_over
-from fxcomp.state.layouts import residual_layout, state_layout, velocity_layout
-from fxcomp.state.memories import share_memories
+
+
+def residual_layout(
+    plan: Plan, cluster: Cluster, rank: int, feedback: ErrorFeedback = CLASSIC
+) -> dict[Key, SlotLayout]:
+    """Lay out residuals, for each slot that is fed back: the rest needs none."""
+    found: dict[Key, SlotLayout] = {}
+    for number, bucket, parts in _buckets(plan):
+        route = route_of(bucket.strategy, [(size,) for size in bucket.sizes], cluster, rank)
+        fed_back = [leg for leg in route.slots if feedback.surrounds(leg.compressor)]
+        for leg in fed_back:
+            found[number, leg.slot] = SlotLayout(
+                parts,
+                leg.pieces,
+                leg.slot,
+                leg.place,
+                *leg.unit,
+                takes_over=leg is fed_back[0],
+                on_host=leg.device is Device.CPU,
+            )
+    return found
+
+
+def velocity_layout(plan: Plan, cluster: Cluster, rank: int) -> dict[Key, SlotLayout]:
+    """Lay out velocities: every bucket has one, where the splits that it begins with end."""
+    found: dict[Key, SlotLayout] = {}
+    for number, bucket, parts in _buckets(plan):
+        strategy = bucket.strategy
+        route = route_of(strategy, [(size,) for size in bucket.sizes], cluster, rank)
+        held, following = strategy.held[strategy.leading_splits], strategy.steps[strategy.leading_splits]
+        place = cluster.place_along(Level.WORLD.axes - held.summed, rank)
+        on_host = isinstance(following, Propose | Compress) and following.device is Device.CPU
+        found[number, 0] = SlotLayout(parts, (route.first,), 0, place, *route.first_unit, on_host=on_host)
+    return found
+
+
+def state_layout(
+    plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster, rank: int
+) -> dict[Key, StateLayout]:
+    """Lay out what compressors remember, for each slot whose compressor remembers something."""
+    layout: dict[Key, StateLayout] = {}
+    for number, bucket, parts in _buckets(plan):
+        if not any(compressor.has_state for compressor in bucket.strategy.compressors):
+            continue
+        for leg in route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank).slots:
+            if leg.compressor.has_state:
+                kept = parts_in(parts, leg.pieces)
+                makers = _makers(leg, kept)
+                layout[number, leg.slot] = StateLayout(
+                    leg.compressor, tuple(zip(kept, makers, strict=True)), leg.place, leg.slot, leg.device is Device.CPU
+                )
+    return layout
+
+
+def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
+    """Bind the compressor of a slot to each part: it knows the parameters here that are not empty, by their order."""
+    numbers = sorted({part.index for part in parts})
+    return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
+
+
+def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
+    """Number the buckets, each with the parts of parameters that it holds."""
+    whole = plan.sizes
+    for number, bucket in enumerate(plan.buckets):
+        held = zip(bucket.names, bucket.starts, bucket.sizes, strict=True)
+        parts = tuple(Part(name, start, size, whole[name], index) for index, (name, start, size) in enumerate(held))
+        yield number, bucket, parts
+
+
+def share_memories(kept: CompressorStates, anew: Collection[str], exchange: Exchange) -> set[str]:
+    """Give states that start anew here the values of a rank that goes on with them; every rank calls it.
+
+    Returns the labels that no rank goes on with: those start anew everywhere.
+    """
+    shared = kept.shared()
+    lacking = [label for label in shared if label in anew]
+    wanted = set(itertools.chain(*exchange.gather("who lacks what", lacking)))
+    if not wanted:
+        return set()
+
+    def giving() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for label in (label for label in shared if label in wanted and label not in anew):
+            found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
+        return found
+
+    givers = exchange.gather("joining", exchange.attempt("handing on what compressors remember", giving))
+
+    def taking() -> set[str]:
+        missing: set[str] = set()
+        for label in lacking:
+            given = next((giver[label] for giver in givers if label in giver), None)
+            if given is None:
+                missing.add(label)
+            else:
+                shared[label].copy_(torch.tensor(given, dtype=shared[label].dtype))
+        return missing
+
+    return exchange.attempt("taking over what compressors remember", taking)
+
 
 Shapes = Mapping[str, Sequence[int]]
 """The shape of each parameter, by name."""

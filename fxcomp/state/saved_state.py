@@ -24,9 +24,8 @@ from fxcomp.plan.plan import Plan
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.checkpoint import PLAN, SCALE
-from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.gradient_state import GradientState, share_memories
 from fxcomp.state.handover import Exchange, Holding, hand_over
-from fxcomp.state.memories import share_memories
 
 VERSION = 3
 

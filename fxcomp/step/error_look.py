@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.error_tables import STANDARD, Columns, Draw, ErrorTable, measure
-from fxcomp.error_tables.low_rank import AllReduce
+from fxcomp.error_tables.measure import AllReduce
 from fxcomp.runtime.arena import Residuals
 
 _linalg: Any = torch.linalg

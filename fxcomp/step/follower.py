@@ -20,9 +20,8 @@ from fxcomp.plan.plan import Plan
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import SCALE
-from fxcomp.state.gradient_state import GradientState, Shapes
+from fxcomp.state.gradient_state import GradientState, Shapes, residual_layout, state_layout
 from fxcomp.state.handover import Exchange, Holding, hand_over
-from fxcomp.state.layouts import residual_layout, state_layout
 from fxcomp.state.saved_state import Given, Here, read_together, restore, scale_of, state_dict
 
 T = TypeVar("T")

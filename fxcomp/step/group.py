@@ -15,7 +15,7 @@ from fxcomp.capture.loss_scale import LossScale
 from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
 from fxcomp.runtime.moves import Move
 from fxcomp.site import Site
-from fxcomp.state.sums import Sums
+from fxcomp.state.inputs import Sums
 from fxcomp.step.step_times import Looks
 
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 import fxcomp
 from fxcomp import compat
 from fxcomp.codegen import program
-from fxcomp.codegen.inductor import compile_with_inductor
+from fxcomp.codegen.load import compile_with_inductor
 from fxcomp.graph.edit import call
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.regions import Region

@@ -10,10 +10,10 @@ import pytest
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cost import collectives as formulas
-from fxcomp.cost.break_even import Compression, pays_at_gb_per_s
 from fxcomp.cost.collectives import CANDIDATES, FORMULAS, Algorithm, Library
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.report.wire_arithmetic import Compression, pays_at_gb_per_s
 
 K, A = CollectiveKind, Algorithm
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in algorithms]

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from fxcomp.cluster.processors import Processors
-from fxcomp.cost.critical import critical_path, exposed_by_task
-from fxcomp.cost.timeline import Task, Timeline, simulate
+from fxcomp.cost.timeline import Task, Timeline, critical_path, exposed_by_task, simulate
 from fxcomp.plan.streams import Stream
 
 STEP = [

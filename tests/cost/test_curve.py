@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fxcomp.cost.curve import TOLERANCE, trace
+from fxcomp.cost.piecewise import TOLERANCE, trace
 
 
 def test_a_curve_follows_kinks_and_jumps():

@@ -9,11 +9,10 @@ from helpers.graphs import TWO, linear_step, node_named, one_bucket
 from helpers.stages import priced
 from torch.fx import GraphModule
 
-from fxcomp.graph.check import check
 from fxcomp.graph.edit import call, clone
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
-from fxcomp.graph.run_passes import run
+from fxcomp.graph.run_passes import check, run
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies

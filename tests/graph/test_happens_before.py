@@ -14,12 +14,12 @@ from helpers.jobs import JOBS
 from helpers.plans import plan_in_turns
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.check import check
 from fxcomp.graph.edit import call, clone
 from fxcomp.graph.effects import HOST, TRANSFERS, Event, traces
 from fxcomp.graph.happens_before import races, races_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_GATHER, D2H, H2D, PACK, WAIT
+from fxcomp.graph.run_passes import check
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.strategy import Strategy

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.graph.info import Role, info
-from fxcomp.graph.update_lists import shared_starts, update_lists
+from fxcomp.graph.update_kinds import shared_starts, update_lists
 from fxcomp.graph.work import work_key
 from fxcomp.passes.annotate_costs import annotate_costs
 

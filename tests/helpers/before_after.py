@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxcomp.graph.check import check
 from fxcomp.graph.dump import aligned, rows
 from fxcomp.graph.edit import clone
+from fxcomp.graph.run_passes import check
 
 CONTEXT = 2
 """So many unchanged lines stand around changed ones."""

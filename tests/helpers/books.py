@@ -23,8 +23,7 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.compressor_states import CompressorStates
-from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.layouts import residual_layout, state_layout
+from fxcomp.state.gradient_state import GradientState, residual_layout, state_layout
 from fxcomp.state.saved_state import Here, read_together, restore, state_dict
 from fxcomp.testing.rounds import Replica
 from helpers.legs import Walker, walk

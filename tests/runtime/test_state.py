@@ -16,9 +16,9 @@ from fxcomp.compressors.randomness import key_of
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.runtime.arena import Part
 from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
-from fxcomp.runtime.parts import Part
-from fxcomp.state.layouts import state_layout
+from fxcomp.state.gradient_state import state_layout
 
 CPU = torch.device("cpu")
 INT8 = parse_compressor("int8(stochastic=true)")

@@ -19,10 +19,9 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.arena import Key, Residuals, Slice, SlotLayout, Velocities
-from fxcomp.runtime.parts import Part
+from fxcomp.runtime.arena import Key, Part, Residuals, Slice, SlotLayout, Velocities
+from fxcomp.state.gradient_state import velocity_layout
 from fxcomp.state.handover import Holding, hand_over
-from fxcomp.state.layouts import velocity_layout
 
 Layout = Mapping[Key, SlotLayout]
 NOTHING_OWED = {name: torch.zeros(size) for name, size in SIZES.items()}

@@ -14,7 +14,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
-from fxcomp.state.layouts import residual_layout
+from fxcomp.state.gradient_state import residual_layout
 from fxcomp.step.error_look import ErrorLook
 
 SHAPES = {"a": (30, 40), "b": (50,), "c": (20, 20)}

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import NO_TIME_US
-from fxcomp.cost.curve import Curve, trace
+from fxcomp.cost.piecewise import Curve, trace
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.strategy import Strategy
 from fxcomp.plan.streams import Stream

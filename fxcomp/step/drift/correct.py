@@ -10,8 +10,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.cost.collectives import wire_bytes
-from fxcomp.cost.compressor_keys import parse_compressor_key
-from fxcomp.cost.measured import CompressorCost, CompressorPoint
+from fxcomp.cost.measured import CompressorCost, CompressorPoint, parse_compressor_key
 from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.info import info

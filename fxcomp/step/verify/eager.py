@@ -17,8 +17,7 @@ from torch.fx import GraphModule, Node
 from fxcomp import compat
 from fxcomp.capture.training import Training
 from fxcomp.capture.weighted_loss import WeightedLoss
-from fxcomp.graph.buffers import written_parameters
-from fxcomp.graph.captured import Captured
+from fxcomp.graph.captured import Captured, written_parameters
 from fxcomp.step.verify.compare import largest
 
 

@@ -17,7 +17,7 @@ from fxcomp.capture.optimizer import state_tensors
 from fxcomp.capture.training import Training
 from fxcomp.errors import ReplicasDiffer
 from fxcomp.ranks import Ranks
-from fxcomp.state.checksums import checksums
+from fxcomp.state.rank_0s_state import checksums
 
 BITS = 32
 

@@ -32,12 +32,12 @@ from fxcomp.capture.training import Training
 from fxcomp.codegen.load import observed
 from fxcomp.codegen.program import Program
 from fxcomp.errors import VerificationFailed
-from fxcomp.graph.buffers import written_parameters
+from fxcomp.graph.captured import written_parameters
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.regions import regions
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.state.sums import Sums
+from fxcomp.state.inputs import Sums
 from fxcomp.step.verify.compare import largest
 from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.eager import EagerResult, rounding_of, run_eagerly
