@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.errors import UnsupportedParameter
-from fxcomp.plan.element_type import TRAINED_DTYPES
+from fxcomp.plan.element_type import check_is_trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,4 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"the parameter {name!r} is a {type(parameter).__name__}; only plain tensors can be trained.\n"
             "  Compile the model before it is sharded: fxcomp keeps whole replicas."
         )
-    if parameter.dtype not in TRAINED_DTYPES:
-        raise UnsupportedParameter(
-            f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can be"
-            " trained.\n  Keep it in float32, or set requires_grad=False."
-        )
+    check_is_trainable(name, parameter.dtype)

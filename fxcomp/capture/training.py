@@ -19,7 +19,7 @@ from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, che
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
 from fxcomp.capture.tensor_kind import check_model
-from fxcomp.plan.element_type import TRAINED_DTYPES
+from fxcomp.plan.element_type import check_is_trainable
 
 LossFn = Callable[[nn.Module, Any], Any]
 """Takes the model and a batch; returns the scalar loss, or the loss and an auxiliary result."""
@@ -157,11 +157,7 @@ def _check_devices(model: nn.Module) -> None:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if parameter.dtype not in TRAINED_DTYPES:
-        raise errors.UnsupportedParameter(
-            f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can be"
-            " trained.\n  Keep it in float32, or set requires_grad=False."
-        )
+    check_is_trainable(name, parameter.dtype)
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise errors.UnsupportedParameter(
             f"the parameter {name!r} has a gradient hook, which a captured step would not call.\n"

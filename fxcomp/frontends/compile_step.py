@@ -1,6 +1,6 @@
 """compile_step: from the user's model, loss and optimizer to a compiled step.
 
-capture ─► compare ranks ─► decide ─► put the plan in force ─► CompiledStep
+capture ─► Start: agree, decide (`start.py`) ─► put the plan in force ─► CompiledStep
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from fxcomp.capture.surroundings import surroundings
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadOption
+from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.options import CHECKED, Checks, GivenCosts, StepOptions
-from fxcomp.pipeline import Compiler
-from fxcomp.plan.check_feedback import check_plan
 from fxcomp.plan.compress import Compress, GivenCompress
 from fxcomp.plan.update_kind import burst_share
-from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
-from fxcomp.site import Site
 from fxcomp.state.inputs import Example, Inputs
 from fxcomp.state.rank_0s_state import share_optimizer_state
 from fxcomp.step.compiled_step import CompiledStep
@@ -110,26 +107,21 @@ def compile_step(
 
     with Ranks.meeting(cluster, "compile_step", process_group) as ranks:
         options = ranks.attempt("checking options", checked)
-        capture = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
-        training = capture.training
-        table = costs_as_given(costs, ranks)
-        site = Site.of(ranks, cluster, training.device)
-        ranks.share(itertools.chain(model.parameters(), model.buffers()))
-        shared = share_optimizer_state(training, ranks)
-
-        feedback, warmup = options.compress.feedback, options.compress.warmup
-        compiler = Compiler(site.cluster, site.rank, feedback, options.skip_nonfinite, options.accumulate)
-        kinds = update_kinds(capture.first.graph)
-        planner = Planner(site, options, compiler, capture.first.graph, burst_share(kinds))
-        inputs = Inputs(training, options.accumulate)
-        example = Example(capture.first, inputs, pytree.tree_leaves(example_batch), capture.guard)
-        decision = planner.first(table, example)
-        check_plan(feedback, decision.plan, inputs.shapes, site.cluster, kinds)
-        site.make_groups_for(decision.plan)
-        seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
-        force = PlanInForce(decision, compiler, site, capture, inputs, seed, warmup)
-        step = CompiledStep(force, planner, site, options)
-        step.notes += shared
+        training, first = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        facts, shared = facts_to_agree_on(training, first), itertools.chain(model.parameters(), model.buffers())
+        here = ModelHere(shapes, training.device, facts, shared, first.gradient_names)
+        start = Start.of("compile_step", ranks, options, here)
+        capture = StepCapture.agreed(training, first, example_batch, ranks)
+        notes = share_optimizer_state(training, ranks)
+        compiler = start.compiler(skip_nonfinite=options.skip_nonfinite, micro_batches=options.accumulate)
+        kinds, inputs = update_kinds(first.graph), Inputs(training, options.accumulate)
+        planner = start.planner(compiler, first.graph, burst_share(kinds))
+        example = Example(first, inputs, pytree.tree_leaves(example_batch), capture.guard)
+        decision = start.decide(planner, example, kinds)
+        force = PlanInForce(decision, compiler, start.trained, capture, inputs, options.compress.warmup)
+        step = CompiledStep(force, planner, start.site, options)
+        step.notes += notes
         return step
 
 
@@ -140,8 +132,8 @@ def _captured(
     batch: Any,
     options: StepOptions,
     ranks: Ranks,
-) -> StepCapture:
-    """Capture the step on every rank, and make sure that all ranks have captured the same."""
+) -> tuple[Training, Captured]:
+    """Capture the step on every rank."""
 
     def captured() -> tuple[Training, Captured]:
         if not callable(loss_fn):  # pyright: ignore[reportUnnecessaryComparison]
@@ -163,6 +155,4 @@ def _captured(
             check_parameters_are_read(captured.graph)
         return training, captured
 
-    training, first = ranks.attempt("capturing the step", captured)
-    ranks.check_same("comparing models", facts_to_agree_on(training, first) | options.facts())
-    return StepCapture.agreed(training, first, batch, ranks)
+    return ranks.attempt("capturing the step", captured)

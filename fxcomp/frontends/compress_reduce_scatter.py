@@ -25,6 +25,7 @@ from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.frontends.scatter_job import ScatterJob
 from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
+from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
 from fxcomp.plan.given import is_path
@@ -32,7 +33,6 @@ from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
 from fxcomp.report import scatter_report
 from fxcomp.report.terminal import sections_to_text
-from fxcomp.site import Site
 from fxcomp.state.checkpoint import PLAN, SCALE, states_of, to_tensors
 from fxcomp.state.handover import Exchange
 from fxcomp.state.saved_state import VERSION, Given, Here, Saved, plan_of, read_together, scale_of, tell_what_is_lost
@@ -62,10 +62,10 @@ def compress_reduce_scatter(
     modules = scattered_modules(model)
     with Ranks.meeting(cluster, "compress_reduce_scatter", modules[0].module.shard_group) as ranks:
         facts = {f"the gradients of module {each.module.name!r}": each.bucket.facts for each in modules}
-        ranks.check_same("comparing models", facts | options.facts())
-        site = Site.of(ranks, cluster, modules[0].module.device)
+        shapes = {n: shape for each in modules for n, shape in zip(each.bucket.names, each.bucket.shapes, strict=True)}
+        start = Start.of("compress_reduce_scatter", ranks, options, ModelHere(shapes, modules[0].module.device, facts))
         told = _told(options, modules, ranks)
-    job = ScatterJob(site, modules, Scattering(options, modules, told))
+    job = ScatterJob(start.site, modules, Scattering(options, modules, told))
     if ranks.world_size > 1:
         job.install()
     return ShardScatter(job, has_plan=told is not None)

@@ -13,7 +13,7 @@ own there is nothing to wait for.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,15 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.cost.timeline import Timeline
-from fxcomp.errors import FxcompError
+from fxcomp.errors import UnsupportedFeature
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
-from fxcomp.frontends.hook_start import meet
+from fxcomp.frontends.hook_program import Wrapped
+from fxcomp.frontends.planned_average import PlannedAverage
+from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
-from fxcomp.plan.plan import Plan
-from fxcomp.report.terminal import to_text
-from fxcomp.state.checkpoint import states_of, to_tensors
-from fxcomp.state.saved_state import Given, check_are_states
+from fxcomp.plan.element_type import check_is_trainable
+from fxcomp.ranks import Ranks
 
 
 def ddp_hook(
@@ -52,7 +51,7 @@ def ddp_hook(
     return DdpHook(options)
 
 
-class DdpHook:
+class DdpHook(PlannedAverage):
     """The hook of one DistributedDataParallel model: it averages each bucket that a backward pass hands over."""
 
     # torch refuses annotations that are not types.
@@ -61,85 +60,55 @@ class DdpHook:
     )
 
     def __init__(self, options: StepOptions):
+        super().__init__(None)
         self.__name__ = self.__qualname__ = "fxcomp.ddp_hook"  # torch logs them
         self._options = options
-        self._job: HookJob | None = None
-        self._is_alone = False
-        """The wrapper averages over this rank alone."""
-        self._given: Given = None
-        """A state that was loaded before the first backward pass."""
+        self._take: Callable[[compat.GradBucket], Future] | None = None
 
     def __call__(self, state: object, bucket: compat.GradBucket) -> Future:
         """Take a bucket; torch calls this, in the same order on all ranks."""
-        if self._job is None:
-            if self._is_alone or dist.get_world_size() == 1:
-                return delivered(bucket.buffer())
-            start = meet(self._options, bucket.parameters()[0], state, self._given)
-            if start.site.ranks.world_size == 1:
-                self._is_alone = True
-                return delivered(bucket.buffer())
-            self._job = HookJob(start, self._given)
+        if self._take is None:
+            if dist.get_world_size() == 1:
+                return _as_it_is(bucket)
+            self._take = self._started(bucket.parameters()[0], state)
             self._given = None
-        return self._job.take(bucket)
+        return self._take(bucket)
 
-    # Looking
+    def _started(self, parameter: Tensor, state: object) -> Callable[[compat.GradBucket], Future]:
+        """Meet the ranks that a wrapper averages over, in the first bucket of the first pass; each calls it there.
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None while the first backward passes send dense."""
-        return None if self._job is None or self._job.decision is None else self._job.decision.plan
-
-    @property
-    def source(self) -> str:
-        """The emitted step as Python source; empty before there is a plan."""
-        return "" if self._job is None or self._job.program is None else self._job.program.source
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """The predicted step; None before there is a plan."""
-        return None if self._job is None or self._job.program is None else self._job.program.timeline
-
-    @property
-    def is_racing(self) -> bool:
-        """Plans take turns, or will soon; False before there is a plan, too."""
-        return self._job is not None and self._job.is_racing
-
-    def report(self) -> str:
-        """Explain the plan and the predicted step as text. Raises FxcompError before there is a plan."""
-        if self._job is None or self._job.decision is None:
-            raise FxcompError(
-                "this hook has no plan yet: the first backward passes on more than one rank send dense, and tell when"
-                " buckets are ready.\n  Ask again after some steps, or name a plan."
+        `state` is what the hook was registered with.
+        """
+        wrapper, options = compat.wrapper_of(parameter, state), self._options
+        with Ranks.meeting(options.cluster, "ddp_hook", None if wrapper is None else wrapper.group) as ranks:
+            wrapped = ranks.attempt("looking at the model", lambda: _wrapped(wrapper, options))
+            facts = {f"the shape of {name!r}": list(shape) for name, shape in wrapped.shapes.items()}
+            start = Start.of(
+                "ddp_hook", ranks, options, ModelHere(wrapped.shapes, parameter.device, facts), self._given
             )
-        return to_text(self._job.explanation())
+        if ranks.world_size == 1:  # the wrapper averages over this rank alone
+            return _as_it_is
+        self._job = job = HookJob(start, wrapped, self._given)
+        return job.take
 
-    # State
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state of error feedback and compressors, with the plan; empty before there is one."""
-        return {} if self._job is None else self._job.state_dict()
+def _as_it_is(bucket: compat.GradBucket) -> Future:
+    return delivered(bucket.buffer())
 
-    def checkpoint(self) -> dict[str, Tensor]:
-        """This rank's state as plain tensors, as CompiledStep.checkpoint makes them; empty before there is a plan.
 
-        Random generators are left to the loop, whose draws they are.
-        """
-        saved = self.state_dict()
-        return to_tensors(saved) if saved else {}
+def _wrapped(wrapper: compat.Wrapper | None, options: StepOptions) -> Wrapped:
+    """Look at the model in a wrapper.
 
-    def load_state_dict(self, state: Given) -> None:
-        """Take back what `state_dict` or `checkpoint` returned; every rank calls it, as CompiledStep.load_state_dict.
-
-        Before the first backward pass the state waits for it, and its plan is followed from there on. Raises BadState.
-        """
-        given: Given = states_of(state) or None
-        if self._job is None:
-            check_are_states(given or ())
-            self._given = given
-        else:
-            self._job.load_state_dict(given)
-
-    def close(self) -> None:
-        """Give back the process groups; other ranks need not be there. The model's next backward pass raises."""
-        if self._job is not None:
-            self._job.close()
+    Raises UnsupportedFeature, UnsupportedParameter, and BadOption for pins that decide nothing in it.
+    """
+    if wrapper is None:
+        raise UnsupportedFeature(
+            "the hook cannot find the model that it was registered with.\n"
+            "  Hand it over: model.register_comm_hook(model, hook)."
+        )
+    options.compress.pinned.check_model(wrapper.module)
+    named = [(name, each) for name, each in wrapper.module.named_parameters() if each.requires_grad]
+    for name, each in named:
+        check_is_trainable(name, each.dtype)
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in named}
+    return Wrapped({id(each): name for name, each in named}, shapes, wrapper.finds_unused)

@@ -28,6 +28,7 @@ from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
+from fxcomp.errors import UnsupportedFeature
 from fxcomp.graph.edit import buckets, call
 from fxcomp.graph.info import InputKind, NodeInfo, Role, arguments_of, free_name, info
 from fxcomp.graph.ops import ARRIVE, IN_PLACE
@@ -68,6 +69,28 @@ class DdpBucket:
 
 Layout = tuple[DdpBucket, ...]
 """The buckets of a backward pass, in the order in which they become ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """The parameters that buckets are made of."""
+
+    names: dict[int, str]
+    """Of those that are trained, by identity."""
+    shapes: dict[str, tuple[int, ...]]
+    finds_unused: bool
+    """Some parameters may get no gradient in some passes."""
+
+    def bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
+        """Describe a bucket of these parameters. Raises UnsupportedFeature if they are another model's."""
+        if any(id(each) not in self.names for each in parameters):
+            raise UnsupportedFeature(
+                "this hook serves another model already.\n  Make one for each: model.register_comm_hook(None,"
+                " fxcomp.ddp_hook(...))."
+            )
+        names = tuple(self.names[id(each)] for each in parameters)
+        sizes = tuple(each.numel() for each in parameters)
+        return DdpBucket(names, tuple(self.shapes[name] for name in names), sizes, dtype)
 
 
 def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) -> GraphModule:

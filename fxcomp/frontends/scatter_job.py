@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.errors import UnsupportedFeature
-from fxcomp.frontends.hook_start import ReadyTimes
+from fxcomp.frontends.backward_passes import DENSE_PASSES, ReadyTimes
 from fxcomp.frontends.scatter_plan import Scattering
 from fxcomp.frontends.scattered_modules import ScatteredModule
 from fxcomp.plan.plan import Plan
@@ -35,9 +35,6 @@ from fxcomp.step.race import WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 log = logging.getLogger(__name__)
-
-DENSE_PASSES = 6
-"""Passes before there is a plan: the last three are timed."""
 
 
 @dataclass(slots=True)

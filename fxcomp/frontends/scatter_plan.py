@@ -10,8 +10,8 @@ from typing import Any
 
 from fxcomp.compressors import Compressor
 from fxcomp.frontends.hook_program import Layout, arriving
-from fxcomp.frontends.hook_start import BURSTS
 from fxcomp.frontends.scattered_modules import ScatteredModule
+from fxcomp.frontends.start import BURSTS
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.errors import BadOption, BadPlan, UnsupportedFeature, UnsupportedParameter
+from fxcomp.errors import BadPlan, UnsupportedFeature
 from fxcomp.frontends.hook_program import DdpBucket
-from fxcomp.plan.element_type import TRAINED_DTYPES, ElementType
+from fxcomp.frontends.sharded_modules import called, checked_modules
+from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.by_module import SCATTERED, scattered_by
 
@@ -81,34 +82,17 @@ class ScatteredModule:
 
 def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
     """Find the modules of a model that fully_shard scatters the gradients of. Raises what says why one cannot be."""
-    modules = compat.sharded_modules(model)
-    if not modules:
-        raise BadOption(
-            "compress_reduce_scatter has found nothing that is sharded and trained in this model.\n"
-            "  Call fully_shard(model) before it; models that are not sharded take fxcomp.ddp_hook or"
-            " fxcomp.compile_step."
-        )
+    modules = checked_modules(model, "compress_reduce_scatter")
     for module in modules:
         _check(module)
-    first = compat.group_ranks(modules[0].shard_group)
-    if any(compat.group_ranks(module.shard_group) != first for module in modules):
-        raise UnsupportedFeature(
-            "modules of this model are sharded over different ranks.\n  Pass one mesh to every fully_shard."
-        )
-    return [ScatteredModule(module, len(first)) for module in modules]
+    return [ScatteredModule(module, compat.group_size(module.shard_group)) for module in modules]
 
 
 def _check(module: compat.ShardedModule) -> None:
-    where = f"module {module.name!r}" if module.name else "the model"
-    if module.is_replicated:
-        raise UnsupportedFeature(
-            f"{where} is sharded over a mesh of two dimensions, whose slow link is that between replicas.\n"
-            '  Call fully_shard(..., mesh=mesh["shard"]), and fxcomp.average_replicas(model, mesh["replicate"]).'
-        )
     if not module.scatters_by_default:
         raise UnsupportedFeature(
-            f"{where} scatters its gradients by a collective of somebody else's: set_custom_reduce_scatter, symmetric"
-            " memory, or an earlier compress_reduce_scatter.\n  Keep one of them; call it once a model."
+            f"{called(module)} scatters its gradients by a collective of somebody else's: set_custom_reduce_scatter,"
+            " symmetric memory, or an earlier compress_reduce_scatter.\n  Keep one of them; call it once a model."
         )
     if any(module.cut_dimensions):
         name = next(name for name, d in zip(module.names, module.cut_dimensions, strict=True) if d)
@@ -116,17 +100,6 @@ def _check(module: compat.ShardedModule) -> None:
             f"the parameter {name!r} is cut along another dimension than its first.\n"
             "  Leave shard_placement_fn out, or keep the module's gradients dense by not calling this."
         )
-    for name, parameter in zip(module.names, module.parameters, strict=True):
-        if parameter.is_meta:
-            raise UnsupportedParameter(
-                f"the parameter {name!r} has no values yet (device meta).\n"
-                "  Call model.to_empty(device=...) and initialise it before compress_reduce_scatter."
-            )
-        if parameter.dtype not in TRAINED_DTYPES:
-            raise UnsupportedParameter(
-                f"the parameter {name!r} is {parameter.dtype}; only real floating-point numbers of 16 bits or more can"
-                " be trained.\n  Keep it in float32, or set requires_grad=False."
-            )
 
 
 def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:

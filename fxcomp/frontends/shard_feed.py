@@ -23,6 +23,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.errors import FxcompError, UnsupportedFeature
 from fxcomp.frontends.hook_job import HookJob
+from fxcomp.frontends.sharded_modules import called
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
 """Types in which fully_shard has divided before its hook; for others it divides a part afterwards (torch 2.13)."""
@@ -156,7 +157,7 @@ class ShardFeed:
             if now.came:
                 missing = next(k for k in range(len(self._modules)) if k not in now.came)
                 error = UnsupportedFeature(
-                    f"the backward pass has brought no gradients of {_called(self._modules[missing])}, which"
+                    f"the backward pass has brought no gradients of {called(self._modules[missing])}, which"
                     " average_replicas was called for.\n  Let every module take part in each backward pass, or freeze"
                     " its parameters before average_replicas."
                 )
@@ -181,12 +182,12 @@ class ShardFeed:
         """Raise UnsupportedFeature for a flat shard that is not what it was when the plan was made."""
         if number in self._pass.came:
             raise UnsupportedFeature(
-                f"{_called(module)} has reduced its gradients twice in one backward pass, as it does where a backward"
+                f"{called(module)} has reduced its gradients twice in one backward pass, as it does where a backward"
                 " pass runs inside another one.\n  Pass use_reentrant=False to torch.utils.checkpoint."
             )
         if reduced.numel() != module.elements:
             raise UnsupportedFeature(
-                f"some parameters of {_called(module)} got no gradient in this backward pass: {reduced.numel()} of"
+                f"some parameters of {called(module)} got no gradient in this backward pass: {reduced.numel()} of"
                 f" {module.elements} elements have come.\n  Call model.set_reduce_scatter_unused_params(True), so that"
                 " they bring zeros, or freeze them before average_replicas."
             )
@@ -197,7 +198,7 @@ class ShardFeed:
             )
         if module.has_gradient_hooks:
             raise UnsupportedFeature(
-                f"a parameter of {_called(module)} has a hook that runs when its gradient is there"
+                f"a parameter of {called(module)} has a hook that runs when its gradient is there"
                 " (register_post_accumulate_grad_hook); the mean over replicas comes later.\n"
                 "  Step the optimizer after backward."
             )
@@ -210,7 +211,3 @@ def _parts(module: compat.ShardedModule, flat: Tensor) -> Sequence[Tensor]:
 def _cut(part: Tensor, gradient: Tensor) -> Tensor:
     """Leave the padding out."""
     return part[: gradient.numel()].view(gradient.shape)
-
-
-def _called(module: compat.ShardedModule) -> str:
-    return f"module {module.name!r}" if module.name else "the outermost module"

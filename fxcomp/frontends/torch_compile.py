@@ -53,16 +53,12 @@ from fxcomp.errors import (
 from fxcomp.frontends.backend_options import Options, check_pins, read_options
 from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, digests_of
 from fxcomp.frontends.no_sync import Averaging
+from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
-from fxcomp.pipeline import Compiler
-from fxcomp.plan.check_feedback import check_plan
-from fxcomp.plan.update_kind import UpdateKind, burst_share
-from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.members import Members
-from fxcomp.site import Site
-from fxcomp.step.follower import Follower, Trained
+from fxcomp.step.follower import Follower
 
 log = logging.getLogger(__name__)
 
@@ -263,29 +259,20 @@ def _start(
     """Meet the other ranks, start from the same values, and decide on a plan."""
     covered = {name: found.parameters[name] for name in gradients(labelled)}
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
-    facts = {f"the shape of {name!r}": list(tensor.shape) for name, tensor in {**shared, **covered}.items()}
-    facts |= {f"the type of {name!r}": str(tensor.dtype) for name, tensor in {**shared, **covered}.items()}
-    ranks.check_same(
-        "comparing models", facts | {f"a gradient of {name!r}": True for name in covered} | chosen.step.facts()
-    )
-    site = Site.of(ranks, chosen.step.cluster, next(iter(covered.values())).device)
-    if chosen.model is not None:
-        ranks.share(shared.values())
-    else:
-        _check_same_start(covered, ranks)
-    feedback = chosen.step.compress.feedback
-    compiler = Compiler(site.cluster, site.rank, feedback)
-    # The optimizer is not known and may be Adam, which a plan of the user's own choice must fit too.
-    planner = Planner(site, chosen.step, compiler, labelled, burst_share(list(UpdateKind)))
-    decision = planner.first(costs_as_given(chosen.step.costs, ranks))
+    facts: dict[str, Any] = {f"the shape of {name!r}": list(each.shape) for name, each in {**shared, **covered}.items()}
+    facts |= {f"the type of {name!r}": str(each.dtype) for name, each in {**shared, **covered}.items()}
+    facts |= {f"a gradient of {name!r}": True for name in covered}
     shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
-    check_plan(feedback, decision.plan, shapes, site.cluster)
-    log.info("%s\n%s", site.cluster, decision.plan)
-    site.make_groups_for(decision.plan)
-    seed = ranks.from_rank_0("the seed of random compressors", torch.initial_seed)
+    here = ModelHere(shapes, next(iter(covered.values())).device, facts, shared.values())
+    start = Start.of("torch_compile", ranks, chosen.step, here)
+    if chosen.model is None:
+        _check_same_start(covered, ranks)
+    compiler = start.compiler()
+    decision = start.decide(start.planner(compiler, labelled))
+    log.info("%s\n%s", start.site.cluster, decision.plan)
     return CompiledModel(
-        Follower(Trained(site, shapes, sorted(shapes), feedback, seed), decision),
-        site,
+        Follower(start.trained, decision),
+        start.site,
         compiler,
         {name: weakref.ref(parameter) for name, parameter in covered.items()},
         found.break_,

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import torch
 
+from fxcomp.errors import UnsupportedParameter
+
 
 class ElementType(StrEnum):
     """The type of a gradient's elements: its parameter's. Dense gradients travel in it; compressors are given fp32."""
@@ -40,5 +42,11 @@ _DTYPES = {
 }
 _BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
 
-TRAINED_DTYPES = tuple(_BY_DTYPE)
-"""The types of parameters that can be trained."""
+
+def check_is_trainable(name: str, dtype: torch.dtype) -> None:
+    """Raise UnsupportedParameter for a parameter of a type that no gradient may have."""
+    if dtype not in _BY_DTYPE:
+        raise UnsupportedParameter(
+            f"the parameter {name!r} is {dtype}; only real floating-point numbers of 16 bits or more can be trained.\n"
+            "  Keep it in float32, or set requires_grad=False."
+        )

@@ -19,7 +19,6 @@ from fxcomp.plan.plan import Plan
 from fxcomp.plan.warmup import NO_WARMUP, Stage, Warmup
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
-from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given
@@ -35,19 +34,17 @@ class PlanInForce:
         self,
         decision: Decision,
         compiler: Compiler,
-        site: Site,
+        trained: Trained,
         capture: StepCapture,
         inputs: Inputs,
-        seed: int,
         warmup: Warmup = NO_WARMUP,
     ):
-        self._compiler, self._site, self._capture = compiler, site, capture
+        self._compiler, self._capture = compiler, capture
+        self._site = site = trained.site
         self.inputs = inputs
         self.stages = warmup.stages(decision.plan)
         """The plans that are followed one after the other; the last one stays."""
         self._stage: int = 0
-        names = sorted(capture.first.gradient_names)
-        trained = Trained(site, inputs.shapes, names, compiler.feedback, seed)
         self._follower = Follower(trained, decision, len(self.stages) - 1)
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""

@@ -299,7 +299,7 @@ def chosen() -> tuple[str, str]:
     hook = fxcomp.ddp_hook(
         cluster=slow, costs=CostTable(), compress=fxcomp.Compress(within="balanced", pins={"*.bias": "dense"})
     )
-    with pytest.raises(FxcompError, match="has no plan yet"):
+    with pytest.raises(FxcompError, match="there is no plan yet"):
         hook.report()
     job, model = JOBS["mlp"], JOBS["mlp"].build()
     ddp = wrapped(model, hook)

@@ -1,0 +1,274 @@
+"""Follow a plan in backward passes that are somebody else's: dense at first, then by a plan that all ranks share.
+
+    pass 0 ... 5     dense, while it is timed when each bucket of gradients is ready
+    then             a plan; those that may be faster take turns with it, and the fastest stays
+
+A plan that was given is followed from the first pass on. What runs a pass is a class of its own: the hook
+(`hook_job.py`), and what scatters gradients (`scatter_job.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxcomp import compat
+from fxcomp.beside import NOBODY
+from fxcomp.cost.timeline import Timeline
+from fxcomp.frontends.hook_program import Layout, arriving
+from fxcomp.frontends.start import Start
+from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.search.decision import Decision
+from fxcomp.search.raced import Raced
+from fxcomp.search.runners import lined_up
+from fxcomp.state.checkpoint import PLAN
+from fxcomp.state.saved_state import Given
+from fxcomp.step.follower import Followed, Follower
+from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.race import WARM_STEPS, Race
+from fxcomp.step.step_times import Looks, StepTimes
+
+log = logging.getLogger(__name__)
+
+DENSE_PASSES = 6
+"""Passes before there is a plan: after DDP's buckets have settled, three are timed."""
+
+TIMED = 3
+"""So many passes tell when buckets are ready."""
+
+
+class ReadyTimes:
+    """Times the compute before each bucket of the last passes, without what the hook itself takes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._last: Any = None
+        self._pass: list[tuple[Any, Any]] = []
+        self._passes: deque[tuple[Layout, list[tuple[Any, Any]]]] = deque(maxlen=TIMED)
+
+    def enter(self) -> None:
+        """A bucket has come."""
+        now = self._clock.look()
+        self._pass.append((now if self._last is None else self._last, now))
+
+    def leave(self) -> None:
+        """Compute goes on."""
+        self._last = self._clock.look()
+
+    def end_pass(self, layout: Layout) -> None:
+        """Every bucket has come, and these were they."""
+        self._passes.append((layout, self._pass))
+        self._pass = []
+
+    def medians_us(self, layout: Layout, device: torch.device) -> list[float]:
+        """The compute before each bucket; zeros where no pass had these buckets. Waits for the device."""
+        compat.synchronize(device)
+        passes = [looks for known, looks in self._passes if known == layout]
+        if not passes:
+            return [0.0] * len(layout)
+        return [
+            statistics.median(self._clock.us(*looks) or 0.0 for looks in each) for each in zip(*passes, strict=True)
+        ]
+
+
+class BackwardPasses(ABC):
+    """The backward passes of one model, what they follow, and what is kept of their gradients."""
+
+    def __init__(self, what: str, start: Start, closed: str, given: Given = None):
+        self.start, self.site = start, start.site
+        self._what, self._given = what, given
+        self.lockstep = Lockstep(self.site.ranks, closed)
+        self.runtime = Runtime(self.site.transport, self.site.device)
+        self.passes = 0
+        self.follower: Follower | None = None
+        """What passes follow, once there is a plan."""
+        self._race: Race | None = None
+        self._raced: Raced | None = None
+        """The race that is over."""
+        self.ready = ReadyTimes(self.site.device)
+        self.times = StepTimes(self.site.device)
+        """From the end of one planned pass to the end of the next."""
+        self._ended: Any = None
+
+    @property
+    def decision(self) -> Decision | None:
+        """What passes follow now; None before there is a plan."""
+        return None if self.follower is None else self.follower.decision
+
+    @property
+    def planned(self) -> Follower:
+        """What passes follow."""
+        assert self.follower is not None, "there is a plan by now"
+        return self.follower
+
+    @property
+    def is_planned(self) -> bool:
+        """There is a plan, or the next pass makes one."""
+        return self.follower is not None or self.start.is_planned
+
+    @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will after passes that are not counted."""
+        return self._race is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """The pass under way tells when buckets are ready."""
+        return self.passes < DENSE_PASSES
+
+    # What runs a pass
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """The emitted step as Python source; empty before there is a plan."""
+
+    @property
+    @abstractmethod
+    def timeline(self) -> Timeline | None:
+        """The predicted step; None before there is a plan."""
+
+    @abstractmethod
+    def report(self) -> str:
+        """Explain the plan in force."""
+
+    @abstractmethod
+    def _choose(self, start: Start, graph: GraphModule, layout: Layout) -> Decision:
+        """Decide for buckets that arrive as a graph says; every rank calls it."""
+
+    @abstractmethod
+    def _prepare(self, followed: Followed, layout: Layout) -> None:
+        """Make what running a plan needs. Local."""
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Go on with what is followed now, which may be another plan."""
+
+    # A pass
+
+    def enter(self) -> None:
+        """Begin a pass. Raises RanksApart where ranks have stopped at different places."""
+        self.lockstep.enter(self.passes)
+        self.lockstep.has_begun = True
+
+    def follow_scale(self) -> None:
+        """Let what is kept be in the unit of the loss's factor."""
+        scaler = self.start.options.scaler
+        self.planned.now.follow_scale(1.0 if scaler is None else float(scaler.get_scale()))
+
+    def time_pass(self, waits: Sequence[Looks], *, counts: bool) -> None:
+        """Note the end of a planned pass."""
+        end = self.times.look()
+        if self._ended is not None and counts:
+            self.times.add(self.passes, [(self._ended, end)], waits)
+        self._ended = end
+
+    def end_pass(self, layout: Layout) -> None:
+        """Count a pass that brought these buckets; at its end another plan may be followed. Every rank calls it."""
+        self.passes += 1
+        if self._race is not None and self.passes == self._race.turn_ends:
+            self._end_turn(self._race)
+        if not self.is_planned and self.passes >= DENSE_PASSES:
+            self.decide(layout)
+
+    def stop(self, error: BaseException) -> None:
+        """End the pass under way, in which something was raised; the other ranks learn of it."""
+        self.lockstep.leave(error, self.runtime)
+
+    # Deciding
+
+    def decide(self, layout: Layout) -> None:
+        """Agree on a plan with all ranks, and take back a state that was loaded before."""
+        with self.site.ranks.together(self._what):
+            self._decide(layout, self._given)
+        self._given = None
+
+    def _decide(self, layout: Layout, given: Given) -> None:
+        self.follower, self._race = Follower(self.start.trained, self._decision(layout)), None
+        self._load(given)
+        self._line_up(layout)
+        self._prepare(self.follower.now, layout)
+        self._go_on()
+        log.info("%s\n%s", self.site.cluster, self.follower.decision.plan)
+
+    def _decision(self, layout: Layout) -> Decision:
+        """Decide by when buckets are ready. Groups beside each other that have the same to send decide together."""
+        start, ranks, beside = self.start, self.site.ranks, self.site.beside
+        buckets = {f"bucket {k}": bucket.facts for k, bucket in enumerate(layout)}
+        ranks.check_same("comparing buckets", buckets)
+        mine = self.ready.medians_us(layout, self.site.device)
+        with beside.together("deciding"):
+            here = {"this rank's place": self.site.rank, "the hosts of ranks": list(self.site.cluster.placement)}
+            facts = buckets | here | start.options.facts() | {"sizes": [bucket.sizes for bucket in layout]}
+            if not beside.do_the_same("comparing groups", facts):
+                beside, start = NOBODY, replace(start, site=replace(self.site, beside=NOBODY))
+            everyone = beside.gather("ready times", self.site.gather_numbers("ready times", mine))
+            times = [theirs for group in everyone for theirs in group]
+            agreed = [statistics.median(each) for each in zip(*times, strict=True)]
+            return self._choose(start, arriving(layout, agreed, self.site.device), layout)
+
+    def _line_up(self, layout: Layout) -> None:
+        """Let the plan and the others that may be faster take turns after the next passes; every rank does it here."""
+        follower = self.planned
+        choice = follower.decision.choice
+        runners = lined_up(choice.runners, follower.decision.plan) if choice is not None else ()
+        if runners:
+            follower.line_up([runner.plan for runner in runners[1:]])
+            for followed in follower.racing:
+                self._prepare(followed, layout)
+            self._race = Race(runners, self.passes + WARM_STEPS)
+
+    def _end_turn(self, race: Race) -> None:
+        """Agree on what the turn's passes took, and let the next plan have its turn, or the best one stay."""
+        race.end_turn(self.times.slowest(race.timed_steps, self.site))
+        self.times.forget()
+        if race.result is None:
+            self.planned.take_turn(race.current)
+        else:
+            self.planned.settle_on(race.result.winner)
+            self.planned.tell(str(race.result))
+            self._race, self._raced = None, race.result
+        self.runtime.forget_buffers()
+        self._go_on()
+        self._ended = self.times.look()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy this rank's state; empty before there is a plan."""
+        follower = self.follower
+        if follower is None:
+            return {}
+        under = follower.racing[0] if follower.racing else follower.now
+        plan = under.decision.plan  # followed where it is loaded, so it is not one whose turn it just is
+        return {**follower.state_dict(under, plan, self.passes), PLAN: plan.to_json()}
+
+    def load_state_dict(self, given: Given) -> None:
+        """Take back a state, or keep it until there is a plan; every rank calls it."""
+        self.lockstep.check_open()
+        with self.site.ranks.together("load_state_dict", after_a_stop=True):
+            if self.follower is None:
+                self.start, self._given = self.start.follow(given), given
+            else:
+                self._load(given)
+
+    def _load(self, given: Given) -> None:
+        follower = self.planned
+        steps = follower.load(given, {follower.decision.plan.digest})
+        if steps is not None and self._race is not None:  # it begins again
+            self._race = Race(lined_up(self._race.runners, follower.decision.plan), self.passes + WARM_STEPS)
+            self.runtime.forget_buffers()
+            self._go_on()
+
+    def close(self) -> None:
+        """End the pool's thread and give back the process groups; other ranks need not be there."""
+        self.lockstep.close(self.runtime)
