@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from textwrap import fill
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ SIZE = 2**20
 SHAPE = (1024, 1024)
 SAMPLE = 2**17
 SAMPLE_SHAPE = (512, 256)
+WIDTH = 120
 
 _BIAS = {Bias.UNBIASED: "unbiased", Bias.ROUNDING: "rounding", Bias.BIASED: "biased"}
 _FEEDBACK = {
@@ -121,7 +123,7 @@ def _paragraph(compressor: Compressor) -> str:
             ),
         ]
     lines += ["", f"**When:** {facts.use} **When not:** {facts.avoid}", "", f"Source: {facts.source.rstrip('.')}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines) + "\n"
 
 
 def _range(compressor: Compressor, parameter: Parameter) -> str:

@@ -56,7 +56,7 @@ updates included.
 """
 
 COSTS_WORDS = """
-## What things cost
+## Prices
 
 These costs are made up and round. In a real job `compile_step` measures them on your ranks ([costs](costs.md)).
 
@@ -134,7 +134,7 @@ BUDGET_END = """
 """
 
 BOUND = """
-## How good is that
+## Distance from the best plan
 
 A step is at least as long as what each stream must do. Compute runs backward, every update and its share of all
 buckets. The link starts no gradient before it is ready, and compute has work left after the last one has arrived. The

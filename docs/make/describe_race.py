@@ -51,13 +51,13 @@ predicts); if not, dense is.
 RACE = """
 ## The race
 
-In the running job these plans take turns, and the measured best stays. All ranks take the same turns: a heat of {heat}
-steps for every runner, then {turn} steps for each that may still win, until one is left or those have {counted} counted
-steps. A runner is out when its median is more than {out:.0f} standard errors of the difference behind the best. After
-{longest} steps the race ends in any case. A turn's first step does not count (it allocates), nor do steps that are
-verified. A machine that is disturbed for a moment makes steps longer, never shorter: a runner with few counted steps is
-judged by its shortest one, and a runner that is out after its heat, though predicted to be near the best, runs another
-at the end.
+In the running job these plans take turns, and the measured best stays. All ranks take the same turns: first a heat of
+{heat} steps for every runner, then {turn} steps for each that may still win. The race ends when one is left, when
+those that are left have {counted} counted steps, and after {longest} steps in any case. A runner is out when its
+median is longer than the best by more than {out:.0f} standard errors of the difference. The first step of a turn does
+not count, because it allocates; verified steps do not count either. A disturbed machine makes steps longer, never
+shorter. So a runner with few counted steps is judged by its shortest one, and a runner that was predicted near the
+best and loses its heat runs another at the end.
 
 Suppose that the table came from another machine, and compressors take {dearer:.0f} times as long here:
 

@@ -66,7 +66,7 @@ LEVELS = """
 processor, which works beside it. Values are copied there and back. Without a GPU, `gpu` is the main thread and `cpu`
 the pool. After the name of a collective stands its level: the ranks that meet in it.
 
-A bucket holds gradients of one type, in which its dense values travel, before compressors and behind them.
+A bucket holds gradients of one type, in which its dense values travel, before compressors and after them.
 
 | level | ranks that meet | on 2 racks of 2 hosts of 2 ranks |
 |---|---|---|
@@ -118,7 +118,7 @@ BROKEN = (
 """One strategy for each rule that can be broken."""
 
 READING = """
-## How to read the pictures
+## Reading the pictures
 
 Four ranks, a and b on one host, c and d on another, unless a picture says otherwise. Every column is a rank, every line
 what it holds after a step: whose gradients, and a bar for the part of the bucket.
@@ -141,7 +141,7 @@ Numbers are for a bucket of {elements:,} values.
 """
 
 COUNTS = """
-## How many there are
+## Number of strategies
 
 `fxcomp.plan.space` lists every strategy of a space: levels, collectives, compressors, devices, and how often may be
 compressed. The decision tree of Espresso (Wang et al., EuroSys 2023) is such a space: all ranks at once or host by
@@ -152,7 +152,7 @@ host, sums of payloads never made by the network, and inside hosts no collective
 """
 
 MODES = """
-## What the modes choose from
+## Strategies of each mode
 
 A dense bucket is always allowed, over all ranks or level by level. Beside it a mode offers these compressors, in one
 shot or in two, flat and by level, and on either device. Two shots need three ranks or more. *Vectors*: also for buckets

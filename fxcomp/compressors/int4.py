@@ -6,7 +6,7 @@
     decoded = code * scale
 
 Payload and blocks as in `block_codes.py`, 4 bits a code in two's complement, two a byte. A block is an even number of
-values; a segment of odd size leaves half a byte of zeros behind.
+values; a segment of odd size leaves half a byte of zeros at its end.
 
 A block of zeros has scale 0. A block with a value that is not finite decodes to NaN, and its residual stays as it was.
 
@@ -52,7 +52,7 @@ class Int4(SymmetricCompressor):
         state_dtype=torch.int64,
         grain="block",
         use="Slow links: an eighth of the bytes at the dense loss.",
-        avoid="Where int8 already hides behind compute.",
+        avoid="Where compute hides int8 already.",
         source="block-wise symmetric quantisation",
         case=Case.MODE,
     )
