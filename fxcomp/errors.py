@@ -163,7 +163,7 @@ class ScaleNotUpdated(FxcompError):
 
 
 class CannotReplan(FxcompError):
-    """There is nothing to plan anew by, or the plan is not fxcomp's to change."""
+    """There is nothing to plan again by, or the plan is not fxcomp's to change."""
 
 
 class VerificationFailed(FxcompError):

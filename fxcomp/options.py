@@ -40,7 +40,7 @@ def _check_one_of(name: str, given: object, allowed: Sequence[object], meanings:
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """What a running step does to check itself.
+    """A running step's checks of itself.
 
     `verify` says which steps are compared with eager PyTorch, loss, gradients and update: `sampled` (2, 5, 10, 20, 50
     and so on), every N-th, or `never`.

@@ -111,7 +111,7 @@ class Compiler:
         note_work(graph)
         gm = run(graph, (*self.labelling(), (partial(annotate_costs, costs=costs, cluster=self.cluster),)))
         workload = replace(read_workload(gm, costs.feed_us), keeps_velocity=self.feedback.momentum > 0)
-        workload = workload.behind((self.micro_batches - 1) * workload.backward_us)
+        workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
             return workload
         look_us = costs.pack_us(workload.dense_bytes) / 2  # as annotate_costs prices it
@@ -162,7 +162,7 @@ class Compiler:
         return _after_each(graph, self.passes(plan, costs))
 
     def _predicted(self, gm: GraphModule, costs: CostTable) -> Timeline:
-        """Simulate a final graph, behind the other micro-batches of its group."""
+        """Simulate a final graph, after the other micro-batches of its group."""
         others = self.micro_batches - 1
         return predicted(gm, costs, others * read_workload(gm, costs.feed_us).backward_us if others else 0.0)
 
@@ -174,7 +174,7 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
 
 
 def predicted(gm: GraphModule, costs: CostTable, ahead_us: float = 0.0) -> Timeline:
-    """Simulate a final graph, behind compute that takes so long."""
+    """Simulate a final graph, after compute that takes so long."""
     before = [(AHEAD, ahead_us), (FEED, costs.feed_us)]
     tasks = [Task(name, Stream.COMPUTE, us) for name, us in before if us]
     return simulate([*tasks, *graph_tasks(gm)], costs.processors)

@@ -143,7 +143,7 @@ class Ranks:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a report says of the ranks: whom they leave out."""
+        """List a report's notes on the ranks: whom they leave out."""
         if self.members is None or self.members.is_whole_job:
             return ()
         return (f"gradients are averaged over {self.members}; the other ranks are left alone",)

@@ -1,5 +1,6 @@
 """Docs and docstrings as we write them: short lines, `after` and `again`, and openings that say what a thing does."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "csrc" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+MODULES = [
+    path
+    for path in sorted([*ROOT.glob("fxcomp/**/*.py"), *ROOT.glob("docs/make/*.py")])
+    if path.relative_to(ROOT).parts[1] not in ("step", "frontends")
+]
 WIDTH = 120
 BANNED = re.compile(r"\b(behind|anew)\b", re.IGNORECASE)  # after, again
 OPENING = re.compile(r"(##+ )?(What|How|Whether|Tell (that|whether|if))\b")
@@ -25,8 +31,38 @@ def flaws(text: str) -> Iterator[str]:
             yield f"opening: {line}"
 
 
+def flaws_of_docstrings(source: str) -> Iterator[str]:
+    """Name banned words and openings of all docstrings, those of attributes too; the formatter sees to their length."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield from (flaw for flaw in flaws(text) if flaw.startswith("banned"))
+                if OPENING.match(text):
+                    yield f"opening: {text[:60]}"
+            case _:
+                pass
+
+
 def test_pages_are_short_lines_of_plain_words():
     assert {str(page.relative_to(ROOT)): found for page in PAGES if (found := list(flaws(page.read_text())))} == {}
+
+
+def test_docstrings_open_with_what_they_do():
+    found = {str(path.relative_to(ROOT)): list(flaws_of_docstrings(path.read_text())) for path in MODULES}
+    assert {path: flaws for path, flaws in found.items() if flaws} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a module holds."""',
+        'def f():\n    """Tell that it is so."""',
+        'class A:\n    """A."""\n    b: int\n    """How many."""',
+        'def f():\n    """Plan anew."""',
+    ],
+)
+def test_a_planted_flaw_of_a_docstring_is_found(source: str):
+    assert len(list(flaws_of_docstrings(source))) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ MODE = Mode.BALANCED
 UPDATE_US_PER_ELEMENT = 0.0005
 COMPRESSOR_START_US = 10.0
 COMPRESSORS_US = {"bf16": (200.0, 100.0), "int8": (300.0, 200.0), "int4": (400.0, 200.0)}
-"""What compressing and decompressing a million values takes beside the start of a kernel."""
+"""Time to compress and to decompress a million values, without the start of a kernel."""
 
 
 def _compressor(encode_us: float, decode_us: float) -> CompressorCost:

@@ -296,7 +296,7 @@ def _chosen(choice: Choice) -> str:
 
 
 def _is_offered(bucket: Bucket) -> bool:
-    """Tell that the mode has this strategy for what the bucket holds."""
+    """Return whether the mode has this strategy for what the bucket holds."""
     are_vectors = {gradient.is_vector for gradient in WORKLOAD.gradients if gradient.name in bucket.names}
     content = Content.MIXED if len(are_vectors) == 2 else Content.VECTORS if True in are_vectors else Content.MATRICES
     return bucket.strategy in strategies(MODE, CLUSTER, content, offload=COSTS.offloads)

@@ -59,7 +59,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
 
 
 def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
-    """Label the gradient behind an output; returns the copy that takes the output's place."""
+    """Label the gradient that an output is made of; returns the copy that takes the output's place."""
     output, reduction = gm.graph.output_node(), _reduction_behind(value)
     local = value if reduction is None else reduction.all_input_nodes[0]
     others = [user for user in local.users if user not in (output, reduction)]

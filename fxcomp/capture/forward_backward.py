@@ -43,7 +43,7 @@ class Outputs:
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are sparse in eager PyTorch."""
     prelude: Prelude | None = None
-    """What Python asked about values."""
+    """Python's questions about values."""
 
     def results_of(self, body: GraphModule) -> list[Any]:
         """List what a graph returns, with the constants of the auxiliary result in their places."""

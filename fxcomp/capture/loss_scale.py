@@ -43,12 +43,12 @@ class LossScale:
 
     @property
     def scale(self) -> Tensor:
-        """What the loss is multiplied by: a scalar of fp32, on the device."""
+        """The factor on the loss: a scalar of fp32, on the device."""
         return compat.scale_of(self.scaler, self.device)
 
     @property
     def inverse(self) -> Tensor:
-        """What gradients are multiplied by, rounded as `scaler.unscale_` does."""
+        """The factor on gradients, rounded as `scaler.unscale_` does."""
         return self.scale.double().reciprocal().float()
 
     def check_updated(self) -> None:

@@ -38,7 +38,7 @@ class Owned:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What its optimizer keeps for it."""
+        """Its optimizer's state for it."""
         return self.optimizer.state.get(self.parameter, {})
 
 

@@ -32,7 +32,7 @@ _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What the step of an optimizer does with the state of a parameter."""
+    """The way in which an optimizer's step uses a parameter's state."""
 
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
     """Python numbers in the state that grow by so much in each step."""

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What stands for one argument of the traced function."""
+    """The stand-in for one argument of the traced function."""
 
     value: Any
     feed: Feed | None
@@ -51,7 +51,7 @@ class _Copies:
 
 
 class Questions:
-    """What was asked while one step was traced, and answered."""
+    """The questions that tracing one step asked, with their answers."""
 
     def __init__(self, givens: Sequence[Given]):
         self._givens = givens

@@ -121,7 +121,7 @@ def _cuda(device: int | str | torch.device) -> torch.device:
 
 
 def drop_idle_states(body: GraphModule) -> None:
-    """Remove states that no draw needs: a checkpointed block without dropout leaves nothing behind.
+    """Remove states that no draw needs: a checkpointed block without dropout leaves none.
 
     A state is not read where it is known, nor set where the generator has it already, or where another one is set
     before anything is drawn.

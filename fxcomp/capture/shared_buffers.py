@@ -1,7 +1,7 @@
 """Agree on the buffers that all ranks take from rank 0 at each step, and when they travel.
 
 DistributedDataParallel sends all buffers before each forward pass. Here only those travel that may have changed, hidden
-behind the backward pass. A rank sees what its own capture writes, and captures again, alone, for batches of another
+after the backward pass. A rank sees what its own capture writes, and captures again, alone, for batches of another
 shape. So the set is agreed once, while the step is compiled, and every capture follows it:
 
     written by the first capture of any rank     ─┐

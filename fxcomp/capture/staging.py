@@ -23,7 +23,7 @@ class Asked:
     numbers: Mapping[str, Node]
     answer: Any
     nodes: Sequence[Node]
-    """What makes the numbers, in order: none may be left out, because some write."""
+    """Nodes that make the numbers, in order: keep all of them, because some write."""
 
 
 def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:

@@ -105,4 +105,4 @@ def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
 
 
 _NOT_BAKED = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-"""What no update reads: who is in the group, and schedulers' notes."""
+"""Entries that no update reads: the group's members, and schedulers' notes."""

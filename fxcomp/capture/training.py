@@ -36,13 +36,13 @@ class Training:
     max_grad_norm: float | None
     max_grad_value: float | None
     habits: Mapping[int, Habits]
-    """What updates do with the state of a parameter, by the number of its group."""
+    """The use that updates make of a parameter's state, by the number of its group."""
     fresh_state: Mapping[str, object] = field(default_factory=dict[str, object])
     """Optimizer state that was created for the capture, by parameter: these have not been stepped yet."""
     finds_unused: bool = False
     """The loss may leave out parameters for some batches: they get zeros for a gradient."""
     loss_scale: LossScale | None = None
-    """What the loss is multiplied by before the backward pass, and gradients are divided by."""
+    """The factor on the loss before the backward pass; gradients are divided by it."""
 
     @classmethod
     def of(

@@ -14,7 +14,7 @@ from fxcomp.errors import LossNotScalar
 
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """What a loss function returns where each element counts as much, whatever rank or micro-batch it is in.
+    """A loss whose elements all count the same, in whatever rank or micro-batch they are.
 
     The gradient is that of the sum of all ranks' sums over the sum of their counts. The number of ranks is no concern
     of the loss function's; averaging knows it. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over

@@ -72,7 +72,7 @@ def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
             placement = tuple(map(parse_digits, rest.split()))
         else:
             raise BadCluster(
-                f"cannot read {clause!r} in the cluster {text!r}: behind the hosts write inter, intra or rack with"
+                f"cannot read {clause!r} in the cluster {text!r}: after the hosts write inter, intra or rack with"
                 " a link, or placed with the host of each rank, like: 2x2, inter 25gbit, placed 0 1 1 0"
             )
     return shape, links, placement

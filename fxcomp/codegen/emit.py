@@ -147,7 +147,7 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 
 
 def _changes_parameters(piece: Region | Node) -> bool:
-    """Tell whether parameters change here, or it is decided here that they may."""
+    """Return whether parameters change here, or it is decided here that they may."""
     return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 

@@ -89,7 +89,7 @@ def _is_taken_from_a_list(node: Node, region: Region) -> bool:
 
 
 def _fills_fresh_memory(node: Node) -> bool:
-    """Tell whether a draw depends on numbers in the graph and the generator alone."""
+    """Return whether a draw depends on numbers in the graph and the generator alone."""
     place, value = node.args[0], node.meta["val"]
     is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
     if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:

@@ -81,7 +81,7 @@ class Program:
     inputs: tuple[Source, ...]
     """The sources of the graph's inputs, in their order."""
     numbers: Numbers = AS_WRITTEN
-    """What lines take in the place of what is written in the emitted source."""
+    """Numbers that lines take in the place of those in the emitted source."""
     carriers: frozenset[str] = frozenset()
     """The collectives that take along what ranks compare."""
 

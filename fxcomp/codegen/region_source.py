@@ -202,7 +202,7 @@ def _elements(group: Sequence[Node]) -> float:
 
 
 def _likeness(group: Sequence[Node]) -> Hashable:
-    """What updates have in common that may run at once: operators, live numbers, and types."""
+    """Return the key of updates that may run at once: operators, live numbers, and types."""
     inputs = _inputs(group)
     names = _names_in_rule(group, inputs)
     types = tuple((v.dtype, v.device) for n in inputs if isinstance(v := n.meta.get("val"), Tensor))

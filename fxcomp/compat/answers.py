@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.printers import PythonPrinter
 
 Expression = Any
-"""What is asked: a SymPy expression of symbols."""
+"""A question: a SymPy expression of symbols."""
 
 
 class AskingShapes(ShapeEnv):

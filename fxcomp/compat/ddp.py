@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the wrapper behind a bucket's parameters."""
+"""DistributedDataParallel: the wrapper that a bucket's parameters belong to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
-"""What a communication hook is given."""
+"""The argument of a communication hook."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _dist = cast("Any", dist)
 
 
 class Scatter(Protocol):
-    """What fully_shard calls with the gradients of a module: torch's own interface for it."""
+    """The function that fully_shard calls with the gradients of a module: torch's own interface for it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make memory: first for the gradients, where compute runs, then for this rank's part."""
@@ -96,7 +96,7 @@ class ShardedModule:
 
     @property
     def own_scatter(self) -> Scatter:
-        """What scatters its gradients now."""
+        """Return the function that scatters its gradients now."""
         return self._group._reduce_scatter_comm
 
     @property

@@ -26,7 +26,7 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _di
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 SECONDS_TO_CLOSE = 10.0
-"""How long Python's end waits for groups that are being closed."""
+"""Python's end waits so long for groups that are being closed."""
 
 
 def process_group(name: str) -> Any:
@@ -69,7 +69,7 @@ def is_store_gone(error: Exception) -> bool:
 
 
 def is_of_another_process(store: dist.Store) -> bool:
-    """Tell whether another process has been this rank in a store: its answers to all may still be there."""
+    """Return whether another process has been this rank in a store: its answers to all may still be there."""
     return set_once(store, f"process/{dist.get_rank()}", _this_process()) != _this_process()
 
 
@@ -126,7 +126,7 @@ def groups_made() -> int:
 
 
 def count_groups_from(number: int) -> None:
-    """Set the number of the next process group: a rank that failed between two of them has fallen behind."""
+    """Set the number of the next process group: a rank that failed between two of them has counted fewer."""
     dist.distributed_c10d._world.group_count = number
 
 

@@ -1,4 +1,4 @@
-"""What differs between the optimizers of torch's versions."""
+"""Differences between the optimizers of torch's versions."""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false

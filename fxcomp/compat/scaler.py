@@ -22,12 +22,12 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
 
 
 def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Tell that an optimizer has stepped, or was left out because gradients were not finite, as `scaler.step` does."""
+    """Record that an optimizer has stepped, or was left out for infinite gradients, as `scaler.step` does."""
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"] = OptState.STEPPED
     state["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
 def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell if an optimizer has stepped, or gradients were unscaled, since the last `scaler.update`."""
+    """Return whether an optimizer has stepped, or gradients were unscaled, since the last `scaler.update`."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY

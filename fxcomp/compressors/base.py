@@ -111,7 +111,7 @@ class Compressor(Declared):
         return f"fxcomp_{cls.facts.name}_{what}"
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """List the kernels' arguments behind the tensors: how the bucket is cut, and the parameters."""
+        """List the kernels' arguments after the tensors: how the bucket is cut, and the parameters."""
         return segments, len(segments), *self.parameters
 
     def _run_kernel(self, what: str, segments: tuple[int, ...], *tensors: Tensor | float | None) -> int | None:

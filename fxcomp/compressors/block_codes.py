@@ -5,7 +5,7 @@
     decoded = of a code and its block's scale
 
 Payload, as bytes: the fp32 scales of all blocks, then the codes, 8 / b a byte with the first in the lowest bits, then
-zeros up to a multiple of four, so that gathered payloads stay aligned. Blocks start anew with each segment and the last
+zeros up to a multiple of four, so that gathered payloads stay aligned. Each segment starts a new block and the last
 one of a segment may be short; a segment's codes start with a new byte, so that no byte is of two segments.
 
 A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual stays as it was.

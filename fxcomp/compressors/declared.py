@@ -98,7 +98,7 @@ class Declared(ABC):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The values behind `segments` in the ops' schemas: all fields, in order."""
+        """The values after `segments` in the ops' schemas: all fields, in order."""
         this: Any = self
         return tuple(getattr(self, field.name) for field in fields(this))
 
@@ -114,7 +114,7 @@ class Declared(ABC):
         return self.all_state_elements(segments) * self.facts.state_dtype.itemsize
 
     def all_state_elements(self, segments: Sequence[int]) -> int:
-        """The state of a bucket: its segments' states, one behind the other."""
+        """The state of a bucket: its segments' states, one after the other."""
         return sum(self.of_segment(index).state_elements(size) for index, size in enumerate(segments))
 
     def __str__(self) -> str:

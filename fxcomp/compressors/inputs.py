@@ -40,7 +40,7 @@ class EncoderInput(NamedTuple):
 
 
 class DecoderInput(NamedTuple):
-    """The payloads of `ranks` ranks, one behind the other; of a linear compressor their sum, with ranks=1."""
+    """The payloads of `ranks` ranks, one after the other; of a linear compressor their sum, with ranks=1."""
 
     payloads: Tensor
     ranks: int

@@ -1,9 +1,9 @@
-"""Compress a value in pieces, each by itself, one payload behind the other: each goes to another rank.
+"""Compress a value in pieces, each by itself, one payload after the other: each goes to another rank.
 
     pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then that of (3,)
 
 Residual and state lie as the values do. Decoding takes the pieces' payloads in the same order, with those of all ranks
-for one piece behind each other.
+for one piece after each other.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def read(section: Tensor, n: int, slots: int) -> Tensor:
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
-    # Each 1 goes to its number, each 0 behind them all: unlike nonzero, a GPU need not say how many there are.
+    # Each 1 goes to its number, each 0 after them all: unlike nonzero, a GPU need not say how many there are.
     number = torch.where(bits > 0, bits.cumsum(0) - 1, slots)
     order = torch.arange(slots + 1, device=section.device)
     unused = torch.zeros_like(order) if form == BITMAP else order

@@ -7,7 +7,7 @@
     decoded = (sum of the codes) * scale
 
 Proposal: one fp32 a block. Payload: one int8 a value, n bytes; the scales are not in it, for every rank has them.
-Blocks start anew with each segment; the last block of a segment may be short.
+Each segment starts a new block; the last block of a segment may be short.
 
 With nearest = round(v / scale), ties to even, and d = v / scale - nearest, the code is nearest + 1 if u < d,
 nearest - 1 if u < -d, and nearest otherwise, where u in [0, 1) comes from the rank's own stream (randomness.py). Its

@@ -7,7 +7,7 @@
     capacity  = min(n, ceil(1.3 * k))
 
 Payload, as bytes: for each segment that is not empty the count as int32, then `capacity` fp32 values by ascending
-place, then the places as in places.py, filled up to a multiple of four. Slots behind the count are zero. With c slots
+place, then the places as in places.py, filled up to a multiple of four. Slots after the count are zero. With c slots
 and P(n, c) from topk.py, 4 + 4c + P(n, c) bytes a segment: at 1 % 6.7 bytes for each of the k values asked for.
 
 If more values survive than there are slots, the `capacity` largest magnitudes are sent, of equal ones those at lower

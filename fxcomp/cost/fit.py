@@ -166,7 +166,7 @@ def _candidates(x: Vector) -> Iterator[_Break]:
 
 
 def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
-    """Tell that every piece has sizes enough, and that more sizes are known than numbers are sought."""
+    """Return whether every piece has sizes enough, and that more sizes are known than numbers are sought."""
     if len(x) <= _parameters(breaks):
         return False
     first = [0, *(int(np.searchsorted(x, new.at, "left")) for new in breaks)]

@@ -197,7 +197,7 @@ class CostTable(MemoryPrices):
         return [at_launch / touched for touched in (8.0, 12.0, payloads + 4.0)]
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
-        """Tell that this very compressor was timed there."""
+        """Return whether this very compressor was timed there."""
         return exact_key(self.compressors, compressor, device.value, self.threads) is not None
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:

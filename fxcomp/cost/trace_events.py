@@ -288,7 +288,7 @@ def _overload(name: str, types: tuple[str, ...]) -> str | None:
 
 
 def _takes(expected: str, given: str) -> bool:
-    """Tell that an argument of a schema's type may be what the profiler calls `given`."""
+    """Return whether an argument of a schema's type may be what the profiler calls `given`."""
     is_tensor = expected in ("Tensor", "Optional[Tensor]")
     if given in _TYPES:
         return is_tensor

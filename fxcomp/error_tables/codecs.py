@@ -139,7 +139,7 @@ def draw_runs(value: Tensor, run: int, whole: float, start: float) -> Drawn:
     rows = value[: len(value) // run * run].view(-1, run)
     of_rows = row_squares(rows)
     if not float(of_rows.sum()) > 0:
-        return Drawn(value, 0, whole)  # all is in the values behind the last run
+        return Drawn(value, 0, whole)  # all is in the values after the last run
     order = row_crests(rows, of_rows).argsort()
     added = of_rows[order].cumsum(0)
     steps = (torch.arange(RUNS, device=value.device, dtype=torch.float64) + start) / RUNS

@@ -125,12 +125,12 @@ STANDARD = Columns()
 
 @lru_cache(maxsize=4096)
 def sends_whole(compressor: PowerSGD, shape: tuple[int, ...]) -> bool:
-    """Tell that a vector, or a matrix too small for two factors to pay, travels as it is."""
+    """Return whether a vector, or a matrix too small for two factors to pay, travels as it is."""
     return compressor.bound_to([shape], 1).columns == (0,)
 
 
 def on_lines(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Read a curve off between its points, which are in order; behind the last one it stays as it is."""
+    """Read a curve off between its points, which are in order; after the last one it stays as it is."""
     for (left, high), (right, low) in pairwise(points):
         if left < right and at <= right:
             return high + (low - high) * (at - left) / (right - left)

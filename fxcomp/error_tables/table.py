@@ -32,12 +32,12 @@ VERSION = 1
 _MOST = 1e150
 
 LAG = 0.8
-"""powersgd takes one step of subspace iteration a step, which lags behind gradients that change: it loses the error of
+"""powersgd takes one step of subspace iteration a step, which follows changing gradients late: it loses the error of
 the best matrix of its rank to this power. Fitted to small tasks with four workers, which are within 6 % of that
 (docs/benchmarks/error_tables.md); where powersgd runs it is measured."""
 
 LEAST_LAG = 0.25
-"""What is measured below it is taken for a disturbance."""
+"""Measurements below it are taken for a disturbance."""
 
 
 class ErrorSource(Enum):
@@ -83,7 +83,7 @@ class ErrorTable:
     columns: Columns = STANDARD
     rows: Mapping[str, ErrorRow] = field(default_factory=dict[str, ErrorRow])
     notes: tuple[str, ...] = ()
-    """What was put right, and what to keep in mind."""
+    """Corrections that were made, and cautions."""
 
     def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> Error:
         """Look up what a compressor loses of a gradient, and whether that is measured."""

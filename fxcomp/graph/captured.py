@@ -66,7 +66,7 @@ def last_writes(gm: GraphModule) -> dict[Node, Write]:
 
 
 def is_known_early(gm: GraphModule) -> bool:
-    """Tell whether all new values are known before the first gradient is."""
+    """Return whether all new values are known before the first gradient is."""
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     first = min((order[n] for n in order if info(n).role is Role.GRADIENT), default=len(order))
     return all(order[write.ready] < first for write in last_writes(gm).values())
@@ -122,7 +122,7 @@ class Captured:
     """Those of `gradient_names` that the loss does not depend on: their gradients are zeros."""
 
     prelude: Prelude | None = None
-    """What the traced Python asked about values; another answer needs another capture."""
+    """The traced Python's questions about values; another answer needs another capture."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         """The leaves of the auxiliary result, with what the graph has returned of them."""

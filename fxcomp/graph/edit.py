@@ -108,17 +108,17 @@ def last_result(node: Node) -> Node:
 
 
 def is_collective(node: Node) -> bool:
-    """Tell whether a node moves gradients or buffers, and not what the loss function itself exchanges."""
+    """Return whether a node moves gradients or buffers, and not what the loss function itself exchanges."""
     return node.op == "call_function" and node.target in COLLECTIVE_KINDS and not is_exchange(node)
 
 
 def is_exchange(node: Node) -> bool:
-    """Tell whether a node communicates because the loss function says so."""
+    """Return whether a node communicates because the loss function says so."""
     return has_info(node) and info(node).role is Role.EXCHANGE
 
 
 def must_stay(node: Node) -> bool:
-    """Tell whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
+    """Return whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
     source: Any = node.args[0] if node.target is WAIT else node
     moves = isinstance(source, Node) and source.op == "call_function" and source.target in MOVES
     return moves or compat.has_effect(node) or is_exchange(node)

@@ -6,8 +6,8 @@
     wait_0              compute, after the collective
 
 Events of one stream come one after the other. What else orders two events is what the runtime does there: a launch
-starts behind what its thread has done, a wait holds up who waits, the pool waits for the values that it takes. On a
-device that works behind the main thread (`is_asynchronous`) copies to and from the host have a stream of their own;
+starts after what its thread has done, a wait holds up who waits, the pool waits for the values that it takes. On a
+device that works after the main thread (`is_asynchronous`) copies to and from the host have a stream of their own;
 otherwise both directions hand on the memory itself.
 """
 
@@ -251,7 +251,7 @@ class _EventWriter:
         after: Iterable[int] = (),
         makes: Iterable[Node] = (),
     ) -> int:
-        """Add an event behind the last one of its stream, and behind what the main thread has done when it is given."""
+        """Add an event after the last one of its stream, and after what the main thread has done when it is given."""
         read = [node for node in takes if isinstance(node.meta.get("val"), Tensor | tuple | list)]
         own = [] if stream.startswith(WIRE) else [*self._come_to(stream), *self._come_to(HOST)]
         before = dict.fromkeys([*after, *own])

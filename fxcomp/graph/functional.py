@@ -134,7 +134,7 @@ def _root(node: Node, plain: _Plain) -> Node:
 
 
 def _is_fresh(place: Node) -> bool:
-    """Tell whether an operator made memory of its own that nothing else refers to."""
+    """Return whether an operator made memory of its own that nothing else refers to."""
     target = place.target
     if place.op != "call_function" or not compat.is_operator(target):
         return False
@@ -155,7 +155,7 @@ def _value(target: Any, node: Node, plain: _Plain) -> Any:
 
 
 def _alike(value: Any, before: Any) -> bool:
-    """Tell whether a new value lies in memory as the written one does: later operators were traced for that."""
+    """Return whether a new value lies in memory as the written one does: later operators were traced for that."""
     if not isinstance(value, Tensor) or not isinstance(before, Tensor):
         return False
     return value.dtype is before.dtype and value.shape == before.shape and value.stride() == before.stride()

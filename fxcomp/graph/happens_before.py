@@ -32,7 +32,7 @@ class DataRace:
 def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[DataRace]:
     """Find the races of the step that a labelled graph with streams becomes.
 
-    `is_asynchronous`: the device works behind the thread that gives it work, as a GPU does; by default, as the graph's
+    `is_asynchronous`: the device works after the thread that gives it work, as a GPU does; by default, as the graph's
     device. Steps whose loss function waits for collectives of its own are not judged: memory is theirs to hand on.
     """
     if any(is_exchange(node) for node in gm.graph.find_nodes(op="call_function", target=WAIT)):

@@ -167,7 +167,7 @@ def _packing(prices: Prices, node: Node, _: Device) -> float:
 
 
 def _rewriting(prices: Prices, node: Node, _: Device) -> float:
-    """What is read may be of another type than what is written."""
+    """Price a copy; it may read another type than it writes."""
     sources: Any = node.args[0]
     read = sum(map(value_bytes, sources if is_sequence(sources) else (sources,)))
     return prices.pack_us((read + value_bytes(node)) / 2)

@@ -26,7 +26,7 @@ Feed = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchQuestion:
-    """What Python asked about numbers of a few tensors."""
+    """A question of Python's about numbers of a few tensors."""
 
     where: str
     """The user's line."""
@@ -36,7 +36,7 @@ class BatchQuestion:
     reads: Mapping[str, int]
     """The place of each symbol's tensor among the results of the stage."""
     answer: Any
-    """What it was when the step was captured."""
+    """The answer when the step was captured."""
 
     def answered(self, numbers: Sequence[Any]) -> Any:
         """The answer for other numbers of the stage."""
@@ -87,12 +87,12 @@ class Prelude:
 
     @property
     def reads(self) -> int:
-        """How often it reads from the device."""
+        """Count its reads from the device."""
         return len(self._stages)
 
     @property
     def said(self) -> str:
-        """What it does, for a report."""
+        """Describe it, for a report."""
         lines = list(dict.fromkeys(question.where for question in self.questions))
         reads = "one read" if self.reads == 1 else f"{self.reads} reads"
         decisions = "1 decision" if len(self) == 1 else f"{len(self)} decisions"

@@ -85,7 +85,7 @@ def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = Tru
 
 
 def _is_certain(node: Node, certain: set[Node]) -> bool:
-    """Tell whether a node's results surely lie in memory as their fakes do."""
+    """Return whether a node's results surely lie in memory as their fakes do."""
     target, inputs_are = node.target, all(used in certain for used in node.all_input_nodes)
     if not compat.is_operator(target):  # getitem, arithmetic of sizes
         return inputs_are
@@ -96,7 +96,7 @@ def _is_certain(node: Node, certain: set[Node]) -> bool:
 
 
 def _lies_in_one_way(value: object) -> bool:
-    """Tell whether no other strides are possible: a number, or a vector without gaps."""
+    """Return whether no other strides are possible: a number, or a vector without gaps."""
     if not isinstance(value, Tensor):
         return not isinstance(value, tuple | list)
     return value.dim() == 0 or (value.dim() == 1 and not compat.is_open(value.stride(0)) and value.stride(0) == 1)

@@ -97,7 +97,7 @@ def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], lau
 
 
 class Form(IntEnum):
-    """What a value is as a function of the gradient."""
+    """A value's form as a function of the gradient."""
 
     NEUTRAL = 0  # it does not depend on it
     LINEAR = 1
@@ -221,12 +221,12 @@ class _UpdateReading:
     # What follows from states and parameters
 
     def divides_by(self, states: Collection[Node]) -> bool:
-        """Tell if anything is divided by what follows from one of these states."""
+        """Return whether anything is divided by what follows from one of these states."""
         follows = self._following(states) if states else set[Node]()
         return any(self._at(each) in follows for node in self._nodes for each in _divisors(node))
 
     def has_norm_of_parameter(self) -> bool:
-        """Tell if the whole parameter is reduced to one number."""
+        """Return whether the whole parameter is reduced to one number."""
         values = self._following([self._parameter])
         norms = [node for node in self._nodes if _name(node) in _REDUCTIONS and _is_scalar(node)]
         return any(self._at(each) in values for node in norms for each in node.all_input_nodes)
@@ -240,7 +240,7 @@ class _UpdateReading:
 
 
 def _is_gradient(outer: Node) -> bool:
-    """Tell if what comes into an update is its gradient, and no number of the optimizer's."""
+    """Return whether what comes into an update is its gradient, and no number of the optimizer's."""
     is_input = has_info(outer) and info(outer).source is not None
     return isinstance(outer.meta.get("val"), Tensor) and outer.op != "get_attr" and not is_input
 

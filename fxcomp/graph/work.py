@@ -20,7 +20,7 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", to
 
 
 def is_sequence(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Tell whether a node's argument or value is made of several."""
+    """Return whether a node's argument or value is made of several."""
     return isinstance(value, list | tuple)
 
 
@@ -87,7 +87,7 @@ def basis(node: Node) -> Basis:
 
 
 def is_free(node: Node) -> bool:
-    """Tell whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
+    """Return whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
     return basis(node) is Basis.NOTHING_TO_DO
 
 

@@ -116,7 +116,7 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
 
 
 def _joins_parts(node: Node) -> bool:
-    """Tell that parts of a gradient, which came in several buckets, are copied into one tensor."""
+    """Return whether parts of a gradient, which came in several buckets, are copied into one tensor."""
     label = info(node)
     return node.target is torch.ops.aten.cat.default and label.role is Role.UNPACK and label.bucket is not None
 

@@ -12,7 +12,7 @@
     + %copy__default             unpack      f32[4]    aten.copy_(%running_mean, %view_default)
 
 DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden
-behind the backward pass, and leaves the same buffers on all ranks.
+after the backward pass, and leaves the same buffers on all ranks.
 
 Which buffers travel, and whether before or after the gradients, is agreed beforehand (`Sharing`): a rank whose batch
 writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast.

@@ -28,12 +28,12 @@ WORLD = "world"
 def canonicalize_sync(gm: GraphModule, world_size: int) -> GraphModule:
     if world_size == 1:
         return gm
-    behind: dict[Node, Node] = {}  # all results of an operator come before the collective of one of them
+    last: dict[Node, Node] = {}  # all results of an operator come before the collective of one of them
     for name, gradient in gradients(gm).items():
         reduction = collective_of(gradient)
         if reduction is None:
             source = result_of(gradient) or gradient
-            behind[source] = _insert_mean(gm, gradient, name, behind.get(source) or last_result(gradient))
+            last[source] = _insert_mean(gm, gradient, name, last.get(source) or last_result(gradient))
         else:
             _adopt(gm, reduction, name, world_size)
     return gm
@@ -73,7 +73,7 @@ def _drop_division(gm: GraphModule, wait: Node, name: str, world_size: int) -> N
     if division is None or division.target not in factor or arguments[1] * factor[division.target] != 1:
         raise UnsupportedFeature(
             f"the gradient of {name!r} is summed over the ranks and not divided by their number, {world_size}.\n"
-            "  Reduce with 'avg', or divide the sum right behind its wait."
+            "  Reduce with 'avg', or divide the sum right after its wait."
         )
     division.replace_all_uses_with(wait)
     gm.graph.erase_node(division)

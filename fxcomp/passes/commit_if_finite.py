@@ -12,7 +12,7 @@ the kernel has left it alone. With a live scale of the loss, where such steps ar
 back to the bit. A payload that is summed in place is saved before it leaves; so are a compressor's state
 and a velocity.
 
-The emitted step does the roll back in the branch where it returns early. Updates are moved behind by order_for_overlap.
+The emitted step does the roll back in the branch where it returns early. order_for_overlap moves the updates after it.
 """
 
 from __future__ import annotations

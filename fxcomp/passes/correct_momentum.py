@@ -16,8 +16,8 @@ in dense buckets too, the whole velocity is kept:
 
     + %next_velocity_0  velocity  f32[12]  keep(%velocity_0, %corrected_0)
 
-A velocity is fp32, in its bucket's unit, and lies where the bucket is compressed: on the host behind the copy to it, in
-this rank's shard behind the reduction inside the host. Emitted code replaces it in place, with the bucket.
+A velocity is fp32, in its bucket's unit, and lies where the bucket is compressed: on the host after the copy to it, in
+this rank's shard after the reduction inside the host. Emitted code replaces it in place, with the bucket.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _all_results(node: Node, results: Mapping[Node, list[Node]]) -> Iterator[Nod
 
 
 def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[Node]:
-    """The body, with the stages of the buckets behind the regions where the plan starts them."""
+    """The body, with the stages of the buckets after the regions where the plan starts them."""
     stages: dict[tuple[int, int], list[Node]] = {}
     for node in nodes:
         label = info(node)
@@ -114,7 +114,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
             stages.setdefault((label.bucket, label.stage), []).append(node)
 
     place = {node: i for i, node in enumerate(body)}
-    ends = [_buffers_leave(body, nodes)]  # and behind each bucket's last gradient
+    ends = [_buffers_leave(body, nodes)]  # and after each bucket's last gradient
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
         last = max((place[n] for n in body if info(n).role in _LOCAL and info(n).parameter in names), default=-1)

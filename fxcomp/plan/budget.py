@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Of gradients, by parameter."""
 
 _REFERENCES = {Mode.LOSSLESS: "dense", Mode.BALANCED: "int4 > int4", Mode.AGGRESSIVE: "topk(0.01) > int4"}
-"""What the limits of modes were set by."""
+"""The settings whose losses set the modes' limits."""
 
 
 @dataclass(frozen=True, slots=True)

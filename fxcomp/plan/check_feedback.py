@@ -121,7 +121,7 @@ def check_plan(
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell that an optimizer divides by the root of the gradient's mean square, as Adam does."""
+    """Return whether an optimizer divides by the root of the gradient's mean square, as Adam does."""
     return any("betas" in group for group in optimizer.param_groups)
 
 

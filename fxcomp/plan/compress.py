@@ -30,7 +30,7 @@ from fxcomp.plan.warmup import NO_WARMUP, Warmup
 
 @dataclass(frozen=True, kw_only=True)
 class Compress:
-    """How gradients travel: a choice within what may be lost, or a plan in its place.
+    """The way that gradients travel: a choice within what may be lost, or a plan in its place.
 
     `within` bounds what may be lost: a mode (`lossless`, `balanced`, `aggressive`), a relative squared error of the
     whole gradient (`0.05`), or `like("topk(0.01)")`, as much as that setting would lose everywhere. A mode offers its
@@ -154,7 +154,7 @@ class Compress:
 
 
 GivenCompress = Compress | Plan | str | Path
-"""What `compress=` takes."""
+"""The values that `compress=` takes."""
 
 
 def _check_simple(measured: object, at: object, warmup: object) -> None:

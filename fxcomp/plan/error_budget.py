@@ -25,7 +25,7 @@ POLLUTING_ERROR = 0.5
 
 
 ErrorOf = Callable[[Compressor, int], float]
-"""What a compressor among so many ranks loses of what it is given, relative and squared."""
+"""A compressor's loss among so many ranks, relative and squared."""
 
 
 def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
@@ -101,7 +101,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Tell that much is left out at a time, and fed back later."""
+    """Return whether much is left out at a time, and fed back later."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False

@@ -65,7 +65,7 @@ class ErrorFeedback:
             )
 
     def surrounds(self, compressor: Compressor) -> bool:
-        """Tell that a compressor gets a residual."""
+        """Return whether a compressor gets a residual."""
         match compressor.feedback:
             case Feedback.REQUIRED:
                 return not self.off

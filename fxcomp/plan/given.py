@@ -37,7 +37,7 @@ def strategy_named(plan: str) -> Strategy:
 
 
 def is_named(plan: Plan, text: str) -> bool:
-    """Tell whether a text could have made a plan: what is not dense goes by the strategy that it names."""
+    """Return whether a text could have made a plan: what is not dense goes by the strategy that it names."""
     return all(bucket.strategy in (DENSE, strategy_named(text)) for bucket in plan.buckets)
 
 

@@ -131,7 +131,7 @@ COLLECTIVES = tuple(
 
 
 def travels_whole(compressor: Compressor) -> bool:
-    """Tell that payloads can only be summed as they are: pieces of them mean nothing, or not to every rank."""
+    """Return whether payloads can only be summed as they are: pieces of them mean nothing, or not to every rank."""
     facts = compressor.facts
     return (
         facts.needs_whole_parameters
@@ -142,7 +142,7 @@ def travels_whole(compressor: Compressor) -> bool:
 
 
 def _joins(held: Standing, step: Collective) -> bool:
-    """Tell that a collective puts the last split together again."""
+    """Return whether a collective puts the last split together again."""
     return bool(held.splits) and held.splits[-1].level is step.level and held.splits[-1].kind.joined_by is step.kind
 
 

@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Propose or compress. `pieces` lie one behind the other in the value, and so do their payloads."""
+    """Propose or compress. `pieces` lie one after the other in the value, and so do their payloads."""
 
     slot: int
     compressor: Compressor
@@ -131,7 +131,7 @@ class Route:
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     first: Piece
-    """The piece that a rank holds behind the leading splits; its velocity lies there."""
+    """The piece that a rank holds after the leading splits; its velocity lies there."""
     first_unit: Unit
     first_stage: int
     element_type: ElementType = ElementType.F32

@@ -78,7 +78,7 @@ Stages = tuple[tuple[BucketLine, ...], ...]
 
 
 def lines_of(route: Route, accumulates_at: Leg | None = None) -> Stages:
-    """List the lines of each stage of a route; behind them those that leave the mean on the device, in its type.
+    """List the lines of each stage of a route; after them those that leave the mean on the device, in its type.
 
     A velocity is accumulated right before the leg that is named, if one is.
     """

@@ -95,7 +95,7 @@ _LADDER = (
     *(Entry(f"topk({density})", "int4", "the same on many ranks") for density in _DENSITIES),
     *(Entry(f"sidco({density})", None, "the same, sooner") for density in (0.001, 0.01)),
 )
-"""What a budget offers: every family, with its parameters a factor of two or three apart, as error tables have them."""
+"""A budget's compressors: every family, its parameters a factor of two or three apart, as error tables have them."""
 
 _ERROR_LIMITS = {
     Mode.LOSSLESS: 0.0,
@@ -124,7 +124,7 @@ def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
 
 
 LADDER_COMPRESSORS = _compressors(_LADDER)
-"""What an error budget may choose."""
+"""Compressors that an error budget may choose."""
 
 
 def strategies(

@@ -97,7 +97,7 @@ class Pins:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What rules name, each once."""
+        """List the strategies that rules name, each once."""
         return tuple(dict.fromkeys(rule.text for rule in self.rules))
 
     @property
@@ -120,11 +120,11 @@ class Pins:
         return {rule: found[rule] for rule in self.rules if rule in found}
 
     def is_pinned(self, bucket: Bucket) -> bool:
-        """Tell that a bucket's strategy was pinned: no bucket holds pinned gradients and others."""
+        """Return whether a bucket's strategy was pinned: no bucket holds pinned gradients and others."""
         return self.rule_for(bucket.names[0]) is not None
 
     def leaves_dense(self, plan: Plan) -> bool:
-        """Tell that all of a plan that is not pinned is dense."""
+        """Return whether all of a plan that is not pinned is dense."""
         return all(bucket.strategy.is_dense or self.is_pinned(bucket) for bucket in plan.buckets)
 
     def check_model(self, model: nn.Module) -> None:

@@ -285,7 +285,7 @@ def _check_parts(name: str, parts: Sequence[range]) -> None:
 
 
 def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
-    """Tell that every rank has a counterpart at a collective's level, or that one rank of each host does all."""
+    """Return whether every rank has a counterpart at a collective's level, or that one rank of each host does all."""
     match step.level:
         case Level.WORLD:
             return True

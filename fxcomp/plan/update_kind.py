@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class UpdateKind(Enum):
-    """How an update depends on the gradient. Delayed errors add up to the right sum only if it is linear."""
+    """An update's dependence on the gradient. Delayed errors add up to the right sum only if it is linear."""
 
     PLAIN = "linear in the gradient"  # SGD
     MOMENTUM = "linear in a mean of gradients"  # SGD with momentum

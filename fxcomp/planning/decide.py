@@ -75,7 +75,7 @@ class Planner:
 
     @property
     def terms(self) -> Terms:
-        """What plans of this job may be, by errors of Gaussian values."""
+        """Return the terms of this job's plans, by errors of Gaussian values."""
         return Terms.of(self.options.compress, self.bursts)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:

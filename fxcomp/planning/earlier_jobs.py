@@ -32,7 +32,7 @@ from fxcomp.site import Site
 
 LIKE, NOISE_US = 2.0, 1e3
 """The network is as it was if summing all gradients takes at most so many times as long or as short, or differs by no
-more than noise: links are measured anew. What a step takes beside a much faster or slower one was not seen."""
+more than noise: links are measured again. What a step takes beside a much faster or slower one was not seen."""
 
 MOST_FILES = 32
 """Steps that are remembered; the oldest go first."""
@@ -40,7 +40,7 @@ MOST_FILES = 32
 
 @dataclass(slots=True)
 class EarlierJobs:
-    """What earlier jobs measured of one step, on rank 0's machine."""
+    """Earlier jobs' measurements of one step, on rank 0's machine."""
 
     path: Path | None = None
     """The step's file, once the step is known."""

@@ -207,7 +207,7 @@ def _constants(region: Region) -> dict[Node, None]:
 
 
 def _dead_after(region: Region) -> dict[Node, list[Node]]:
-    """The values that nobody needs behind each node."""
+    """List the values that nobody needs after each node."""
     needed = set(region.outputs)
     dead: dict[Node, list[Node]] = {}
     for node in reversed(region.nodes):

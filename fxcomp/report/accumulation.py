@@ -34,7 +34,7 @@ class Accumulated:
 
 
 def accumulated(explanation: Explanation) -> tuple[Accumulated, ...]:
-    """Predict the plan, and the best dense one, behind other numbers of backward passes; empty if it hardly matters."""
+    """Predict the plan, and the best dense one, after other numbers of backward passes; empty if it hardly matters."""
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches
     if choice is None or not explanation.plan.buckets:
@@ -44,7 +44,7 @@ def accumulated(explanation: Explanation) -> tuple[Accumulated, ...]:
     once_us = workload.backward_us / asked
     found: list[Accumulated] = []
     for number in sorted({*LENGTHS, asked}):
-        other = workload.behind((number - asked) * once_us)
+        other = workload.after_compute((number - asked) * once_us)
         dense, chosen = (predict_us(other, p, costs, explanation.cluster) for p in (choice.dense, explanation.plan))
         found.append(Accumulated(number, dense / number, chosen / number))
     return tuple(found)

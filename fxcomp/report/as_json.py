@@ -88,7 +88,7 @@ def _runners(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
-    """What was pinned by hand, by the pattern that decides."""
+    """List the pinned parameters by the pattern that decides."""
     sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     return [
         {
@@ -102,7 +102,7 @@ def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _budget(explanation: Explanation) -> dict[str, Any] | None:
-    """What plans may lose, and what this one does; None without a budget."""
+    """Return the plans' budget and this plan's error; None without a budget."""
     budget, errors = explanation.budget, explanation.errors
     if budget is None:
         return None
@@ -147,7 +147,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _shares(parts: Sequence[LayerPart]) -> dict[str, Any]:
-    """What these elements weigh, spend and save."""
+    """Return the weight of these elements, their error and their saving."""
     squares, spent = sum(part.squares for part in parts), sum(part.spent for part in parts)
     return {
         "bytes": sum(part.dense_bytes for part in parts),

@@ -44,7 +44,7 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What would change if a layer's buckets travelled otherwise."""
+    """The change if a layer's buckets travelled otherwise."""
 
     strategy: Strategy
     longer_us: float
@@ -123,7 +123,7 @@ def alike(name: str) -> str:
 
 
 class _Account:
-    """What each part of a plan spends and saves."""
+    """The error and the saving of each part of a plan."""
 
     def __init__(self, explanation: Explanation) -> None:
         self._explanation, workload, plan = explanation, explanation.workload, explanation.plan
@@ -140,7 +140,7 @@ class _Account:
                 self.parts.append(replace(part, spent=self.spent([part], bucket.strategy)))
 
     def spent(self, parts: Sequence[LayerPart], strategy: Strategy) -> float:
-        """What a strategy loses of these parts."""
+        """Return the error of a strategy on these parts."""
         errors = self.losses.errors(strategy)
         return sum(part.squares * float(errors[self._places[part.name]]) for part in parts)
 

@@ -149,7 +149,7 @@ def _rounded(instead: Instead, digits: int) -> float:
 
 
 def _price(instead: Instead, explanation: Explanation) -> str:
-    """What a coarser strategy would lose more."""
+    """Describe the additional error of a coarser strategy."""
     over = explanation.spent + instead.spent > (explanation.allowed or 0.0) * (1 + 1e-9)
     return f"{instead.spent:.2g} more lost{', beyond the budget' if over else ''}"
 

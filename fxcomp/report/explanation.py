@@ -59,11 +59,11 @@ class Explanation:
     is_racing: bool = False
     """The plan in use is the one whose turn it is."""
     budget: Budget | None = None
-    """What plans may lose in the place of the mode's limit, by the errors that are known now."""
+    """The limit in the place of the mode's, by the errors that are known now."""
     micro_batches: int = 1
     """The number of micro-batches whose gradients a step sums up."""
     moves: Sequence[Moved] = ()
-    """How the plan has followed the gradients since."""
+    """Changes of the plan since, by the gradients."""
     batch: str = ""
     """The type of the batches that every time is of, predicted or measured; empty where it is not known."""
 
@@ -103,7 +103,7 @@ class Explanation:
 
     @property
     def pins(self) -> Pins:
-        """What was pinned by hand when the plan was chosen."""
+        """Return the pins that were set when the plan was chosen."""
         return self.choice.pins if self.choice is not None else NO_PINS
 
     @property

@@ -36,7 +36,7 @@ class PlanFile:
     plan: Plan
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What is lost of each gradient, of the whole gradient's squares; empty in a file without an error budget."""
+    """Errors of gradients, as shares of the whole gradient's squares; empty in a file without an error budget."""
 
     @classmethod
     def from_json(cls, data: object) -> PlanFile:
@@ -127,7 +127,7 @@ class PlanDiff:
     """Buckets leave, or gradients lie in them, in another order."""
     numbers: tuple[tuple[str, float, float], ...]
     spent: tuple[tuple[str, float, float], ...] = ()
-    """What is lost of gradients of which both files say it, where it differs: those that differ most first."""
+    """Errors that both files have and that differ: those that differ most first."""
 
     @property
     def is_empty(self) -> bool:

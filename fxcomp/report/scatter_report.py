@@ -14,11 +14,11 @@ from fxcomp.search.by_module import ScatterChoice
 
 @dataclass(frozen=True, slots=True)
 class ScatterFacts:
-    """What a report is made of."""
+    """The facts of a report."""
 
     plan: Plan
     modules: Sequence[str]
-    """What each bucket's module is called."""
+    """Names of the buckets' modules."""
     choice: ScatterChoice | None
     cluster: Cluster
     mode: str

@@ -51,7 +51,7 @@ class Conversation:
     ):
         self.name = name
         self._numbers = numbers or range(world_size)
-        """What errors call the ranks."""
+        """The ranks' names in errors."""
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.store = store
         self.peers = peers
@@ -127,7 +127,7 @@ class Conversation:
     # Failing
 
     def knows(self, error: BaseException) -> bool:
-        """Tell whether all ranks raise at the topic where this rank raised this error."""
+        """Return whether all ranks raise at the topic where this rank raised this error."""
         return self._known is error
 
     def described(self, what: str, error: BaseException) -> str:

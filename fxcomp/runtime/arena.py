@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some elements of a parameter, one behind the other."""
+    """Consecutive elements of a parameter."""
 
     name: str
     start: int
@@ -62,7 +62,7 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """The values that a rank keeps for one slot of a bucket: those of `pieces`, one behind the other.
+    """The values that a rank keeps for one slot of a bucket: those of `pieces`, one after the other.
 
     `on_host` for a compressor that runs there: what it keeps never crosses the bus. `weight`, `total` and `place` are
     those of a Slice.
@@ -120,7 +120,7 @@ class Slice:
         return range(self.start, self.start + self.values.numel())
 
     def lies_like(self, other: Slice) -> bool:
-        """Tell that as many ranks share the same elements in the same way: values can go on from the other's."""
+        """Return whether as many ranks share the same elements in the same way: values can go on from the other's."""
         is_same_place = (self.slot, self.place, self.extent) == (other.slot, other.place, other.extent)
         return is_same_place and self.total * other.weight == other.total * self.weight
 

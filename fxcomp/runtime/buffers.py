@@ -19,7 +19,7 @@ from fxcomp.runtime.rider import ROOM
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What lines take in the place of what is written in them, by the lines' names; empty for a program as emitted."""
+    """Numbers that lines take instead of those written in them, by the lines' names; empty for a program as emitted."""
 
     compressors: Mapping[str, Compressor] = field(default_factory=dict[str, Compressor])
     """Of lines that propose, compress or decompress."""
@@ -39,7 +39,7 @@ class Buffers:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._rooms: dict[int, int] = {}
-        """The bytes of each buffer that has room behind it, by its place in memory."""
+        """The bytes of each buffer that has room after it, by its place in memory."""
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     def take(
@@ -55,7 +55,7 @@ class Buffers:
         return buffer
 
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
-        """The value with so many elements behind it, at most `ROOM`: where it lies if it is a buffer, else a copy."""
+        """The value with so many elements after it, at most `ROOM`: where it lies if it is a buffer, else a copy."""
         if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:
             return value.as_strided((value.numel() + more,), (1,))
         copy = self.take(f"{name}_extended", value.numel() + more, value.dtype, value.device)

@@ -73,7 +73,7 @@ class _PartState:
         self.value.copy_(now)
         return True
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         self.value.copy_(self.compressor.fresh_state(self.part.length, self.key, self.place))
 
     @property
@@ -88,7 +88,7 @@ class _PartState:
         return {**self.description, **at, "state": self.value.detach().clone()}
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Tell whether a saved part can go on here: of the same slot and place, made by the same.
+        """Return whether a saved part can go on here: of the same slot and place, made by the same.
 
         An earlier fxcomp did not say where the shards of a host began: what all ranks share cannot go on from them.
         """
@@ -139,12 +139,12 @@ class CompressorStates:
     def take_over(self, other: CompressorStates) -> list[str]:
         """Go on from another plan's states of the same kind of compressor; return the labels of the rest."""
         known = {part.where: part for part in other._parts}
-        anew: list[str] = []
+        reset: list[str] = []
         for part in self._parts:
             before = known.get(part.where)
             if before is None or not part.go_on_from(before):
-                anew.append(part.label)
-        return anew
+                reset.append(part.label)
+        return reset
 
     def state_dict(self) -> dict[str, Any]:
         """A copy keyed by parameter name, each part with what made it, so that another bucketing can load it."""
@@ -154,8 +154,9 @@ class CompressorStates:
         return {"compressors": saved, "compressor_layout": _fingerprint(saved)}
 
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Copy in what the first of these states has that fits. What nothing fits starts anew, and is returned: what
-        was found instead, by label, empty where nothing is lost. Raises BadState if a state is not whole.
+        """Copy in what fits from the first of these states that has it. Other parts start from nothing.
+
+        Returns by their label what was saved instead, empty where nothing is lost. Raises BadState if one is not whole.
         """
         for state in states:
             saved = state.get("compressors", {})
@@ -164,26 +165,26 @@ class CompressorStates:
                     "the saved state of compressors does not match its own layout: parts of it are missing or changed."
                     "\n  Load a state as state_dict() returned it."
                 )
-        anew: dict[str, str] = {}
+        reset: dict[str, str] = {}
         for part in self._parts:
             known = [s for state in states for s in _saved_of(part.name, state) if s.get("slot", 0) == part.slot]
             fitting = next((saved for saved in known if part.fits(saved)), None)
             if fitting is not None:
                 part.value.copy_(fitting["state"])
                 continue
-            part.start_anew()
+            part.restart()
             unsaid = [state for state in states if "compressors" not in state]
             makers = [saved["compressor"] for saved in known] or ["nothing"] * len(unsaid)
-            anew[part.label] = f"{part.name!r}, saved by {makers[0]}, now {part.compressor}" if makers else ""
-        return anew
+            reset[part.label] = f"{part.name!r}, saved by {makers[0]}, now {part.compressor}" if makers else ""
+        return reset
 
-    def tell(self, anew: Mapping[str, str]) -> None:
-        """Warn of what was remembered and starts anew."""
-        changed = [found for found in anew.values() if found]
+    def tell(self, reset: Mapping[str, str]) -> None:
+        """Warn of what was remembered and starts from nothing."""
+        changed = [found for found in reset.values() if found]
         if changed:
             warnings.warn(
-                f"fxcomp: what compressors remember of {len(changed)} of {len(self._parts)} parameters starts anew:"
-                f" {changed[0]}{' and others' if len(changed) > 1 else ''}.",
+                f"fxcomp: what compressors remember of {len(changed)} of {len(self._parts)} parameters starts from"
+                f" nothing: {changed[0]}{' and others' if len(changed) > 1 else ''}.",
                 stacklevel=2,
             )
 

@@ -41,7 +41,7 @@ class Transfers:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def to_host(self, value: Tensor, buffer: NewBuffer) -> Callable[[], Tensor]:
-        """Start a copy behind what compute has been given so far; the result waits for it, on any thread.
+        """Start a copy after what compute has been given so far; the result waits for it, on any thread.
 
         `buffer` makes pinned host memory of the value's size, if it is needed.
         """
@@ -184,7 +184,7 @@ class HostPool:
 
 
 def flushes_denormals() -> bool:
-    """Tell whether this thread flushes denormals to zero. Torch cannot be asked; Python's floats obey as well."""
+    """Return whether this thread flushes denormals to zero. Torch cannot be asked; Python's floats obey as well."""
     return sys.float_info.min / 2 == 0.0
 
 

@@ -60,7 +60,7 @@ def is_finite(value: Tensor) -> bool:
 
 
 def _have_kernel(*values: Tensor) -> bool:
-    """Tell whether values are what kernels take."""
+    """Return whether values are what kernels take."""
     size = values[0].numel()
     return all(
         v.dtype is torch.float32 and v.numel() == size and v.is_contiguous() and kernels.can_run_on(v) for v in values

@@ -115,7 +115,7 @@ class Sight:
         self._said = b""
 
     def has_gone(self) -> bool:
-        """Tell whether the process has ended, as far as this machine can see; asks where it is if it has not."""
+        """Return whether the process has ended, as far as this machine can see; asks where it is if it has not."""
         try:
             self._socket = self._socket or self._connected()
             if self._socket is None:

@@ -1,10 +1,10 @@
 """Send 32 bits along with collectives that are sent anyway, and find out whether they are the same on all ranks.
 
     all_reduce   [ values | bits, their complements ]    a bit that is not the same everywhere leaves both above 0
-    all_gather   [ payload | digest ]                    each rank's own, behind its own part
+    all_gather   [ payload | digest ]                    each rank's own, after its own part
 
-Buffers of lines have room behind them, so an all_reduce takes its bits along without a copy. A gather's parts arrive
-one behind the other and are put together again without the digests, which copies them: a small one is chosen to carry,
+Buffers of lines have room after them, so an all_reduce takes its bits along without a copy. A gather's parts arrive
+one after the other and are put together again without the digests, which copies them: a small one is chosen to carry,
 by `codegen/program.py`.
 """
 
@@ -29,7 +29,7 @@ _torch = cast("Any", torch)  # partly untyped
 
 BITS = 32
 ROOM = 2 * BITS
-"""The elements that fit behind every buffer."""
+"""The elements that fit after every buffer."""
 
 _BOTH = Struct("<II")
 """32 bits and their complements."""
@@ -65,11 +65,11 @@ class Rider:
     _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))
     _sent: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
     _good: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
-    """What arrives where all are the same, by line."""
+    """The digest that arrives where all are the same, by line."""
     _views: dict[str, _Views] = field(default_factory=dict[str, "_Views"])
     _step: int = 0
     _late: list[tuple[int, Launch, Tensor, Any]] = field(default_factory=list[tuple[int, Launch, Tensor, Any]])
-    """What arrived on a device: the step, its copy on the host, and the event after it."""
+    """Digests that arrived on a device: the step, its copy on the host, and the event after it."""
 
     def carry(self, digest: int) -> None:
         """Take another digest along from now on."""
@@ -161,7 +161,7 @@ class _Views:
 
     launch: Launch
     whole: Tensor
-    """The payload and the digest behind it."""
+    """The payload and the digest after it."""
     tail: Tensor
     out: Tensor
     cut: tuple[int, ...]
@@ -185,7 +185,7 @@ class _Views:
         return cls(launch, whole, whole[own:], out, cut, payloads, digests, together, is_in_place)
 
     def are_of(self, launch: Launch, value: Tensor) -> bool:
-        """Tell whether they serve a value: where it lies, as large, and cut in the same way."""
+        """Return whether they serve a value: where it lies, as large, and cut in the same way."""
         is_same_place = value.data_ptr() == self.whole.data_ptr()
         return is_same_place and value.nbytes + DIGEST_BYTES == len(self.whole) and launch.cut == self.launch.cut
 

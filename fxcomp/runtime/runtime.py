@@ -77,9 +77,9 @@ class Runtime:
         self.owed: dict[str, Tensor] = {}
         """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
         self.numbers: Numbers = AS_WRITTEN
-        """What lines take in the place of what is written in them; those of the program that runs."""
+        """Numbers that lines take in the place of those written in them; those of the program that runs."""
         self.rider: Rider | None = None
-        """What ranks compare in the step under way, taken along by its collectives."""
+        """The digest that ranks compare in the step under way, taken along by its collectives."""
         self.updates = False
         """True once a line of the step may have changed a parameter."""
         self.pool = HostPool()
@@ -259,7 +259,7 @@ class Runtime:
         return self.pool.after(run, value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Tell whether parameters may change. Every rank sees the same values, and so finds the same.
+        """Return whether parameters may change. Every rank sees the same values, and so finds the same.
 
         Where they may not, what the pool has changed is taken back, so the pool has come to its end.
         """
@@ -320,7 +320,7 @@ class Runtime:
             self.on_update(loss)
         self.updates = True
 
-    # Behind the lines
+    # Beneath the lines
 
     def take_counters(self) -> Counters:
         """Return what was counted since the last call."""

@@ -73,7 +73,7 @@ def scattered_by(text: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class ModuleTime:
-    """What a module's gradients take, by the costs, beside what was measured."""
+    """The time of a module's gradients, by the costs and as measured."""
 
     ready_us: float
     """The time that compute has worked when they are there."""
@@ -103,7 +103,7 @@ class ScatterChoice:
 
     @property
     def runners(self) -> tuple[Runner, ...]:
-        """What may race: the plan, and dense."""
+        """List the plans that may race: the plan, and dense."""
         return Runner(FASTEST, self.plan, self.step_us, 1.0, self.loss), Runner(
             DENSE, self.dense, self.dense_us, 0.0, 0.0
         )
@@ -165,7 +165,7 @@ class _Search:
         return tuple(dict.fromkeys((SCATTERED, *(scattered(first) for first in firsts if can_scatter(first)))))
 
     def _pinned(self, members: Sequence[Gradient]) -> Strategy | None:
-        """What the rules say for a module: for all of it, if for a part."""
+        """Return the strategy that rules pin for a module: for all of it, if for a part."""
         rules = {rule.text: each.name for each in members if (rule := self._terms.pins.rule_for(each.name))}
         if len(rules) > 1:
             (one, first), (other, second) = list(rules.items())[:2]
@@ -176,7 +176,7 @@ class _Search:
         return next((scattered_by(text) for text in rules), None)
 
     def _time(self, number: int, strategy: Strategy) -> float:
-        """Add up what a module's gradients take by themselves; the gather behind them only where it is on the wire."""
+        """Add up what a module's gradients take by themselves; the gather after them only where it is on the wire."""
         members = self._members[number]
         priced = price_bucket(number, members, strategy, self._workload, self._costs, self._cluster)
         gather = f"{CollectiveKind.ALL_GATHER.value} "

@@ -78,7 +78,7 @@ class Choice:
     runners: tuple[Runner, ...] = ()
     """The plans that a running job may try, the shortest predicted step first."""
     pins: Pins = NO_PINS
-    """What was pinned by hand: all plans of the choice have it, the dense one and bf16 too."""
+    """Strategies pinned by hand: all plans of the choice have it, the dense one and bf16 too."""
 
     @property
     def stays_dense(self) -> bool:

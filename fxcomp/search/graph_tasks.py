@@ -78,5 +78,5 @@ class _GraphTaskWriter:
 
 
 def _blocks(node: Node) -> bool:
-    """Tell that the main thread waits here for a collective, although what follows runs elsewhere."""
+    """Return whether the main thread waits here for a collective, although what follows runs elsewhere."""
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)

@@ -26,7 +26,7 @@ Numbers = Any
 
 
 class Losses:
-    """What each strategy loses of each gradient. Strategies are looked up once."""
+    """The error of each strategy on each gradient. Strategies are looked up once."""
 
     def __init__(self, gradients: Sequence[Gradient], cluster: Cluster, table: ErrorTable = ASSUMED) -> None:
         self._names = [gradient.name for gradient in gradients]
@@ -50,7 +50,7 @@ class Losses:
         return found
 
     def of(self, strategy: Strategy, numbers: Sequence[int] | None = None) -> float:
-        """What is lost, in elements, of the gradients with these places; of all if none are given."""
+        """Return the error, in elements, of the gradients with these places; of all if none are given."""
         lost = self.weights * self.errors(strategy)
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 

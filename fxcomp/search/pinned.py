@@ -32,7 +32,7 @@ class PinnedLane:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What pins mean for one workload on one cluster."""
+    """The meaning of pins for one workload on one cluster."""
 
     lanes: tuple[PinnedLane, ...] = ()
     lost: float = 0.0
@@ -63,7 +63,7 @@ class Pinned:
         return cls(lanes, lost, bursting, {name: lane for lane in lanes for name in lane.names})
 
     def exceeds(self, lossable: float) -> bool:
-        """Tell that pins alone lose more than so many elements."""
+        """Return whether pins alone lose more than so many elements."""
         return self.lost > lossable * (1 + SAME)
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:

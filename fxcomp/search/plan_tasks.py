@@ -301,7 +301,7 @@ class _PlanTaskWriter:
         return task
 
     def _named(self, what: str) -> str:
-        """Name a task by the bucket, and by a number behind its first word if that comes again."""
+        """Name a task by the bucket, and by a number after its first word if that comes again."""
         self.names[what] += 1
         again = self.names[what]
         return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"

@@ -30,7 +30,7 @@ class Question:
     pinned: Pinned = NOTHING_PINNED
     """Gradients that are no part of `choices`."""
     losses: Losses | None = None
-    """What strategies lose; of Gaussian values if None."""
+    """Errors of strategies; of Gaussian values if None."""
     prices_errors: bool = False
     """Look for the price of an element's loss at which the limit is spent best."""
 

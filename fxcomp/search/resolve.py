@@ -47,7 +47,7 @@ _LAST = Limits(evaluations=1200, options=4, borders=False)
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What is predicted of a plan: its step, and its relative squared error by the table."""
+    """The prediction for a plan: its step, and its relative squared error by the table."""
 
     step_us: float
     error: float
@@ -140,7 +140,7 @@ def _plan_value_of(found: Found) -> Value:
 
 
 class _Kind(NamedTuple):
-    """What a bucket may travel by."""
+    """A way for a bucket to travel."""
 
     strategies: tuple[Strategy, ...]
     is_pinned: bool
@@ -235,7 +235,7 @@ def _content_of(atoms: list[Atom]) -> Content:
 
 
 def _lane_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Lane:
-    """Put buckets one behind the other, a cell each."""
+    """Put buckets one after the other, a cell each."""
     atoms = [atom for cell in cells for atom in cell]
     borders = [0]
     for cell in cells:

@@ -121,7 +121,7 @@ def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
 
 
 def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:
-    """Tell that a plan beats dense in enough draws to be followed without a race; the dense plan never does."""
+    """Return whether a plan beats dense in enough draws to be followed without a race; the dense plan never does."""
     return any(each.plan == plan and each.wins >= WORTH_FOLLOWING for each in runners)
 
 

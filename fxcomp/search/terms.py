@@ -24,7 +24,7 @@ so that others need not wait at all. L-GreCo's parameters stay within a factor o
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What plans of one workload may be."""
+    """The limits of one workload's plans."""
 
     mode: Mode
     bursts: float = 1.0

@@ -90,8 +90,8 @@ class Workload:
         assert ready == sorted(ready), "a workload's gradients are in ready order"
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
 
-    def behind(self, ahead_us: float) -> Workload:
-        """The same step behind so much more compute: that of other micro-batches of its group; less, if negative."""
+    def after_compute(self, ahead_us: float) -> Workload:
+        """Return the same step after more compute, that of its group's other micro-batches; after less, if negative."""
         if not ahead_us:
             return self
         last_us = max(0.0, self.backward_us + ahead_us)

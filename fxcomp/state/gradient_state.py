@@ -99,20 +99,20 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
         yield number, bucket, parts
 
 
-def share_memories(kept: CompressorStates, anew: Collection[str], exchange: Exchange) -> set[str]:
-    """Give states that start anew here the values of a rank that goes on with them; every rank calls it.
+def share_memories(kept: CompressorStates, reset: Collection[str], exchange: Exchange) -> set[str]:
+    """Give states that start from nothing here the values of a rank that goes on with them; every rank calls it.
 
-    Returns the labels that no rank goes on with: those start anew everywhere.
+    Returns the labels that no rank goes on with: those start from nothing everywhere.
     """
     shared = kept.shared()
-    lacking = [label for label in shared if label in anew]
+    lacking = [label for label in shared if label in reset]
     wanted = set(itertools.chain(*exchange.gather("who lacks what", lacking)))
     if not wanted:
         return set()
 
     def giving() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for label in (label for label in shared if label in wanted and label not in anew):
+        for label in (label for label in shared if label in wanted and label not in reset):
             found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
         return found
 
@@ -159,7 +159,7 @@ class GradientState:
 
     @property
     def keeps_something(self) -> bool:
-        """Steps leave something behind here: a residual, a velocity, what a compressor remembers."""
+        """Steps leave something here: a residual, a velocity, what a compressor remembers."""
         return bool(self.residuals.layout) or self.velocities is not None or not self.compressor_states.is_empty
 
     def enter_stage(self, plan: Plan, site: Site) -> None:
@@ -169,7 +169,7 @@ class GradientState:
             self.velocities.take_over(before)
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
-        """What compressors remember, for a plan with other parameters of the same ones. No rank asks another."""
+        """Return the memory of compressors, for a plan with other parameters of the same ones. No rank asks another."""
         states = CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed)
         if states.is_empty:
             return self.compressor_states
@@ -191,8 +191,8 @@ class GradientState:
             fresh.compressor_states = self.compressor_states
         else:
             before, now = self.compressor_states, fresh.compressor_states
-            anew = exchange.attempt("going on with what compressors remember", lambda: now.take_over(before))
-            share_memories(now, anew, exchange)
+            reset = exchange.attempt("going on with what compressors remember", lambda: now.take_over(before))
+            share_memories(now, reset, exchange)
         fresh.rates = dict(self.rates)
 
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class Sums:
         self.micro_batches = 0
         """The number of micro-batches in the sums."""
         self.factor = torch.ones((), device=training.device) if self._scale is None else self._scale.inverse
-        """What gradients are multiplied by in the micro-batch that ends the group."""
+        """The factor on gradients in the micro-batch that ends the group."""
 
         self.count = torch.zeros(1, dtype=torch.float64, device=training.device)
         """The number of elements that weighted losses of the group are sums over, so far."""
@@ -65,7 +65,7 @@ class Sums:
             torch.mul(self._scale.inverse, 1.0 if is_weighted else self._length / ends_after, out=self.factor)
 
     def seed(self, *, is_weighted: bool) -> Tensor:
-        """What the backward pass of a micro-batch begins with: the scale, over the length of a whole group.
+        """Return the first gradient of a micro-batch's backward pass: the scale, over the length of a whole group.
 
         So gradients in fp16 are infinite where those of a loop are that divides its loss by the length.
         """
@@ -85,7 +85,7 @@ class Sums:
         return (total * factor).to(gradient.dtype)
 
     def share(self, count: Tensor | None, sum_over_ranks: Callable[[Tensor], object], ranks: int) -> Tensor:
-        """What weighs gradients if the last batch of a group has this count; every rank calls it."""
+        """Return the weight of gradients if the last batch of a group has this count; every rank calls it."""
         everywhere = self.count.clone() if count is None else self.count + count
         sum_over_ranks(everywhere)
         return torch.where(everywhere > 0, ranks / everywhere, 0.0)[0].float()
@@ -175,7 +175,7 @@ class Inputs:
         return self._fresh_state.get(owner.name) is owner.state
 
     def live_numbers(self) -> list[dict[str, float]]:
-        """The numbers of each parameter group that a step reads anew, such as `lr`. Raises StepChanged."""
+        """The numbers of each parameter group that a step reads each time, such as `lr`. Raises StepChanged."""
         numbers = [live_numbers(group) for group in self.training.groups]
         for index, group in enumerate(numbers):
             if "dampening" not in group or not self._fresh_state:

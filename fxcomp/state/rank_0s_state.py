@@ -104,7 +104,7 @@ def _plain(training: Training) -> dict[str, Any]:
 
 
 def _checks(training: Training) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """Return the facts that must be the same on all ranks."""
     tensors: dict[str, Tensor] = {
         f"{key} of {owner.name}": value for owner in training.owned for key, value in state_tensors(owner.state).items()
     }

@@ -384,13 +384,13 @@ def _warn(text: str) -> None:
 
 def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, exchange: Exchange) -> None:
     """Load what fits; what all ranks must share, those that have none of it take over from one that has."""
-    anew = exchange.attempt("loading what compressors remember", lambda: kept.take_back(states))
+    reset = exchange.attempt("loading what compressors remember", lambda: kept.take_back(states))
     shared = kept.shared()
-    fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in anew}
+    fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}
     everyone = exchange.gather("comparing what compressors remember", fingerprints)
     check_shared_facts(dict(enumerate(everyone)))
-    missing = share_memories(kept, anew, exchange)
-    told = {label: found for label, found in anew.items() if label in missing}
+    missing = share_memories(kept, reset, exchange)
+    told = {label: found for label, found in reset.items() if label in missing}
     exchange.attempt("telling what compressors forget", lambda: kept.tell(told))
 
 

@@ -269,7 +269,7 @@ def test_clusters_that_cannot_be_are_refused():
     with pytest.raises(BadCluster, match="an oversubscription is above 0, like 4 for 4:1, not 0"):
         Cluster(2, 2, INTRA, INTER).with_racks(1, oversubscription=0)
     with pytest.raises(
-        BadCluster, match=r"cannot read 'between 25gbit' in the cluster .*: behind the hosts write inter"
+        BadCluster, match=r"cannot read 'between 25gbit' in the cluster .*: after the hosts write inter"
     ):
         Cluster.parse("2x2, between 25gbit", intra=INTRA, inter=INTER)
     with pytest.raises(BadCluster, match="does not say its inter link: add like: , inter 25gbit"):

@@ -365,7 +365,7 @@ def test_a_fast_link_is_not():
 
 
 def test_a_step_of_many_micro_batches_says_so():
-    where, many = cluster("300mbit"), workload().behind(3 * workload().backward_us)
+    where, many = cluster("300mbit"), workload().after_compute(3 * workload().backward_us)
     choice = choose(many, COSTS, where, Mode.BALANCED)
     timeline = simulate(plan_tasks(many, choice.plan, COSTS, where))
     asked = explanation(where, workload=many, choice=choice, plan=choice.plan, timeline=timeline, micro_batches=4)

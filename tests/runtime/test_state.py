@@ -125,7 +125,7 @@ def test_what_another_compressor_or_size_made_starts_anew_with_a_warning(other: 
     saved = filled(states(layout("a", "b")), "a", "b").state_dict()
     loaded = filled(states(other, layout("b")), "a", "b")
     with pytest.warns(
-        UserWarning, match=r"of 1 of 2 parameters starts anew: 'a', saved by int8\(stochastic=true\), now"
+        UserWarning, match=r"of 1 of 2 parameters starts from nothing: 'a', saved by int8\(stochastic=true\), now"
     ):
         load(loaded, saved)
     assert torch.equal(only(loaded, "a"), only(states(other), "a"))
@@ -134,7 +134,7 @@ def test_what_another_compressor_or_size_made_starts_anew_with_a_warning(other: 
 
 def test_a_state_from_before_there_were_compressors_starts_all_anew():
     loaded = filled(states(layout("a", "b")), "a", "b")
-    with pytest.warns(UserWarning, match="2 of 2 parameters starts anew: 'a', saved by nothing, .* and others"):
+    with pytest.warns(UserWarning, match="2 of 2 parameters starts from nothing: 'a', saved by nothing, .* and others"):
         load(loaded, {})
     assert same(loaded, states(layout("a", "b")), "a", "b")
 
@@ -191,7 +191,7 @@ def test_a_stream_goes_on_only_on_a_rank_that_draws_the_same():
     same_place, other_place = states(layout("a", place=1)), states(layout("a"))
     load(same_place, saved)
     assert only(same_place, "a").tolist() == [0, 1]
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts from nothing"):
         load(other_place, saved)
     assert torch.equal(other_place.of(0), states(layout("a")).of(0))
 
@@ -205,7 +205,7 @@ def test_ranks_with_the_same_place_compare_what_they_remember_and_others_do_not(
 def test_another_place_of_a_parameter_starts_its_own_stream():
     """Two places that drew alike would round alike."""
     loaded = states(pieces(0))
-    with pytest.warns(UserWarning, match=r"starts anew: 'a', saved by int8\(stochastic=true\), now int8"):
+    with pytest.warns(UserWarning, match=r"starts from nothing: 'a', saved by int8\(stochastic=true\), now int8"):
         load(loaded, filled(states(pieces(8)), "a").state_dict())
     assert torch.equal(loaded.of(0), states(pieces(0)).of(0))
 

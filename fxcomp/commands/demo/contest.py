@@ -39,7 +39,7 @@ from fxcomp.report.quantities import count
 from fxcomp.report.short_names import short
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
-WARM_UP_STEPS = 4  # whole blocks; training, but not measured: hooks start late, DDP lays its buckets out anew
+WARM_UP_STEPS = 4  # whole blocks; training, but not measured: hooks start late, DDP lays its buckets out again
 LOSS_STEPS = 10  # the train loss is the mean of the last ones
 LEAST_BLOCKS = 4
 

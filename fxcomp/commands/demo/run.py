@@ -89,7 +89,7 @@ def place_for(inter: str, find_rights: Callable[[], Rights] = rights_here) -> Me
 
 @dataclass
 class Findings:
-    """What ranks have told so far."""
+    """The ranks' messages so far."""
 
     contestants: list[Contestant] = field(default_factory=list[Contestant])
     parameters: int = 0

@@ -51,7 +51,7 @@ def encode(compressor: DGC, given: EncoderInput, payload: Tensor) -> None:
 
 @jit
 def copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write the magnitudes of a segment's values at some places as bits, -1 behind its end."""
+    """Write the magnitudes of a segment's values at some places as bits, -1 after its end."""
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)

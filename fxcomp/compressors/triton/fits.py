@@ -139,7 +139,7 @@ def _inverse_gamma(shape, share):
 
 @jit
 def _mantissas(sample, size, at):
-    """Return mantissas in [1, 2), 1 for a zero and behind the end; and exponents."""
+    """Return mantissas in [1, 2), 1 for a zero and after the end; and exponents."""
     bits = tl.maximum(tl.load(sample + at, at < size, other=0), 0)
     wide = bits.to(tl.float32, bitcast=True).to(tl.float64)
     wide = tl.where(wide > 0, wide, 1.0).to(tl.int64, bitcast=True)

@@ -111,7 +111,7 @@ def _taken(n, stride, calls):
 
 @jit
 def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
-    """Copy magnitudes as bits, 0 for what is not finite, -1 behind the end."""
+    """Copy magnitudes as bits, 0 for what is not finite, -1 after the end."""
     at, size, _, _ = tile_of(table, SHAPE)
     segment, in_sample = segment_of(table)
     start, n, _, stride, _ = _row(rows, segment)

@@ -56,7 +56,7 @@ class Lane:
         return Lane(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
-        """Add up each feature before each cell, and behind the last."""
+        """Add up each feature before each cell, and after the last."""
         shapes = tuple(atom.shape for atom in self.atoms)
         found: list[list[float]] = []
         for feature in features:
@@ -65,7 +65,7 @@ class Lane:
         return found
 
     def updates_us(self) -> list[float]:
-        """Add up the updates before each cell, and behind the last: a gradient's is with its last part."""
+        """Add up the updates before each cell, and after the last: a gradient's is with its last part."""
         times = [atom.gradient.update_us if atom.is_last else 0.0 for atom in self.atoms]
         before = [0.0, *accumulate(times)]
         return [before[border] for border in self.borders]

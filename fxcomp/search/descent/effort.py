@@ -1,4 +1,4 @@
-"""How much a search tries before it is content."""
+"""The number of tries before a search is content."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Value(NamedTuple):
     lost: float
 
     def beats(self, other: Value) -> bool:
-        """Tell that a plan is faster, or as fast and loses less."""
+        """Return whether a plan is faster, or as fast and loses less."""
         if self.us > other.us * (1 + SAME):
             return False
         return self.us < other.us * (1 - SAME) or self.lost < other.lost

@@ -1,6 +1,6 @@
 """Write down as numbers all that a search compares plans by: plain arrays, which csrc/search.cpp reads in place.
 
-What belongs to a lane, a template, a task or a curve lies behind what belongs to the one before it, from its entry in
+What belongs to a lane, a template, a task or a curve lies after what belongs to the one before it, from its entry in
 an array of starts up to the next one. csrc/priced_parts.h has the same fields in the same order.
 """
 
@@ -75,7 +75,7 @@ class Problem:
     """Of each cell: the place of its last gradient among all."""
     ready_us: array[float]
     sums: array[float]
-    """Of each cell, and behind a lane's last: the features of all before it, one behind another; elements first."""
+    """Of each cell, and after a lane's last: the features of all before it, one after another; elements first."""
     updates_us: array[float]
     join_last: array[int]
     """Of each cell: the cell where the gradient that it continues ends; -1 if it continues none."""
@@ -84,7 +84,7 @@ class Problem:
     option_template: array[int]
     lane_losses: array[int]
     losses: array[float]
-    """Of each cell, and behind a lane's last: what each option loses of all before it, in elements."""
+    """Of each cell, and after a lane's last: what each option loses of all before it, in elements."""
     option_traits: array[int]
     option_reach: array[int]
     """Where an option's entries in `reach` begin; -1 if it carries any bucket."""
@@ -318,7 +318,7 @@ class TracedPrices:
 
 
 class _Curves:
-    """The curves that a problem asks for, one behind another."""
+    """The curves that a problem asks for, one after another."""
 
     def __init__(self, traced: TracedPrices, largest: Mapping[Question, float]) -> None:
         self.processors = traced.costs.processors
@@ -329,7 +329,7 @@ class _Curves:
             self.found += traced.curves(question, size)
 
     def may_lack_processors(self, tasks: Iterable[TaskTemplate]) -> bool:
-        """Tell whether tasks, one on each stream, may ask for more processors than there are."""
+        """Return whether tasks, one on each stream, may ask for more processors than there are."""
         processors = self.processors
         if math.isinf(processors.count) or not processors.has_spare:
             return not math.isinf(processors.count)
@@ -360,7 +360,7 @@ def _starts(counts: Iterable[int]) -> array[int]:
 
 
 def _places(lists: Iterable[list[int] | None]) -> array[int]:
-    """Return where each list begins if they lie one behind another; -1 for none."""
+    """Return where each list begins if they lie one after another; -1 for none."""
     found, count = array("i"), 0
     for each in lists:
         found.append(count if each else -1)
