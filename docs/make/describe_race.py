@@ -21,6 +21,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, DrawnErrors
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
 
 DEARER = 8.0
@@ -125,10 +126,10 @@ def run_race(choice: Choice) -> tuple[list[Turn], Raced]:
     runners = sorted(choice.runners, key=lambda runner: runner.plan != choice.plan)
     true_ms = [step_ms(runner, right_costs()) for runner in runners]
     noise = random.Random(0)
-    contest = Race(runners, _BEGINS, lambda _: False)
+    contest = Race(runners, _BEGINS, Calendar())
     turns: list[Turn] = []
     while contest.result is None:
-        current, steps = contest.current, contest.timed_steps
+        current, steps = contest.turn.number, contest.turn.steps
         times = tuple(true_ms[current] * (1 + _NOISE * noise.gauss(0, 1)) for _ in steps)
         turns.append(Turn(steps, runners[current], times))
         contest.end_turn(times)

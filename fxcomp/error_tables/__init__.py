@@ -2,13 +2,12 @@
 
 - table: the numbers, and `error_of`, which says whether they are measured.
 - columns: which entries there are, and which serves a compressor.
-- measure: one look at gradients and residuals; largest, low_rank, codecs: a family each.
-- smooth: the mean over looks.
-- families: parts of tables that are measured at different steps.
+- measure: one look at gradients and residuals; codecs: what quantisers lose.
+- families: the mean over looks, and of families that are measured at different steps.
 """
 
 from fxcomp.error_tables.columns import STANDARD, Columns
-from fxcomp.error_tables.families import cut, families, joined, joined_columns, of_rows, scaled, smoothed, stacked
+from fxcomp.error_tables.families import cut, families, joined, scaled, smoothed
 from fxcomp.error_tables.measure import Draw, measure
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorRow, ErrorSource, ErrorTable, legal
 
@@ -24,11 +23,8 @@ __all__ = [
     "cut",
     "families",
     "joined",
-    "joined_columns",
     "legal",
     "measure",
-    "of_rows",
     "scaled",
     "smoothed",
-    "stacked",
 ]

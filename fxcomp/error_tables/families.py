@@ -1,10 +1,8 @@
-"""Cut tables into families of columns, which are measured at different steps, and join them again.
+"""Average error tables over looks in time, cut them into families of columns, and join them again.
 
-densities │ ranks │ codecs        each smoothed by itself, from looks of its own
+    densities │ ranks │ codecs        each measured in looks of its own, and smoothed by itself
 
-Average error tables over looks in time.
-
-    new = old + a (look - old)          a = max(1 / looks, WEIGHT)
+    new = old + a (look - old)        a = max(1 / looks, WEIGHT)
 
 of each error, and of each gradient's share of the squares of all. Shares, not squares: one step with a gradient a
 thousand times as long would otherwise be the only one that counts, for dozens of looks.
@@ -71,15 +69,6 @@ def families(columns: Columns) -> tuple[Columns, ...]:
     return tuple(each for each in alone if each.count)
 
 
-def joined_columns(parts: Sequence[Columns]) -> Columns:
-    """Join what different families have."""
-    return Columns(
-        tuple(density for each in parts for density in each.densities),
-        tuple(rank for each in parts for rank in each.ranks),
-        tuple(codec for each in parts for codec in each.codecs),
-    )
-
-
 def cut(table: ErrorTable, columns: Columns) -> ErrorTable:
     """Return some of a table's columns."""
     places = [table.columns.names.index(name) for name in columns.names]
@@ -88,18 +77,6 @@ def cut(table: ErrorTable, columns: Columns) -> ErrorTable:
         for name, row in table.rows.items()
     }
     return legal(columns, rows, table.notes)
-
-
-def of_rows(table: ErrorTable, names: Sequence[str]) -> ErrorTable:
-    """Return some of a table's rows."""
-    return ErrorTable(table.columns, {name: table.rows[name] for name in names if name in table.rows}, table.notes)
-
-
-def stacked(tables: Sequence[ErrorTable]) -> ErrorTable:
-    """Put tables of different gradients, with the same columns, into one. Notes are about the single tables."""
-    if len(tables) == 1:
-        return tables[0]
-    return legal(tables[0].columns, {name: row for each in tables for name, row in each.rows.items()})
 
 
 def scaled(table: ErrorTable, factor: float) -> ErrorTable:
@@ -116,7 +93,11 @@ def joined(tables: Sequence[ErrorTable]) -> ErrorTable:
     A gradient counts as measured if every family was: a row is measured as a whole. Its share of all squares is the
     mean of its shares in the tables.
     """
-    columns = joined_columns([each.columns for each in tables])
+    columns = Columns(
+        tuple(density for each in tables for density in each.columns.densities),
+        tuple(rank for each in tables for rank in each.columns.ranks),
+        tuple(codec for each in tables for codec in each.columns.codecs),
+    )
     totals = [sum(row.squares for row in each.rows.values()) for each in tables]
     mean_total = sum(totals) / len(totals)
     rows: dict[str, ErrorRow] = {}

@@ -32,6 +32,7 @@ from fxcomp.search.raced import Raced
 from fxcomp.search.runners import lined_up
 from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Followed, Follower
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.race import WARM_STEPS, Race
@@ -91,6 +92,7 @@ class BackwardPasses(ABC):
         self.passes = 0
         self.follower: Follower | None = None
         """What passes follow, once there is a plan."""
+        self._calendar = Calendar()
         self._race: Race | None = None
         self._raced: Raced | None = None
         """The race that is over."""
@@ -175,7 +177,7 @@ class BackwardPasses(ABC):
     def end_pass(self, layout: Layout) -> None:
         """Count a pass that brought these buckets; at its end another plan may be followed. Every rank calls it."""
         self.passes += 1
-        if self._race is not None and self.passes == self._race.turn_ends:
+        if self._race is not None and self.passes == self._race.turn.ends:
             self._end_turn(self._race)
         if not self.is_planned and self.passes >= DENSE_PASSES:
             self.decide(layout)
@@ -225,14 +227,14 @@ class BackwardPasses(ABC):
             follower.line_up([runner.plan for runner in runners[1:]])
             for followed in follower.racing:
                 self._prepare(followed, layout)
-            self._race = Race(runners, self.passes + WARM_STEPS)
+            self._race = Race(runners, self.passes + WARM_STEPS, self._calendar)
 
     def _end_turn(self, race: Race) -> None:
         """Agree on what the turn's passes took, and let the next plan have its turn, or the best one stay."""
-        race.end_turn(self.times.slowest(race.timed_steps, self.site))
+        race.end_turn(self.times.slowest(race.turn.steps, self.site))
         self.times.forget()
         if race.result is None:
-            self.planned.take_turn(race.current)
+            self.planned.take_turn(race.turn.number)
         else:
             self.planned.settle_on(race.result.winner)
             self.planned.tell(str(race.result))
@@ -265,7 +267,7 @@ class BackwardPasses(ABC):
         follower = self.planned
         steps = follower.load(given, {follower.decision.plan.digest})
         if steps is not None and self._race is not None:  # it begins again
-            self._race = Race(lined_up(self._race.runners, follower.decision.plan), self.passes + WARM_STEPS)
+            self._race = Race(lined_up(self._race.runners, follower.decision.plan), self.passes + WARM_STEPS, self._calendar)
             self.runtime.forget_buffers()
             self._go_on()
 

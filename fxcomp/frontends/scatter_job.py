@@ -30,6 +30,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.race import WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
@@ -70,6 +71,7 @@ class ScatterJob:
         """What was left out of each module's gradients here: fp32, a part for each rank."""
         self.scale = 1.0
         """The factor of the loss that it is in the unit of."""
+        self._calendar = Calendar()
         self._race: Race | None = None
         """Of the plan and dense."""
         self._compresses = True
@@ -242,7 +244,7 @@ class ScatterJob:
         if self._is_timed:
             self._ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
         self.passes += 1
-        if self._race is not None and self.passes == self._race.turn_ends:
+        if self._race is not None and self.passes == self._race.turn.ends:
             self._end_turn(self._race)
         if not self.plan.is_decided and self.passes >= DENSE_PASSES:
             self._decide(list(dict.fromkeys(now.order)))
@@ -253,15 +255,15 @@ class ScatterJob:
             layout = tuple(self.modules[number].bucket for number in order)
             self.plan.decide(self.site, order, layout, self._ready.medians_us(layout, self.site.device))
             if self.plan.choice is not None and not self.plan.choice.is_dense:
-                self._race = Race(self.plan.choice.runners, self.passes + WARM_STEPS)
+                self._race = Race(self.plan.choice.runners, self.passes + WARM_STEPS, self._calendar)
         log.info("%s\n%s", self.site.cluster, self.plan.plan)
 
     def _end_turn(self, race: Race) -> None:
         """Let the other one have its turn, or the better one stay; what is owed goes out with the next dense pass."""
-        race.end_turn(self.times.slowest(race.timed_steps, self.site))
+        race.end_turn(self.times.slowest(race.turn.steps, self.site))
         self.times.forget()
         if race.result is None:
-            self._compresses = race.current == 0
+            self._compresses = race.turn.number == 0
         else:
             self._race, self._compresses = None, race.result.winner == 0
             self._delivers = not self._compresses

@@ -1,10 +1,14 @@
 """Say what a step is for. Data that all ranks have agreed on, and a step's number: nothing else is asked.
 
-    verified ─► none, unless quiet ─► timed, if some steps are ─► a look ─► a check ─► timed, if all are
+    verified ─► a turn of a race ─► none, before the plan that stays ─► timed, if some steps are ─► a look ─► a check
+            ─► timed, if all are
 
 The first that holds takes the step, so a step is for one thing at most: each makes the step longer, and would spoil the
 times of another. All ranks find the same one. A rank may still be unable to do it, for want of memory or with a batch
-unlike the first one; whoever observes the step says what happens then. Turns of a race are the race's own.
+unlike the first one; whoever observes the step says what happens then.
+
+Who agrees with the other ranks on something later enters it here: a turn, the plan that is followed from a step on, the
+first step that may take the next look.
 """
 
 from __future__ import annotations
@@ -14,14 +18,22 @@ from enum import Enum
 
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
+WINDOW = 20
+"""The number of timed steps that make a median. Two windows in a row are judged together."""
+
+SETTLED = 20
+"""Steps under a plan before gradients are looked at: so many make a median, and warm what they use."""
+
 
 class Use(Enum):
     """What a step is for, beside training."""
 
     VERIFY = "verify"
     """It is compared with eager PyTorch."""
+    TURN = "turn"
+    """It counts for the plan whose turn it is."""
     LOOK = "look"
-    """Families of compressors are tried on its gradients."""
+    """A family of compressors is tried on its gradients."""
     CHECK = "check"
     """What the plan in force loses of its gradients is measured."""
     TIMED = "timed"
@@ -29,32 +41,56 @@ class Use(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """The steps that count for one of the plans that race, by its number."""
+
+    number: int
+    steps: tuple[int, ...]
+
+    @property
+    def ends(self) -> int:
+        """After so many steps the turn is over."""
+        return self.steps[-1] + 1
+
+
+@dataclass(slots=True)
 class Calendar:
-    """The uses of steps to come, as agreed by now. What ranks agree on later makes another calendar."""
+    """The uses of steps to come, as agreed by now. Steps are counted from the first one of the job."""
 
     verified: VerifiedSteps = NO_STEPS
-    """Counted from the first step of the job."""
+    warm_from: tuple[int, ...] = (0,)
+    """The first steps of the stages of a warm-up, and of the plan that stays."""
+    followed_from: int = 0
+    """The first step of the plan that is followed now."""
+    turn: Turn | None = None
+    """The turn that is on, or the first one to come; None while no plans race."""
     timed_every: int = 0
     """One in so many steps is timed; 0 for none."""
-    timed_from: int = 0
-    """The first step of the plan that is timed."""
-    is_quiet: bool = True
-    """One plan is followed, the one that stays: no race is on or due, and no warm-up."""
+    window: int = WINDOW
+    patience: int = 1
+    """After planning again, drift is only noted for so many verdicts."""
+    patient_until: int = 0
+    solved_at: int = 0
+    """After so many steps the plan was last solved for by the errors of its gradients."""
     look_from: int | None = None
     """The first step that may take the next look; None while none is due."""
     check_from: int | None = None
     """The first step that may take the next check; None while none is due."""
 
+    # A step
+
     def use_of(self, step: int) -> Use | None:
         """Say what a step is for; None for most."""
         if step in self.verified:
             return Use.VERIFY
-        if not self.is_quiet:
+        if self.turn is not None:
+            return Use.TURN if step in self.turn.steps else None
+        if not self.is_quiet_at(step):
             return None
         is_timed = self._is_timed(step)
         if is_timed and self.timed_every > 1:
             return Use.TIMED
-        if self.look_from is not None and step >= self.look_from:
+        if self.look_from is not None and step >= max(self.look_from, self.followed_from + SETTLED):
             return Use.LOOK
         if self.check_from is not None and step >= self.check_from:
             return Use.CHECK
@@ -62,7 +98,59 @@ class Calendar:
 
     def _is_timed(self, step: int) -> bool:
         """Tell the first step of each `timed_every` that is not verified: such a one takes longer."""
-        if self.timed_every == 0 or step < self.timed_from or step in self.verified:
+        if self.timed_every == 0 or step < self.followed_from or step in self.verified:
             return False
-        place = (step - self.timed_from) % self.timed_every
+        place = (step - self.followed_from) % self.timed_every
         return all(step - k in self.verified for k in range(1, place + 1))
+
+    def stage_at(self, step: int) -> int:
+        """Number the stage of a step; the plan that stays is the last one."""
+        return max(0, sum(first <= step for first in self.warm_from) - 1)
+
+    def is_warm_at(self, step: int) -> bool:
+        """Tell a step that follows the plan that stays, or one that races with it."""
+        return step >= self.warm_from[-1]
+
+    def is_quiet_at(self, step: int) -> bool:
+        """Tell a step that follows the plan that stays, with no race on or due."""
+        return self.turn is None and self.is_warm_at(step)
+
+    # After a step
+
+    @property
+    def judged_every(self) -> int:
+        """After so many steps two windows are full, if every step that should be timed was."""
+        return 2 * self.timed_every * self.window
+
+    def judges_after(self, steps: int) -> bool:
+        """Tell that ranks compare steps with their prediction after so many."""
+        passed = steps - self.followed_from
+        return self.timed_every > 0 and self.is_quiet_at(steps - 1) and passed > 0 and passed % self.judged_every == 0
+
+    # Entering
+
+    def free_steps(self, step: int, count: int) -> tuple[int, ...]:
+        """Find the first steps from one on that are not verified."""
+        found: list[int] = []
+        while len(found) < count:
+            if step not in self.verified:
+                found.append(step)
+            step += 1
+        return tuple(found)
+
+    def give_turn(self, number: int, step: int, count: int) -> None:
+        """Let so many steps from one on count for a plan that races."""
+        self.turn = Turn(number, self.free_steps(step, count))
+
+    def stay(self) -> None:
+        """Follow one plan from now on: no warm-up is left, however far back a job goes on."""
+        self.warm_from = (0,)
+
+    def be_patient(self, step: int, *, changed: bool) -> None:
+        """Wait longer after planning again changed nothing: what no table can put right would be found for ever."""
+        self.patience = 1 if changed else 2 * self.patience
+        self.patient_until = step + self.patience * self.judged_every
+
+    def resume(self, step: int) -> None:
+        """Go on at another step of the job, under the same plan."""
+        self.followed_from = self.patient_until = self.solved_at = step

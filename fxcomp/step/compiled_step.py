@@ -25,26 +25,23 @@ from fxcomp.search.raced import Raced
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given
-from fxcomp.step.adaptation import PlanMove
 from fxcomp.step.alike import Alike
-from fxcomp.step.applied_error import AppliedError
 from fxcomp.step.calendar import Use
-from fxcomp.step.drift.watch import Watch
-from fxcomp.step.error_watch import ErrorWatch
+from fxcomp.step.errors.adaptation import PlanMove
+from fxcomp.step.errors.watch import ErrorWatch
 from fxcomp.step.explain import Explainer
 from fxcomp.step.group import MicroBatchGroup
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.monitor import Monitor
+from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.steering import Replanner, Steering
-from fxcomp.step.step_look import StepLook
 from fxcomp.step.step_times import Looks
 from fxcomp.step.unused import FindsUnused, UnusedHere, note_on_densified, note_on_unused
-from fxcomp.step.verify.verifier import Verification, Verifier
+from fxcomp.step.verify.verifier import Verifier
 
-Observer = Watch | StepLook | AppliedError | Verification
-"""Runs a step, and sees something of it."""
-
+WHOLE = None, Use.TURN, Use.TIMED
+"""Uses of steps whose whole times say how long a step is."""
 
 _TO_DYNAMO = (
     "an fxcomp step is compiled already, with its backward pass and optimizer, and cannot be part of another graph."
@@ -68,6 +65,8 @@ class CompiledStep:
         self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
         self._loss_scale = force.inputs.training.loss_scale
         self._group = MicroBatchGroup(force.inputs.sums, options.accumulate, site, self._loss_scale)
+        self._calendar = force.calendar
+        self._calendar.verified = options.checks.verified
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
         self._explainer = Explainer(site, options, planner.terms)
@@ -81,7 +80,9 @@ class CompiledStep:
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         inputs = force.inputs
-        self._verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
+        verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
+        watch = self.monitor.watch
+        self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), self._steering]
         self._alike = Alike(self.training, site) if site.ranks.world_size > 1 else None
         self._finds_unused = FindsUnused(self.training, site) if options.find_unused_parameters else None
         if site.ranks.world_size > 1:
@@ -139,28 +140,29 @@ class CompiledStep:
         kind, leaves = batch_type(batch)
         program = self.in_force.find(batch, kind, leaves)
         self._group.complete(is_weighted=program.captured.is_weighted)
-        use = self._use_of_step()
-        look = self.errors.begin(use, kind) if self.errors is not None else None
+        is_like_first = self.in_force.serves_first(kind)
+        use = self._calendar.use_of(self.steps)
+        step = StepUnderWay(self.steps, use, self.in_force, batch, is_like_first)
+        watching = [each for each in self._observers if use in each.wants]
         begin = self.monitor.times.look()
         # What autocast does is in the graph; what inference mode makes could not be trained any more.
         with torch.inference_mode(False):
-            verification = self._begin_verifying(batch, program) if use is Use.VERIFY else None
+            for each in watching:
+                each.before(step)
             with torch.no_grad(), compat.without_autocast():
-                timing = self.monitor.watch if use is Use.TIMED and self.in_force.serves_first(kind) else None
-                observer = verification or look or timing
-                result = self._run(program, leaves, observer)
-        is_like_first = self._group.is_like_first and self.in_force.serves_first(kind)
+                result = self._run(step, leaves, watching)
+        is_like_first = self._group.is_like_first and is_like_first
         self._steps_unlike_first += not is_like_first
         took = self._group.took((begin, self.monitor.times.look()))
         self._group.clear()
-        self._count(took, timed=use in (None, Use.TIMED) and is_like_first)
-        if self.errors is not None:
-            self.errors.act(self.steps)
-        self._steering.act(self.steps)
+        self._count(took, timed=use in WHOLE and is_like_first)
+        for each in self._observers:
+            each.between(self.steps)
         return result
 
-    def _run(self, program: Program, leaves: Sequence[Any], observer: Observer | None) -> Any:
-        inputs, state, runtime = self.in_force.inputs, self.in_force.state, self.in_force.runtime
+    def _run(self, step: StepUnderWay, leaves: Sequence[Any], watching: Sequence[Observer]) -> Any:
+        program, runtime = step.program, step.runtime
+        inputs, state = self.in_force.inputs, self.in_force.state
         if self._options.compress.feedback.scale_with_lr:
             state.scale_to_rates(inputs.rates(), inputs.names_by_group())
         arguments = inputs.of(program, leaves, state)
@@ -170,12 +172,12 @@ class CompiledStep:
         agreement = self._group.agree()
         runtime.before_packing = [] if agreement is None else [agreement.check]
         with self._holding_unused(program) as unused:
-            if observer is None:
-                loss, aux = program.run(runtime, arguments)
-            elif isinstance(observer, Verification):
-                loss, aux = observer.run(arguments)
-            else:
-                loss, aux = observer.run(self.steps, program, runtime, arguments)
+            try:
+                loss, aux = step.run(arguments)
+            finally:
+                runtime.on_gradient = runtime.on_update = None
+            for each in watching:
+                each.after(step, aux)
             runtime.finish()
             if not runtime.counters.skipped:
                 inputs.has_stepped(program, unused.held if unused else ())
@@ -191,18 +193,6 @@ class CompiledStep:
     def _enter_stage(self) -> None:
         if self.in_force.enter_stage_of(self.steps):
             self.monitor.forget(self.steps)
-
-    def _begin_verifying(self, batch: Any, program: Program) -> Verification | None:
-        state = self.in_force.state
-        is_plain = self.plan.is_dense and state.velocities is None and not state.owed
-        return self._verifier.begin(batch, program, self.in_force.runtime, self.steps, is_plain=is_plain)
-
-    def _use_of_step(self) -> Use | None:
-        """Say what the next step is for; all ranks find the same."""
-        calendar = self.monitor.calendar(is_quiet=self._steering.is_quiet)
-        if self.errors is not None:
-            calendar = self.errors.enter_in(calendar, self.steps)
-        return calendar.use_of(self.steps)
 
     def _count(self, looks: Sequence[Looks], *, timed: bool) -> None:
         counters = self.in_force.runtime.take_counters()
@@ -242,7 +232,8 @@ class CompiledStep:
 
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
-        self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self.notes.append)
+        self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self.notes.append, self.steps)
+        self._observers.insert(0, self.errors)
         self._steering.follow_errors(self.errors)
 
     # Looking
@@ -295,8 +286,7 @@ class CompiledStep:
     @property
     def judged_every(self) -> int | None:
         """After so many steps ranks compare what a step took with what was predicted; None if they do not."""
-        watch = self.monitor.watch
-        return watch.schedule.judged_every if watch is not None else None
+        return self._calendar.judged_every or None
 
     @property
     def source(self) -> str:
@@ -320,21 +310,19 @@ class CompiledStep:
     def explain(self) -> str:
         """Explain the plan and the step as text."""
         notes = (*self.notes, *self.counted_notes)
-        race = (self.raced, self._steering.takes_turns)
+        race = (self.raced, self._steering.takes_turns(self.steps))
         times, errors = self.monitor.times, self.error_table
         return to_text(self._explainer.explanation(self.in_force, times, notes, race, errors, self.moves))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
         """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
-        notes = [self._steering.note_on_race] if self._steering.note_on_race else []
+        notes = [note] if (note := self._steering.note_on_race(self.steps)) else []
         if (prelude := self.in_force.program.captured.prelude) is not None:
             notes.append(prelude.said)
         if not self.in_force.is_warm:
-            stages = self.in_force.stages
-            notes.append(
-                f"warming up until step {stages[-1].first_step}: stage {self.in_force.stage + 1} of {len(stages) - 1}"
-            )
+            *stages, last = self._calendar.warm_from
+            notes.append(f"warming up until step {last}: stage {self.in_force.stage + 1} of {len(stages)}")
         if self.errors is not None:
             notes.append(self.errors.said)
         if self._steps_unlike_first:
@@ -381,12 +369,12 @@ class CompiledStep:
             steps = self.in_force.load(states)
             if steps is not None:
                 self.steps = steps
-                self.monitor.resume(steps)
-                self._steering.resume(steps)
+                self._calendar.resume(steps)
+                self.monitor.forget(steps)
+                for each in self._observers:
+                    each.resume(steps, states)
                 note = note_on_another_plan(saved_plan(states), self.plan)
                 self.notes += [note] if note else []
-            if self.errors is not None:
-                self.errors.resume(self.steps, states)
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
             restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)
             self._ranks.check_same("going on from the states", here)

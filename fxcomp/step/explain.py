@@ -14,7 +14,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
-from fxcomp.step.adaptation import PlanMove
+from fxcomp.step.errors.adaptation import PlanMove
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 

@@ -16,11 +16,10 @@ from fxcomp.options import StepOptions
 from fxcomp.runtime.clock import clock_of
 from fxcomp.search.choose import predict_us
 from fxcomp.site import Site
-from fxcomp.step.calendar import Calendar
 from fxcomp.step.drift.correct import corrected, describe
 from fxcomp.step.drift.judge import Finding, Row, agreed_rows, all_costs, judge, step_with
 from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
-from fxcomp.step.drift.watch import Schedule, Watch
+from fxcomp.step.drift.watch import Watch, timing_interval
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
@@ -40,6 +39,7 @@ class Monitor:
 
     def __init__(self, force: PlanInForce, site: Site, options: StepOptions):
         self._force, self._site, self._options = force, site, options
+        self._calendar = force.calendar
         self.watch = self._made_watch()
         """Times some steps line by line; None where nothing is compared with its prediction."""
         self.times = StepTimes(site.device)
@@ -48,7 +48,6 @@ class Monitor:
         self._compared: tuple[Cost, ...] = ()
         """The costs that some rank compares, the same on all ranks."""
         self._noted: set[str] = set()
-        self._patience, self._patient_until = 1, 0
         self.follow(0, "watching")
 
     def _made_watch(self) -> Watch | None:
@@ -60,25 +59,17 @@ class Monitor:
             return predict_us(decision.workload, decision.plan, decision.costs, site.cluster)
 
         step_us = site.ranks.from_rank_0("how long a step is", predicted_us)
-        return Watch(Schedule.of(step_us, self._options.checks.verified), clock_of(site.device))
-
-    def calendar(self, *, is_quiet: bool) -> Calendar:
-        """Say which steps to come are verified, and which are timed while one plan is followed."""
-        every, begun = (0, 0) if self.watch is None else (self.watch.schedule.every, self.watch.begun)
-        return Calendar(self._options.checks.verified, every, begun, is_quiet)
+        self._calendar.timed_every = timing_interval(step_us, self._calendar.verified)
+        return Watch(self._calendar, clock_of(site.device))
 
     # Beginning again
 
     def forget(self, step: int) -> None:
         """Begin again at a step: what others took says nothing of those to come."""
+        self._calendar.followed_from = step
         self.times.forget()
         if self.watch is not None:
-            self.watch.restart(step)
-
-    def resume(self, step: int) -> None:
-        """Go on at another step of the job, under the same plan."""
-        self._patient_until = step
-        self.forget(step)
+            self.watch.forget()
 
     def follow(self, step: int, topic: str) -> None:
         """Judge another plan from a step on."""
@@ -86,11 +77,9 @@ class Monitor:
         self._agree_on_costs(topic)
 
     def has_replanned(self, step: int, *, changed: bool) -> None:
-        """Wait longer after planning anew changed nothing: what no table can put right would be found for ever."""
+        """Note what is found as new, and act on it later if planning again changed nothing."""
         self._noted.clear()
-        if self.watch is not None:
-            self._patience = 1 if changed else 2 * self._patience
-            self._patient_until = step + self._patience * self.watch.schedule.judged_every
+        self._calendar.be_patient(step, changed=changed)
 
     def _agree_on_costs(self, topic: str) -> None:
         """Join what ranks compare: each cost is judged by the ranks that have it."""
@@ -100,16 +89,12 @@ class Monitor:
 
     # Against the prediction
 
-    def judges_prediction_at(self, step: int) -> bool:
-        """Tell a step at which steps are compared with their prediction."""
-        return self.watch is not None and self._force.is_warm and self.watch.is_due(step)
-
     def against_prediction(self, step: int) -> Drift:
         """Find the costs that are wrong, and whether that calls for another plan."""
         findings = self.compare(step)
         fresh = [finding for finding in findings if finding.cause not in self._noted]
         self._noted.update(finding.cause for finding in fresh)
-        is_automatic = self._options.checks.replan == "auto" and step >= self._patient_until
+        is_automatic = self._options.checks.replan == "auto" and step >= self._calendar.patient_until
         offers = not self._options.why_not_replan and not is_automatic
         note = ""
         if fresh:  # the predicted steps are a rank's own
@@ -130,7 +115,7 @@ class Monitor:
         """Raise CannotReplan if too few steps have been timed to say anything."""
         if self.watch is not None and all(row.first_us is None for row in self.timed):
             raise CannotReplan(
-                f"too few steps have been timed: {self.watch.schedule.judged_every} in a row are needed, with"
+                f"too few steps have been timed: {self._calendar.judged_every} in a row are needed, with"
                 " batches like the first one.\n  Train on and ask again; the report says what was measured."
             )
 
@@ -139,13 +124,12 @@ class Monitor:
         return corrected(self._force.decision.costs, findings, self._predicted, self._site.cluster)
 
     def _described(self, step: int, findings: Sequence[Finding], *, offers: bool) -> str:
-        assert self.watch is not None, "there are findings about what was timed"
         predicted, costs = self._predicted, self._force.decision.costs
         becomes_us = step_with(findings, predicted, costs.processors)
         said = "; ".join(describe(finding, costs, self._site.cluster) for finding in findings)
         offer = " step.replan(), called by every rank, plans anew." if offers else ""
         return (
-            f"since step {step - self.watch.schedule.judged_every}: {said}. With that the step is predicted"
+            f"since step {step - self._calendar.judged_every}: {said}. With that the step is predicted"
             f" at {becomes_us / 1e3:.4g} ms, not {predicted.step_us / 1e3:.4g}.{offer}"
         )
 

@@ -22,6 +22,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
 from fxcomp.step.micro_programs import MicroPrograms
 from fxcomp.step.programs import Programs
@@ -44,6 +45,8 @@ class PlanInForce:
         self.inputs = inputs
         self.stages = warmup.stages(decision.plan)
         """The plans that are followed one after the other; the last one stays."""
+        self.calendar = Calendar(warm_from=tuple(stage.first_step for stage in self.stages))
+        """The uses of the job's steps."""
         self._stage: int = 0
         self._follower = Follower(trained, decision, len(self.stages) - 1)
         self._standing: dict[int, Program] = {}
@@ -104,7 +107,7 @@ class PlanInForce:
 
     def enter_stage_of(self, step: int) -> bool:
         """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
-        stage = max(0, sum(stage.first_step <= step for stage in self.stages) - 1)
+        stage = self.calendar.stage_at(step)
         if stage == self._stage:
             return False
         self._stage = stage
@@ -138,6 +141,11 @@ class PlanInForce:
 
     # Changing
 
+    def _stay_with(self, plan: Plan) -> None:
+        """Follow one plan from now on, without warm-up."""
+        self.stages, self._stage = (Stage(0, plan),), 0
+        self.calendar.stay()
+
     def emit_in_turns(self, plan: Plan) -> Turns[Program]:
         """Make the program for another plan, to switch to later; ranks do not communicate in it."""
         return self._compiler.emit_in_turns(self._capture.first, plan, self.decision.costs)
@@ -153,7 +161,7 @@ class PlanInForce:
             return program or self._compiler.emit(self._capture.first, decision.plan, decision.costs)
 
         program = self._follower.carry_to(decision, f"{topic}: emitting the step", made)
-        self.stages, self._stage = (Stage(0, decision.plan),), 0
+        self._stay_with(decision.plan)
         self.runtime.close()
         self.runtime = Runtime(self._site.transport, self._site.device)
         for known in (self.programs, self._standing):
@@ -187,7 +195,7 @@ class PlanInForce:
             self.programs.exchange(known, other)
             self.program = other if self.program is known else self.program
         self._follower.now.decision, self.state.compressor_states = replace(self.decision, plan=plan), states
-        self.stages, self._stage = (Stage(0, plan),), 0
+        self._stay_with(plan)
         self.runtime.forget_buffers()
 
     # Racing
@@ -218,7 +226,7 @@ class PlanInForce:
             self.programs.forget_plan(loser.number)
             del self._standing[loser.number]
         self.programs.racing = 0
-        self.stages, self._stage = (Stage(0, self.decision.plan),), 0
+        self._stay_with(self.decision.plan)
         self._go_on()
 
     def _scale_to_rates(self) -> None:

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
+from fxcomp.step.calendar import Calendar, Turn
 
 WARM_STEPS = 2
 """The first steps under a plan, which allocate, are no part of a race."""
@@ -105,30 +106,29 @@ class _Entrant:
 class Race:
     """A race of a few plans: whose turn it is, until which step, and who has won. The same on every rank."""
 
-    def __init__(self, runners: Sequence[Runner], step: int, is_verified: Callable[[int], bool] = lambda _: False):
-        """Begin after so many steps; the first runner is followed now."""
+    def __init__(self, runners: Sequence[Runner], step: int, calendar: Calendar):
+        """Begin after so many steps; the first runner is followed now. Turns are entered in the calendar."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
-        self._is_verified = is_verified
-        self._begun = step
-        self._order = list(range(len(runners)))
+        self._calendar = calendar
+        self.begins = step
+        """The race begins after so many steps."""
+        self._order = list(range(1, len(runners)))
         """Those that have yet to run in this round."""
         self._spent_ms = 0.0
-        self.current = self._order.pop(0)
-        """The number of the runner whose turn it is."""
-        self.timed_steps: tuple[int, ...] = self._timed(step, HEAT)
-        """The steps of its turn that are not verified."""
+        calendar.give_turn(0, step, HEAT)
         self.result: Raced | None = None
         """Set when the race is over."""
 
     @property
-    def turn_ends(self) -> int:
-        """After so many steps the turn is over."""
-        return self.timed_steps[-1] + 1
+    def turn(self) -> Turn:
+        """Whose turn it is, and when."""
+        assert self._calendar.turn is not None, "the race is on"
+        return self._calendar.turn
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
-        """Note what the timed steps of a turn took, None where it is not known; then it is another one's turn."""
-        entrant, step = self._entrants[self.current], self.turn_ends
+        """Note what the steps of a turn took, None where it is not known; then it is another one's turn."""
+        entrant, step = self._entrants[self.turn.number], self.turn.ends
         entrant.turns += 1
         first, *counted = slowest_ms
         entrant.first_ms += [ms for ms in (first,) if ms is not None]
@@ -144,17 +144,9 @@ class Race:
             number = self._order.pop(0)
             length = self._length_for(self._entrants[number])
             if length:
-                self.current, self.timed_steps = number, self._timed(step, length)
+                self._calendar.give_turn(number, step, length)
                 return
             self._entrants[number].is_too_dear = True
-
-    def _timed(self, step: int, length: int) -> tuple[int, ...]:
-        steps: list[int] = []
-        while len(steps) < length:
-            if not self._is_verified(step):
-                steps.append(step)
-            step += 1
-        return tuple(steps)
 
     def _length_for(self, entrant: _Entrant) -> int:
         """Choose the length of a turn by what it is expected to cost; 0 if the budget has not one step of it.
@@ -194,7 +186,7 @@ class Race:
             left = self._left
             if len(left) == 1 or all(len(self._entrants[k].times_ms) >= COUNTED for k in left):
                 left = self._appeals(best)
-        if not left or self._timed(step, TURN * len(left))[-1] >= self._begun + LONGEST:
+        if not left or self._calendar.free_steps(step, TURN * len(left))[-1] >= self.begins + LONGEST:
             self._finish(step)
         else:
             self._order = left
@@ -223,7 +215,8 @@ class Race:
         stays_ms = self._entrants[winner].median_ms if self._entrants[winner].is_known else math.nan
         all_ms = [ms for each in self._entrants for ms in (*each.first_ms, *each.times_ms)]
         cost_ms = sum(all_ms) - len(all_ms) * stays_ms if all_ms else 0.0
-        self.result = Raced(runners, winner, self._begun, step, cost_ms)
+        self.result = Raced(runners, winner, self.begins, step, cost_ms)
+        self._calendar.turn = None
 
     def _winner(self) -> int:
         """Find the fastest; where noise hides the difference, the one that loses least."""

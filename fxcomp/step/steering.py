@@ -20,9 +20,11 @@ from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.search.terms import Terms
 from fxcomp.site import Site
-from fxcomp.step.adaptation import Adaptation, Errors
+from fxcomp.state.saved_state import Given
 from fxcomp.step.drift.judge import Finding
+from fxcomp.step.errors.adaptation import Adaptation, Errors
 from fxcomp.step.monitor import Monitor
+from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 
@@ -38,7 +40,7 @@ class Replanner(Protocol):
     def measure_next_time(self) -> None: ...
 
 
-class Steering:
+class Steering(Observer):
     """Switches the plan in force where a race or the monitor's verdicts call for it, and notes why."""
 
     def __init__(
@@ -52,11 +54,9 @@ class Steering:
     ):
         self._in_force, self._monitor, self._planner = in_force, monitor, planner
         self._options, self._site, self._ranks, self._note = options, site, site.ranks, note
+        self._calendar = in_force.calendar
         self._race: Race | None = None
-        self._runners: tuple[Runner, ...] = ()
-        """Those that are lined up, the one in force first."""
-        self._races_at: int | None = None
-        """After so many steps the next race begins."""
+        """The race that is on, or due."""
         self._planned_for: Plan | None = None
         """The plan that was followed before it was planned anew, until the race after that is over."""
         self.raced: Raced | None = None
@@ -68,38 +68,28 @@ class Steering:
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will soon: nothing is compared with its prediction."""
-        return self._race is not None or self._races_at is not None
-
-    @property
-    def is_quiet(self) -> bool:
-        """One plan is followed, the one that stays."""
-        return self._in_force.is_warm and not self.is_racing
-
-    @property
-    def takes_turns(self) -> bool:
-        """A race is on."""
         return self._race is not None
 
-    @property
-    def note_on_race(self) -> str:
-        """Tell a race that is on, or due; empty if there is none."""
-        if self._race is not None:
-            return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
-        return "" if self._races_at is None else f"plans will race from step {self._races_at} on"
+    def takes_turns(self, step: int) -> bool:
+        """Tell that a race is on after so many steps."""
+        return self._race is not None and step >= self._race.begins
 
-    def act(self, step: int) -> None:
+    def note_on_race(self, step: int) -> str:
+        """Tell a race that is on, or due; empty if there is none."""
+        if self.takes_turns(step):
+            return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
+        return "" if self._race is None else f"plans will race from step {self._race.begins} on"
+
+    def between(self, steps: int) -> None:
         """Do what is due after so many steps."""
         if self._race is not None:
-            if step == self._race.turn_ends:
-                self._end_turn(self._race, step)
-        elif self._races_at is not None:
-            if step == self._races_at:
-                self._race, self._races_at = Race(self._runners, step, self._options.checks.verified.__contains__), None
-        elif self._monitor.judges_prediction_at(step):
+            if steps == self._race.turn.ends:
+                self._end_turn(self._race, steps)
+        elif self._calendar.judges_after(steps):
             with self._ranks.together("comparing steps with their prediction"):
-                self._judge(step)
-        elif self.adaptation is not None and self._in_force.is_warm:
-            self.adaptation.act(step)
+                self._judge(steps)
+        elif self.adaptation is not None and self._calendar.is_quiet_at(steps - 1):
+            self.adaptation.act(steps)
 
     def follow_errors(self, errors: Errors) -> None:
         """Let the plan follow what compressors lose, from now on."""
@@ -107,11 +97,11 @@ class Steering:
             terms = self._planner.terms
             self.adaptation = Adaptation(self._in_force, errors, terms, self._site, self._monitor.follow, self._note)
 
-    def resume(self, step: int) -> None:
+    def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
         """Go on at another step of the job. A race that was not over begins again."""
-        self._drop_adaptation(step)
-        if self.is_racing:
-            self._race, self._races_at = None, self._next_race(step)
+        self._drop_adaptation(steps)
+        if self._race is not None:
+            self._race = self._next_race(self._race.runners, steps)
 
     # Racing
 
@@ -122,24 +112,24 @@ class Steering:
         if runners:
             self._drop_adaptation(step)
             self._in_force.line_up([runner.plan for runner in runners[1:]], topic)
-            self._runners, self._races_at = runners, self._next_race(step)
+            self._race = self._next_race(runners, step)
 
-    def _next_race(self, step: int) -> int:
-        """Return the step after which a race begins: not in the warm-up of error feedback."""
-        return max(step, self._in_force.stages[-1].first_step) + WARM_STEPS
+    def _next_race(self, runners: Sequence[Runner], step: int) -> Race:
+        """Make the next race, which does not begin in the warm-up of error feedback."""
+        return Race(runners, max(step, self._calendar.warm_from[-1]) + WARM_STEPS, self._calendar)
 
     def _end_turn(self, race: Race, step: int) -> None:
         """Agree on what the turn's steps took, and let the next plan have its turn."""
-        race.end_turn(self._monitor.times.slowest(race.timed_steps, self._site))
+        race.end_turn(self._monitor.times.slowest(race.turn.steps, self._site))
         self._monitor.times.forget()
         if race.result is not None:
             with self._ranks.together("ending the race"):
                 self._end_race(race.result, step)
         elif self._in_force.state.velocities is None:
-            self._in_force.take_turn(race.current)
+            self._in_force.take_turn(race.turn.number)
         else:  # they change hands
             with self._ranks.together("racing"):
-                self._in_force.take_turn(race.current)
+                self._in_force.take_turn(race.turn.number)
 
     def _end_race(self, raced: Raced, step: int) -> None:
         self._race, self.raced = None, raced
@@ -166,12 +156,12 @@ class Steering:
         if self._options.why_not_replan:
             raise CannotReplan(self._options.why_not_replan)
         if not self._in_force.is_warm:
-            last = self._in_force.stages[-1].first_step
+            last = self._calendar.warm_from[-1]
             raise CannotReplan(
                 f"the warm-up of error feedback lasts until step {last}, this is {step}.\n"
                 "  Plan anew once the plan itself is followed."
             )
-        if self._race is not None:
+        if self.takes_turns(step):
             raise CannotReplan(
                 f"plans are racing, and this is step {step}: nothing has been compared with its prediction yet.\n"
                 "  Plan anew once a note says which plan stays."
@@ -202,7 +192,7 @@ class Steering:
         self._drop_adaptation(step)
         decision = self._planner.again(table, topic, self.adaptation.table if self.adaptation else ASSUMED)
         self._in_force.switch(decision, topic)
-        self._races_at = None
+        self._race = self._calendar.turn = None
         self._monitor.follow(step, "watching the new plan")
         changed = decision.plan != before
         self._monitor.has_replanned(step, changed=changed)

@@ -21,6 +21,7 @@ import fxcomp
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.strategy import Strategy
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
@@ -45,7 +46,7 @@ def add_up(plan: str, wins: str) -> dict[str, Any]:
         if step == 6:  # as if it had been chosen
             job.plan.choice = job.plan.choice and _with(job.plan.choice, plan)
             job.plan.follow(job.plan.choice.plan)
-            job._race = Race(job.plan.choice.runners, job.passes + WARM_STEPS)
+            job._race = Race(job.plan.choice.runners, job.passes + WARM_STEPS, Calendar())
         for rank in range(dist.get_world_size()):
             alone.zero_grad()
             loss_of(alone, step, rank).backward()

@@ -22,6 +22,7 @@ from fxcomp.step import step_times
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift import watch as watching
 from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
+from fxcomp.step.observer import StepUnderWay
 
 Factor = Callable[[Cost], float]
 
@@ -122,9 +123,9 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         known.append(read(*arguments))
         return known[-1]
 
-    def run(step: CompiledStep, program: Program, *arguments: Any) -> Any:
-        result = really_run(step, program, *arguments)
-        clock.wall_s += clock.step_us(program, step.costs.processors) / 1e6
+    def run(step: CompiledStep, under_way: StepUnderWay, *arguments: Any) -> Any:
+        result = really_run(step, under_way, *arguments)
+        clock.wall_s += clock.step_us(under_way.program, step.costs.processors) / 1e6
         return result
 
     read, really_run = watching.predict_costs, CompiledStep._run
@@ -145,6 +146,4 @@ def slower(factors: Mapping[tuple[CostKind, str], float]) -> Factor:
 
 def scheduled(step: CompiledStep, every: int, window: int) -> None:
     """Time a compiled step more often than the real clock would allow."""
-    watch = step.monitor.watch
-    assert watch is not None
-    watch.schedule = replace(watch.schedule, every=every, window=window)
+    step.in_force.calendar.timed_every, step.in_force.calendar.window = every, window

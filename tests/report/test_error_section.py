@@ -28,7 +28,7 @@ from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.step.adaptation import PlanMove
+from fxcomp.step.errors.adaptation import PlanMove
 
 COSTS = CostTable()
 WHERE = Cluster(4, 1, intra=Link(5.0, 12.0), inter=Link.parse("1gbit"))

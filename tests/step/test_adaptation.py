@@ -23,8 +23,9 @@ from fxcomp.plan.budget import ErrorBudget
 from fxcomp.plan.error_budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.search.resolve import Resolve
-from fxcomp.step import adaptation, look_schedule
+from fxcomp.step import calendar
 from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.errors import adaptation, watch
 from fxcomp.step.plan_in_force import PlanInForce
 
 WHERE = Cluster.parse("2x1, inter 10mbit@20us, intra 100gbit")
@@ -36,7 +37,8 @@ _TITLES = ("Error", "By layer", "Why these parameters", "How the plan moved")
 def soon() -> Generator[None]:
     """Look at gradients every third step, and meet for answers every tenth."""
     with (
-        patch.multiple(look_schedule, SHARE=1e9, ROOM=1e9, LEAST=3),
+        patch.multiple(watch, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
+        patch.object(calendar, "SETTLED", 3),
         patch.object(adaptation, "MEETING", 10),
     ):
         yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.step.applied_error import AppliedError, needed_bytes
+from fxcomp.step.errors.applied import AppliedError, needed_bytes
 
 SIZES = {"large": 40_000, "small": 700, "one": 1, "none": 0}
 
@@ -77,7 +77,7 @@ def test_a_rank_without_room_tells_the_others_and_no_rank_counts_the_step(monkey
         patched.setattr(compat, "spare_bytes", spare)
         short = AppliedError(SIZES, torch.device("cpu"), 0)
     ample = AppliedError(SIZES, torch.device("cpu"), 0)
-    assert (short.lacks_room, ample.lacks_room) == (True, False)
+    assert (short.work.lacks_room, ample.work.lacks_room) == (True, False)
     sums: list[Tensor] = []
 
     def all_reduce(total: Tensor) -> None:
@@ -87,7 +87,7 @@ def test_a_rank_without_room_tells_the_others_and_no_rank_counts_the_step(monkey
         for name, value in drawn(1).items():
             rank.see(name, value)
         rank.applied(drawn(2), sums.append)
-        assert rank.is_void == rank.lacks_room
+        assert rank.is_void == rank.work.lacks_room
     for rank in (short, ample):
         rank.applied(drawn(2), all_reduce)
         assert rank.is_void

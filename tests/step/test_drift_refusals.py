@@ -31,7 +31,7 @@ from fxcomp.step.drift.correct import describe
 from fxcomp.step.drift.correct_links import link_factors, with_links
 from fxcomp.step.drift.judge import LEAST_RATIO, Finding, Row, agreed_rows, judge
 from fxcomp.step.drift.predicted_costs import Cost, predict_costs
-from fxcomp.step.drift.watch import Schedule
+from fxcomp.step.drift.watch import timing_interval
 
 JOB = JOBS["mlp"]
 DENSE = "all_reduce@world"
@@ -220,7 +220,7 @@ def test_only_ranks_that_hold_something_between_hosts_compare_what_is_done_there
 
 @pytest.mark.parametrize(("step_us", "every"), [(1e3, 10), (50e3, 6), (1e6, 1)])
 def test_short_steps_are_timed_less_often(step_us: float, every: int):
-    assert Schedule.of(step_us).every == every
+    assert timing_interval(step_us) == every
 
 
 @pytest.mark.parametrize(

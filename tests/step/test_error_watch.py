@@ -24,9 +24,10 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable
 from fxcomp.error_tables.table import ErrorSource
 from fxcomp.errors import BadState, PeerFailed
-from fxcomp.step import error_watch, look_schedule
+from fxcomp.step import calendar
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.error_look import ErrorLook
+from fxcomp.step.errors import watch
+from fxcomp.step.errors.look import Look
 from fxcomp.step.race import LONGEST
 
 EVERY = 5
@@ -34,9 +35,9 @@ EVERY = 5
 
 @contextmanager
 def often() -> Generator[None]:
-    """Let looks take what they like: one is due every five steps, the first one in step 10."""
-    limits = {"SHARE": 1e9, "ROOM": 1e9, "LEAST": EVERY, "AT_ONCE": 0.0}
-    with patch.multiple(look_schedule, **limits):
+    """Let looks take what they like: one is due every five steps, the first one in step 5."""
+    limits = {"LOOKS_SHARE": 1e9, "LOOKS": EVERY, "FIRST": EVERY}
+    with patch.multiple(watch, **limits), patch.object(calendar, "SETTLED", EVERY):
         yield
 
 
@@ -69,7 +70,7 @@ def both_ways() -> dict[str, Any]:
     for looks in (True, False):
         with often():
             step = compiled(job, looks=looks)
-        with patch.object(error_watch, "CHECKS", 50):  # on a busy machine a second check may be cheap enough
+        with patch.object(watch, "CHECKS", 50):  # on a busy machine a second check may be cheap enough
             found[f"at, {looks}"] = measured_at(step, 50, lambda number: job.batch(number, dist.get_rank()))
         found[f"parameters, {looks}"] = replica_fingerprint(step.training.model)
         found[f"table, {looks}"] = step.error_table.to_json()
@@ -80,7 +81,7 @@ def both_ways() -> dict[str, Any]:
 def test_looks_are_taken_together_and_change_nothing_in_training():
     one, other = run_ranks(2, both_ways)
     assert one == other
-    assert one["at, True"] == list(range(2 * EVERY, 50, EVERY))
+    assert one["at, True"] == list(range(EVERY, 50, EVERY))
     assert not one["at, False"]
     assert one["parameters, True"] == one["parameters, False"]
     assert one["timed, True"] == 50 - len(one["at, True"]) - 1, "no step with a look is timed, nor one with a check"
@@ -88,7 +89,7 @@ def test_looks_are_taken_together_and_change_nothing_in_training():
     table = ErrorTable.from_json(one["table, True"])
     assert table.columns == STANDARD
     for name, row in table.rows.items():
-        assert row.samples == 6, "three of eight looks are at families in turn, and the others at all"
+        assert row.samples == 3, "nine looks are at three families in turn"
         found = table.error_of(name, parse_compressor("topk(0.01)"))
         assert found.source is ErrorSource.MEASURED
         assert 0 < found.value < 1
@@ -112,7 +113,7 @@ def dropped() -> dict[str, Any]:
 def test_looks_are_dropped_at_other_batches_and_put_off_where_steps_are_verified():
     one, other = run_ranks(2, dropped)
     assert one == other
-    assert one == {"other batches on one rank": [17], "verified": [11, 16, 21]}  # a refused one shifts those after it
+    assert one == {"other batches on one rank": [5, 17], "verified": [5, 11, 16, 21]}  # a refused one shifts those after it
 
 
 def racing() -> tuple[list[int], tuple[int, int]]:
@@ -139,9 +140,9 @@ def left_out() -> tuple[int, dict[str, float], int, bool]:
         return cross_entropy(model, batch)
 
     job, kept = JOBS["mlp"], list[weakref.ref[Tensor]]()
-    see = ErrorLook.see
+    see = Look.see
 
-    def followed(look: ErrorLook, name: str, gradient: Tensor, start: int = 0) -> None:
+    def followed(look: Look, name: str, gradient: Tensor, start: int = 0) -> None:
         kept.append(weakref.ref(gradient))
         see(look, name, gradient, start)
 
@@ -151,7 +152,7 @@ def left_out() -> tuple[int, dict[str, float], int, bool]:
 
     with often():
         step = compiled(job, skip_nonfinite=True, loss=loss)
-    with patch.object(ErrorLook, "see", followed):
+    with patch.object(Look, "see", followed):
         at = measured_at(step, 24, batch)
         skipped = step.skipped_steps
         before = step.error_table.is_measured
@@ -204,34 +205,7 @@ def test_the_table_is_saved_and_loaded_the_same_on_all_ranks():
     assert one["saved"]["looks"] == len(one["at"]) >= 3
     assert one["loaded"] == one["saved"]["table"]
     assert one["loaded"]["rows"]
-    assert one["later"][0] == 2 * EVERY
+    assert one["later"][0] == EVERY
     assert one["samples"] == 0, "a state without errors is one of a job that measured none"
     assert one["said"][0].startswith(f"errors are measured: {len(one['at'])} looks at gradients took")
     assert one["said"][1].startswith("errors of Gaussian values are assumed")
-
-
-def grouped() -> dict[str, Any]:
-    """Nothing has room in a step, so that a look is at one family of one gradient."""
-    job, rank = JOBS["mlp"], dist.get_rank()
-    with often():
-        step = compiled(job)
-    with often(), patch.object(look_schedule, "ROOM", 1e-9), patch.object(look_schedule, "LEAST", 1):
-        for number in range(40):
-            step(job.batch(number, rank))
-    assert step.errors is not None
-    return {
-        "looks": step.errors.looks,
-        "table": step.error_table.to_json(),
-        "parameters": replica_fingerprint(step.training.model),
-        "residuals": sorted(step.in_force.state.residuals.slices),
-    }
-
-
-def test_gradients_take_turns_where_a_look_at_all_would_be_too_long():
-    one, other = run_ranks(2, grouped)
-    assert one == other
-    table = ErrorTable.from_json(one["table"])
-    assert list(table.rows) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-    assert all(row.samples for row in table.rows.values())
-    assert sum(row.squares for row in table.rows.values()) == pytest.approx(1, rel=0.5)
-    assert one["looks"] >= 12

@@ -29,12 +29,14 @@ from fxcomp.options import Checks
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.plan.warmup import Warmup
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
 from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import BUDGET, LONGEST, WARM_STEPS, Race
 
 # The race by itself, on numbers
@@ -45,13 +47,13 @@ def runner(name: str, predicted_ms: float, loss: float = 0.0) -> Runner:
     return Runner(name, Plan((Bucket((name,), (1,), strategy),)), 1e3 * predicted_ms, 0.5, loss)
 
 
-def raced(*entrants: tuple[Runner, float], verified: Callable[[int], bool] = lambda _: False, **more: Any) -> Raced:
+def raced(*entrants: tuple[Runner, float], **more: Any) -> Raced:
     """The end of a race whose steps take exactly so long, but for what `noise` multiplies them by."""
     noise: Callable[[int], float] = more.get("noise", lambda _: 1.0)
-    race = Race([each for each, _ in entrants], WARM_STEPS, verified)
+    race = Race([each for each, _ in entrants], WARM_STEPS, Calendar())
     while race.result is None:
-        ms = entrants[race.current][1]
-        race.end_turn([ms * noise(step) for step in race.timed_steps])
+        ms = entrants[race.turn.number][1]
+        race.end_turn([ms * noise(step) for step in race.turn.steps])
     return race.result
 
 
@@ -122,20 +124,20 @@ def test_what_is_predicted_to_be_far_behind_is_not_heard_again():
 
 def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
     seen: list[int] = []
-    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, lambda step: step % 2 == 0)
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar(VerifiedSteps(2)))
     while race.result is None:
-        seen += race.timed_steps
-        race.end_turn([None] * len(race.timed_steps))
+        seen += race.turn.steps
+        race.end_turn([None] * len(race.turn.steps))
     assert all(step % 2 for step in seen)
     assert race.result.last_step <= WARM_STEPS + LONGEST
     assert race.result.winner == 0, "nobody knows better: the plan in force stays"
 
 
 def test_one_of_several_batches_is_enough():
-    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, lambda _: False)
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar())
     while race.result is None:
-        ms = (30.0, 20.0)[race.current]
-        race.end_turn([None if step % 3 else ms for step in race.timed_steps])
+        ms = (30.0, 20.0)[race.turn.number]
+        race.end_turn([None if step % 3 else ms for step in race.turn.steps])
     assert race.result.stays.name == "dense"
 
 

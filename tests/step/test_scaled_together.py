@@ -29,7 +29,8 @@ from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
 from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.runners import Runner
-from fxcomp.step import adaptation, error_watch, look_schedule
+from fxcomp.step import calendar
+from fxcomp.step.errors import adaptation, watch
 
 IN_TWO_SHOTS = (
     "compress(int4(block=32))@gpu > all_to_all@world > decompress@gpu > "
@@ -147,9 +148,10 @@ CHANGES_AT = 70
 def soon() -> Generator[None]:
     """Look at gradients every third step, and meet for answers every tenth."""
     with (
-        patch.multiple(look_schedule, SHARE=1e9, ROOM=1e9, LEAST=3),
+        patch.multiple(watch, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
+        patch.object(calendar, "SETTLED", 3),
         patch.object(adaptation, "MEETING", 10),
-        patch.object(error_watch, "CHECKS", 4),
+        patch.object(watch, "CHECKS", 4),
     ):
         yield
 

@@ -12,7 +12,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, Columns, ErrorRow, ErrorTable, cut, families, joined
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.step.table_drift import what_drifted
+from fxcomp.step.errors.watch import what_drifted
 
 COLUMNS = Columns((0.01, 0.1), (1,), (parse_compressor("int8"),))
 HEAVY = ErrorRow((10, 10), 99.5, (0.9, 0.5, 0.8, 1e-4), 4)

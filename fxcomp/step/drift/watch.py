@@ -16,10 +16,9 @@ from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.stopwatch import Stopwatch
+from fxcomp.step.calendar import Calendar, Use
 from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
-
-WINDOW = 20
-"""The number of timed steps that make a median. Two windows in a row are judged together."""
+from fxcomp.step.observer import Observer, StepUnderWay
 
 TIMING_US = 300.0
 """The cost of timing a step of 100 lines: 0.3 us a line for two looks at the clock, 0.2 us to read them (measured, AMD
@@ -32,24 +31,11 @@ MOST_SELDOM = 10
 """At least one in so many steps is timed, so that at most 400 are judged together (assumed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One in `every` steps is timed; `window` of them make a median. The calendar says which steps these are."""
-
-    every: int
-    window: int = WINDOW
-
-    @classmethod
-    def of(cls, step_us: float, verified: VerifiedSteps = NO_STEPS) -> Schedule:
-        """Time steps of about this length as often as TIMING_SHARE allows and verifying leaves steps to time."""
-        share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
-        least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
-        return cls(min(MOST_SELDOM, max(least, math.ceil(share))))
-
-    @property
-    def judged_every(self) -> int:
-        """After so many steps two windows are full, if every step that should be timed was."""
-        return 2 * self.every * self.window
+def timing_interval(step_us: float, verified: VerifiedSteps = NO_STEPS) -> int:
+    """Time one step of about this length in so many: as TIMING_SHARE allows, and verifying leaves steps to time."""
+    share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
+    least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
+    return min(MOST_SELDOM, max(least, math.ceil(share)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +48,49 @@ class _TimedProgram:
     stopwatch: Stopwatch
     step: Any
 
+    def run(self, arguments: Sequence[Any]) -> Any:
+        self.stopwatch.start()
+        try:
+            return self.step(self.stopwatch.lines, *arguments)
+        finally:
+            self.stopwatch.stop()
 
-class Watch:
+
+class Watch(Observer):
     """Times some steps of a plan, and keeps what each cost took in them. Each rank has its own."""
 
-    def __init__(self, schedule: Schedule, clock: Clock, pool_clock: Clock | None = None) -> None:
-        self.schedule = schedule
+    wants = frozenset({Use.TIMED})
+
+    def __init__(self, calendar: Calendar, clock: Clock, pool_clock: Clock | None = None) -> None:
+        self._calendar = calendar
         self._clock, self._pool_clock = clock, pool_clock
         self._timed: _TimedProgram | None = None
         self._pending: int | None = None
         """The step that was timed last, while it has not been read."""
-        self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * schedule.window)
+        self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * calendar.window)
         """The measured costs of timed steps, with the step's number."""
-        self.begun = 0
-        """The first step of the plan that is timed."""
 
-    def restart(self, step: int) -> None:
-        """Forget everything: from this step on another plan is followed."""
-        self._timed, self._pending, self.begun = None, None, step
+    def forget(self) -> None:
+        """Forget everything: another plan is followed."""
+        self._timed = self._pending = None
         self._samples.clear()
 
-    def is_due(self, steps: int) -> bool:
-        """Tell whether ranks judge after so many steps: all at the same one."""
-        passed = steps - self.begun
-        return passed > 0 and passed % self.schedule.judged_every == 0
-
-    def run(self, step: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-        """Run a step and time it."""
+    def before(self, step: StepUnderWay) -> None:
+        """Time a step with a batch like the first one."""
+        if not step.is_like_first:
+            return
         self._collect()
-        timed = self._timed
+        timed, program, runtime = self._timed, step.program, step.runtime
         if timed is None or timed.program is not program or timed.runtime is not runtime:
             stopwatch = Stopwatch(runtime, TIMED_METHODS, self._clock, self._pool_clock)
             function = rebound(program.module, stopwatch.region)
             timed = self._timed = _TimedProgram(program, runtime, predict_costs(program), stopwatch, function)
-        timed.stopwatch.start()
-        try:
-            result = timed.step(timed.stopwatch.lines, *arguments)
-        finally:
-            timed.stopwatch.stop()
-        self._pending = None if runtime.counters.skipped else step
-        return result
+        step.run = timed.run
+
+    def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
+        """Keep the times of a step unless it was left out."""
+        if step.is_like_first and not step.runtime.counters.skipped:
+            self._pending = step.number
 
     def rows(self, steps: int, predicted: PredictedCosts, costs: Sequence[Cost]) -> list[float]:
         """List the numbers that ranks compare: for each cost the prediction and two windows' medians, -1 if unknown.
@@ -110,7 +99,7 @@ class Watch:
         it does not do.
         """
         self._collect()
-        length = self.schedule.every * self.schedule.window
+        length = self._calendar.timed_every * self._calendar.window
         windows = [[costs for step, costs in self._samples if begin <= step < begin + length]
                    for begin in (steps - 2 * length, steps - length)]  # fmt: skip
         rows: list[float] = []
@@ -118,7 +107,7 @@ class Watch:
             rows.append(predicted.predicted_us.get(cost, -1.0))
             for window in windows:
                 known = [sample[cost] for sample in window if cost in sample]
-                rows.append(statistics.median(known) if 2 * len(known) > self.schedule.window else -1.0)
+                rows.append(statistics.median(known) if 2 * len(known) > self._calendar.window else -1.0)
         return rows
 
     def _collect(self) -> None:

@@ -30,7 +30,6 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import Owned
 from fxcomp.capture.training import Training
 from fxcomp.codegen.load import observed
-from fxcomp.codegen.program import Program
 from fxcomp.errors import VerificationFailed
 from fxcomp.graph.captured import written_parameters
 from fxcomp.graph.info import Role, info
@@ -38,6 +37,8 @@ from fxcomp.graph.regions import regions
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.inputs import Sums
+from fxcomp.step.calendar import Use
+from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.verify.compare import largest
 from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.eager import EagerResult, rounding_of, run_eagerly
@@ -53,8 +54,10 @@ STATES_AT_ONCE = 12
 
 
 @dataclass(slots=True)
-class Verifier:
-    """Begins to verify the steps that the calendar says, unless a rank lacks the room."""
+class Verifier(Observer):
+    """Verifies the steps that the calendar says, unless a rank lacks the room."""
+
+    wants = frozenset({Use.VERIFY})
 
     training: Training
     ranks: Ranks
@@ -64,23 +67,30 @@ class Verifier:
     sums: Sums
     """The other micro-batches of a step's group."""
     _has_noted: bool = False
+    _under_way: Verification | None = None
 
-    def begin(
-        self, batch: Any, program: Program, runtime: Runtime, step: int, *, is_plain: bool
-    ) -> Verification | None:
-        """Run eager PyTorch for a step that is about to run; None if some rank has no room for that.
+    def before(self, step: StepUnderWay) -> None:
+        """Run eager PyTorch for the step, unless some rank has no room for that.
 
         Raises ReplicasDiffer on all ranks where parameters or the optimizer's state are not the same.
-        `is_plain` says that updates get the mean of local gradients: nothing is compressed or owed.
         """
-        spare, needed = compat.spare_bytes(self.training.device), needed_bytes(self.training, batch)
+        spare, needed = compat.spare_bytes(self.training.device), needed_bytes(self.training, step.batch)
         replicas = Replicas(self.training, self.ranks)
-        is_full, *differing = anywhere(self.training, runtime, spare is not None and spare < needed, *replicas.flags)
-        replicas.check(differing, step)
+        is_full, *differing = anywhere(
+            self.training, step.runtime, spare is not None and spare < needed, *replicas.flags
+        )
+        replicas.check(differing, step.number)
+        self._under_way = None
         if is_full:
-            self.skip(step, needed)
-            return None
-        return Verification(self, batch, program, runtime, step, is_plain=is_plain)
+            self.skip(step.number, needed)
+        else:
+            self._under_way = Verification(self, step)
+
+    def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
+        """Compare what the step has made. Raises VerificationFailed on every rank if any rank found a difference."""
+        if self._under_way is not None:
+            self._under_way.finish(aux)
+            self._under_way = None
 
     def skip(self, step: int, needed: int) -> None:
         """Say once that steps are not verified."""
@@ -115,37 +125,28 @@ def anywhere(training: Training, runtime: Runtime, *flags: bool) -> list[bool]:
 class Verification:
     """One step under verification."""
 
-    def __init__(
-        self, verifier: Verifier, batch: Any, program: Program, runtime: Runtime, step: int, *, is_plain: bool
-    ):
-        self._verifier, self._training, self._program, self._step = verifier, verifier.training, program, step
-        self._runtime, self._is_plain = runtime, is_plain
+    def __init__(self, verifier: Verifier, step: StepUnderWay):
+        self._verifier, self._training, self._program = verifier, verifier.training, step.program
+        self._step, self._runtime, self._batch = step.number, step.runtime, step.batch
+        state = step.force.state
+        self._is_plain = step.force.plan.is_dense and state.velocities is None and not state.owed
+        """Updates get the mean of local gradients: nothing is compressed or owed."""
         self._ranks = verifier.ranks.world_size
-        self._needed = needed_bytes(self._training, batch)
+        self._needed = needed_bytes(self._training, step.batch)
         self._seen = Counter[str]()
         """Elements of each gradient that have been compared."""
-        self._differences = Differences(program.captured)
+        self._differences = Differences(step.program.captured)
         self._updates = UpdateCheck(
             self._training,
             verifier.is_fresh,
             self._differences.relative,
-            written_parameters(program.captured.graph),
+            written_parameters(step.program.captured.graph),
         )
-        self._batch = batch
-        self._eager = self._completed(self._run_eagerly(batch))
+        self._eager = self._completed(self._run_eagerly(step.batch))
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0
-
-    def run(self, arguments: Sequence[Any]) -> Any:
-        """Run the emitted step; raises VerificationFailed on every rank if any rank found a difference."""
         function = observed(self._program.module, rule=self._updates.rule, update=self._watch_arrivals)
+        step.run = lambda arguments: function(step.runtime, *arguments)
         self._runtime.on_gradient, self._runtime.on_update = self._on_gradient, self._on_update
-        try:
-            loss, aux = function(self._runtime, *arguments)
-        finally:
-            self._runtime.on_gradient = self._runtime.on_update = None
-        if self._eager is not None:
-            self._finish(self._eager, aux)
-        return loss, aux
 
     def _run_eagerly(self, batch: Any) -> EagerResult | None:
         """Run eager PyTorch; None if there is no room for its results, or if it raises."""
@@ -264,8 +265,11 @@ class Verification:
 
     # After the last line
 
-    def _finish(self, eager: EagerResult, aux: Sequence[Any]) -> None:
-        found = self._differences
+    def finish(self, aux: Sequence[Any]) -> None:
+        """Compare updates, aux and buffers, if eager PyTorch has run on all ranks."""
+        eager, found = self._eager, self._differences
+        if eager is None:
+            return
         self._updates.finish(self._program.captured.gradient_names, skipped=self._runtime.counters.skipped)
         found.note(self._updates.wrong)
         found.check_aux(aux, eager)

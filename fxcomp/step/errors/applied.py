@@ -15,27 +15,21 @@ the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxcomp import compat
-from fxcomp.codegen.program import Program
 from fxcomp.compressors import PowerSGD
 from fxcomp.error_tables import ErrorTable
 from fxcomp.error_tables.table import LEAST_LAG
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.step.errors.look import MARGIN, ExtraWork
 
 _PLACES = 256
 _ROUNDING = 1e-3
-
-MARGIN = 1.1
-"""Allocators round up (assumed)."""
 
 
 class Applied(NamedTuple):
@@ -67,15 +61,12 @@ class AppliedError:
     """One step's sketches; every rank makes one, with the same seed."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, seed: int):
-        self._device, self._clock = device, clock_of(device)
-        self._spans: list[tuple[Any, Any]] = []
+        self.work = ExtraWork(device, needed_bytes(sizes))
         self.is_void = False
         """Nothing was applied, because the step was left out; or not all ranks had room."""
-        spare = compat.spare_bytes(device)
-        self.lacks_room = spare is not None and spare < needed_bytes(sizes)
         self._signs = torch.empty(0, device=device)
-        with self._timed():
-            self._signs = _signs(0 if self.lacks_room else max(sizes.values(), default=0), device, seed)
+        with self.work.tried():
+            self._signs = _signs(0 if self.work.lacks_room else max(sizes.values(), default=0), device, seed)
         self._given = torch.zeros(len(sizes), _PLACES, device=device)
         self._squares = torch.zeros(len(sizes), 1, device=device)
         """|gradient|² of this rank."""
@@ -83,39 +74,32 @@ class AppliedError:
 
     def owes(self, owed: Mapping[str, Tensor]) -> None:
         """Take in what this rank owes before the step, flat, by parameter."""
-        with self._timed():
+        with self.work.tried():
             self._given += self._sketch(owed)
+
+    def before(self, runtime: Runtime) -> None:
+        """See the gradients of the step that is about to run."""
+        runtime.on_gradient = self.see
+
+    def after(self, runtime: Runtime) -> None:
+        """Let nothing count if the step was left out."""
+        self.is_void = runtime.counters.skipped
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
         """Take in a gradient, or the part of one from element `start` on."""
-        if self.lacks_room:
+        if self.work.lacks_room:
             return
-        with self._timed():
+        with self.work.tried():
             flat = gradient.detach().flatten().float()
             self._add(self._given[self._number[name]], flat, start)
             self._squares[self._number[name]] += flat.dot(flat)
 
-    def run(self, _: int, program: Program, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-        """Run the emitted step, and see its gradients."""
-        runtime.on_gradient = self.see
-        try:
-            result = program.run(runtime, arguments)
-        finally:
-            runtime.on_gradient = None
-        self.is_void = runtime.counters.skipped
-        return result
-
-    def took_us(self) -> float:
-        """Return the time of all this so far; waits for the device."""
-        compat.synchronize(self._device)
-        return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
-
     def applied(self, owed: Mapping[str, Tensor], all_reduce: Callable[[Tensor], object]) -> dict[str, Applied]:
         """Tell of each gradient what was lost, from what this rank owes now; every rank calls it."""
         left = torch.zeros_like(self._given)
-        with self._timed():
+        with self.work.tried():
             left = self._sketch(owed)
-        lacking = torch.full_like(self._squares, float(self.lacks_room))
+        lacking = torch.full_like(self._squares, float(self.work.lacks_room))
         sums = torch.cat([left, self._given, self._squares, lacking], dim=1)
         all_reduce(sums)
         whole_sums: Any = sums.double()
@@ -124,20 +108,10 @@ class AppliedError:
         lost, whole, own = (each.tolist() for each in (behind.square().sum(1), given.square().sum(1), squares[:, 0]))
         return {name: Applied(lost[k] / whole[k] if whole[k] > 0 else 0.0, own[k]) for name, k in self._number.items()}
 
-    @contextmanager
-    def _timed(self) -> Generator[None]:
-        """Count the time of this, and go on where memory runs out."""
-        begin = self._clock.look()
-        try:
-            yield
-        except compat.OUT_OF_MEMORY:
-            self.lacks_room = True
-        self._spans.append((begin, self._clock.look()))
-
     def _sketch(self, values: Mapping[str, Tensor]) -> Tensor:
         found = torch.zeros_like(self._given)
         for name, number in self._number.items():
-            if name in values and not self.lacks_room:
+            if name in values and not self.work.lacks_room:
                 self._add(found[number], values[name], 0)
         return found
 

@@ -55,7 +55,7 @@ _TOPIC = "following the gradients"
 
 
 class Errors(Protocol):
-    """What compressors lose of the gradients; `fxcomp.step.error_watch.ErrorWatch` measures it."""
+    """What compressors lose of the gradients; `fxcomp.step.errors.watch.ErrorWatch` measures it."""
 
     @property
     def table(self) -> ErrorTable: ...
@@ -115,7 +115,6 @@ class Adaptation:
         self._force, self._errors, self._terms, self._site = force, errors, terms, site
         self._follow, self._note = follow, note
         self._work: Generator[None] | None = None
-        self._solved_at = 0
         self._known_limit: tuple[ErrorTable, float] | None = None
         self._last_failure = ""
         self.moves: list[PlanMove] = []
@@ -135,21 +134,21 @@ class Adaptation:
 
     def drop(self, step: int) -> None:
         """Forget what is under way: another plan is followed."""
-        self._work, self._solved_at = None, step
+        self._work, self._force.calendar.solved_at = None, step
         self._errors.mark()
 
     def _is_due(self, step: int) -> bool:
         is_left_alone = self._force.plan.is_dense and not self.moves
         if is_left_alone or not self._errors.table.is_measured:
             return False
-        return step - self._solved_at >= INTERVAL or bool(self._why(step))
+        return step - self._force.calendar.solved_at >= INTERVAL or bool(self._why(step))
 
     def _why(self, step: int) -> str:
         """Say why the plan should be chosen again; empty if it should not."""
         if self._errors.drift:
             return self._errors.drift
         lost = self._errors.applied
-        if lost is None or step - self._solved_at < RETRY:
+        if lost is None or step - self._force.calendar.solved_at < RETRY:
             return ""
         limit = self._limit
         return f"steps lose {lost:.3g}, more than the {limit:.3g} allowed" if lost > limit * (1 + OVERSPENT) else ""
@@ -170,7 +169,7 @@ class Adaptation:
         why = self._why(step) or f"{INTERVAL} steps have passed"
         self._errors.mark()
         answer = yield from self._answer()
-        self._solved_at = step
+        self._force.calendar.solved_at = step
         if "failed" in answer:
             self._note_failure(step, answer["failed"])
             return

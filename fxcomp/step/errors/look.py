@@ -1,0 +1,161 @@
+"""Look at a running step's gradients, before any parameter changes. All ranks measure, or none does.
+
+    each gradient, as it is packed   kept, with what was left out
+    before the first update          ranks agree that all of them can measure; then they do, and let go of gradients
+    after the last line              nothing counts if the step was left out
+
+Lines, updates and random numbers are those of a step without a look, so parameters are the same to the bit.
+
+A bucket is packed before its compression replaces its residual, so what was left out is copied when a gradient is seen.
+Both are in the unit of a rank's gradient. Where hosts add up before they compress, a rank has a shard of its host's
+residual, and v is the rank's gradient plus that: sums over the ranks are right, a rank's squares are not. Velocities
+and what another plan owes are not in v.
+
+Memory: all gradients, which would else be freed one after the other, and a copy of the residuals.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.error_tables import Columns, Draw, ErrorTable, measure, scaled
+from fxcomp.runtime.arena import Residuals
+from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.site import Site
+
+MARGIN = 1.1
+"""Allocators round up (assumed)."""
+
+DRAWN_BYTES = 4 * 2 * 64 * 512
+"""The drawn runs of one gradient, of two lengths."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class ExtraWork:
+    """The work of a step beside training: timed, and given up where memory runs out."""
+
+    def __init__(self, device: torch.device, needed_bytes: int):
+        self._device, self._clock = device, clock_of(device)
+        self._spans: list[tuple[Any, Any]] = []
+        spare = compat.spare_bytes(device)
+        self.lacks_room = spare is not None and spare < needed_bytes
+
+    @contextmanager
+    def timed(self) -> Generator[None]:
+        """Count the time of this."""
+        begin = self._clock.look()
+        yield
+        self._spans.append((begin, self._clock.look()))
+
+    @contextmanager
+    def tried(self) -> Generator[None]:
+        """Count the time of this, and go on where memory runs out; `lacks_room` says so."""
+        with self.timed():
+            try:
+                yield
+            except compat.OUT_OF_MEMORY:
+                self.lacks_room = True
+
+    def took_us(self) -> float:
+        """Return the time of all this so far; waits for the device."""
+        compat.synchronize(self._device)
+        return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
+
+
+class Look:
+    """One look, in one step; every rank makes one. `number` counts looks, so that each draws other values.
+
+    `wants` says that this rank may look. The others are told, and none does if one may not, or has no room for it.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        number: int,
+        shapes: Shapes,
+        residuals: Residuals,
+        site: Site,
+        *,
+        wants: bool = True,
+    ):
+        self._columns, self._draw = columns, Draw(site.rank, number)
+        self._shapes, self._residuals, self._site = shapes, residuals, site
+        self.work = ExtraWork(site.device, needed_bytes(shapes))
+        self._is_on = wants and not self.work.lacks_room
+        self._seen: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+        """By parameter and start."""
+        self._left_out: dict[str, Tensor] = {}
+        self.table: ErrorTable | None = None
+        """What was measured, the same on all ranks, with shares of all squares; None if nothing was, or counts."""
+        self.was_taken = False
+        """All ranks have measured, whether it counts or not."""
+        self.some_lack_room = False
+
+    def before(self, runtime: Runtime) -> None:
+        """See the gradients of the step that is about to run."""
+        runtime.on_gradient, runtime.on_update = self.see, self.measure
+
+    def after(self, runtime: Runtime) -> None:
+        """Let nothing count if the step was left out."""
+        if runtime.counters.skipped:
+            self.table = None
+
+    def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
+        """Take in a gradient, or the part of one from element `start` on, before it is compressed."""
+        if self._is_on:
+            with self.work.tried():
+                self._keep(name, gradient.detach().flatten(), start)
+            if self.work.lacks_room:
+                self._let_go()
+
+    def _keep(self, name: str, flat: Tensor, start: int) -> None:
+        self._seen[name][start] = flat
+        here = range(start, start + len(flat))
+        for piece in self._residuals.slices.get(name, ()):
+            if piece.slot == 0 and piece.start in here:
+                if name not in self._left_out:
+                    self._left_out[name] = torch.zeros(prod(self._shapes[name]), device=flat.device)
+                piece.add_to(self._left_out[name], times=self._site.ranks.world_size)
+
+    def _let_go(self) -> None:
+        self._is_on = False
+        self._seen.clear()
+        self._left_out.clear()
+
+    def measure(self, _: Tensor) -> None:
+        """Measure what was seen, if all ranks can; every rank calls it before its first update."""
+        is_out = not self._is_on or any(self._missing(name) for name in self._shapes)
+        flags = torch.tensor([float(is_out), float(self.work.lacks_room)], device=self._site.device)
+        self._site.sum_over_ranks(flags)
+        some_out, self.some_lack_room = (bool(flag > 0) for flag in flags.cpu())
+        if not some_out:
+            with self.work.timed():
+                gradients = {name: self._whole(name) for name in self._shapes}
+                table = measure(gradients, self._left_out, self._columns, self._draw, self._site.sum_over_ranks)
+                squares = sum(row.squares for row in table.rows.values())
+                self.table = scaled(table, 1 / squares if squares > 0 else 0.0)
+            self.was_taken = True
+        self._let_go()
+
+    def _missing(self, name: str) -> bool:
+        return sum(map(len, self._seen[name].values())) != prod(self._shapes[name])
+
+    def _whole(self, name: str) -> Tensor:
+        parts = sorted(self._seen.pop(name).items(), key=lambda each: each[0])
+        return torch.cat([part for _, part in parts]).view(self._shapes[name])
+
+
+def needed_bytes(shapes: Shapes) -> int:
+    """Count what a look holds beside the step: gradients, residuals, and what measuring the largest one takes."""
+    sizes = [prod(shape) for shape in shapes.values()]
+    return int(MARGIN * (4 * (2 * sum(sizes) + 4 * max(sizes, default=0)) + DRAWN_BYTES * len(sizes)))

@@ -1,0 +1,66 @@
+"""What sees something of a running step, and acts between steps: verification, looks, timing, races, verdicts.
+
+    for each in observers that want this step:   each.before(step)
+    the emitted step runs
+    for each in observers that want this step:   each.after(step, aux)
+    for each in observers:                       each.between(steps)
+
+All ranks have the same observers, and each acts at the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxcomp.codegen.program import Program
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.state.saved_state import Given
+from fxcomp.step.calendar import Use
+from fxcomp.step.plan_in_force import PlanInForce
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A step that is about to run, or has just run."""
+
+    number: int
+    use: Use | None
+    force: PlanInForce
+    batch: Any
+    is_like_first: bool
+    """The batch is like the first one, which predictions are for."""
+    run: Callable[[Sequence[Any]], Any] = field(init=False)
+    """Runs the emitted lines on their arguments; an observer may have them run in another way."""
+
+    def __post_init__(self) -> None:
+        program, runtime = self.program, self.runtime
+        self.run = lambda arguments: program.run(runtime, arguments)
+
+    @property
+    def program(self) -> Program:
+        return self.force.program
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.force.runtime
+
+
+class Observer:
+    """Sees the steps that it wants, and may act after every step. This one wants none."""
+
+    wants: frozenset[Use] = frozenset()
+    """The uses of steps that it sees."""
+
+    def before(self, step: StepUnderWay) -> None:
+        """Prepare for a step that is about to run."""
+
+    def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:
+        """Take in a step whose last line has run; not called where something was raised."""
+
+    def between(self, steps: int) -> None:
+        """Act after so many steps of the job, whatever the last one was for."""
+
+    def resume(self, steps: int, given: Given) -> None:
+        """Go on after so many steps of the job, from saved states."""
