@@ -29,7 +29,7 @@ from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.search.raced import Raced
-from fxcomp.search.runners import lined_up
+from fxcomp.search.runners import Runner, lined_up
 from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
@@ -227,7 +227,10 @@ class BackwardPasses(ABC):
             follower.line_up([runner.plan for runner in runners[1:]])
             for followed in follower.racing:
                 self._prepare(followed, layout)
-            self._race = Race(runners, self.passes + WARM_STEPS, self._calendar)
+            self._race = self._next_race(runners)
+
+    def _next_race(self, runners: Sequence[Runner]) -> Race:
+        return Race(runners, self.passes + WARM_STEPS, self._calendar)
 
     def _end_turn(self, race: Race) -> None:
         """Agree on what the turn's passes took, and let the next plan have its turn, or the best one stay."""
@@ -267,7 +270,9 @@ class BackwardPasses(ABC):
         follower = self.planned
         steps = follower.load(given, {follower.decision.plan.digest})
         if steps is not None and self._race is not None:  # it begins again
-            self._race = Race(lined_up(self._race.runners, follower.decision.plan), self.passes + WARM_STEPS, self._calendar)
+            self._race = Race(
+                lined_up(self._race.runners, follower.decision.plan), self.passes + WARM_STEPS, self._calendar
+            )
             self.runtime.forget_buffers()
             self._go_on()
 

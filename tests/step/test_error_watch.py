@@ -113,7 +113,10 @@ def dropped() -> dict[str, Any]:
 def test_looks_are_dropped_at_other_batches_and_put_off_where_steps_are_verified():
     one, other = run_ranks(2, dropped)
     assert one == other
-    assert one == {"other batches on one rank": [5, 17], "verified": [5, 11, 16, 21]}  # a refused one shifts those after it
+    assert one == {
+        "other batches on one rank": [5, 17],
+        "verified": [5, 11, 16, 21],
+    }  # a refused one shifts those after it
 
 
 def racing() -> tuple[list[int], tuple[int, int]]:
