@@ -10,43 +10,37 @@ with an empty cache, the second with what the first one left. Importing is not c
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from fxcomp.commands.demo.launch_ranks import join, run_ranks
+import torch
+from records import Records, options
+from shaped import Teller, ends_well, is_rank, join, run
 
-MARK = "@compile "
+import fxcomp
+from fxcomp.capture import step_capture
+from fxcomp.commands.demo.gpt import gpt_job
+from fxcomp.pipeline import Compiler
+from fxcomp.planning import decide
+
 PARTS = ("capture", "choose", "emit")
 
 
 def rank_main() -> None:
-    import torch
-    from torch import distributed as dist
-
-    import fxcomp
-    from fxcomp.capture import step_capture
-    from fxcomp.commands.demo.gpt import gpt_job
-    from fxcomp.pipeline import Compiler
-    from fxcomp.planning import decide
-
     torch.set_num_threads(1)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        join()
+    join()
     spent = dict.fromkeys(PARTS, 0.0)
 
-    def timed(what: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(what: str, do: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return run(*arguments, **keywords)
+                return do(*arguments, **keywords)
             finally:
                 spent[what] += time.perf_counter() - begun
 
@@ -58,47 +52,33 @@ def rank_main() -> None:
     gpt = gpt_job()
     begun = time.perf_counter()
     step = fxcomp.compile_step(gpt.model, gpt.loss_fn, gpt.optimizer, gpt.batch, max_grad_norm=gpt.max_grad_norm)
-    record = {"compile_s": time.perf_counter() - begun}
-    record |= {f"{part}_s": seconds for part, seconds in spent.items()}
-    if os.environ["RANK"] == "0":
-        print(MARK + json.dumps(record), flush=True)
+    found = {"compile_s": time.perf_counter() - begun}
+    Teller().send({**found, **{f"{part}_s": seconds for part, seconds in spent.items()}})
     step.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
-def job_on(ranks: int) -> dict[str, float]:
-    output = run_ranks([__file__, "--rank"], ranks_per_host=ranks, timeout_s=300)[0]
-    line = next(line for line in output.splitlines() if line.startswith(MARK))
-    return json.loads(line[len(MARK) :])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    if is_rank():
+        rank_main()
+        return
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        rank_main()
-        return 0
-    records: list[dict[str, Any]] = []
+    kept = Records(arguments.json)
     for ranks in arguments.ranks:
         turns: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
         for _ in range(arguments.turns):
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["XDG_CACHE_HOME"] = cache
                 for found in turns.values():
-                    found.append(job_on(ranks))
+                    run([__file__], found.append, hosts=None, ranks_per_host=ranks, timeout_s=300)
         for name, found in turns.items():
             medians = {key: round(statistics.median(each[key] for each in found), 3) for key in found[0]}
-            records.append({"ranks": ranks, "job": name, **medians})
+            kept.add({"ranks": ranks, "job": name, **medians})
             print(f"{ranks} ranks, {name} job: " + ", ".join(f"{key[:-2]} {s:.2f} s" for key, s in medians.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "records": records}) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_well(main))

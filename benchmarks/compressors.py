@@ -18,17 +18,16 @@ Every compressor at nine sizes with one thread and with all takes some ten minut
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from records import Records, options, read, show_progress, table
 from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor
@@ -272,16 +271,15 @@ def report(records: Sequence[Record]) -> str:
         copies = {n: statistics.median(record.copy_gbps for record in found if record.n == n) for n in sizes}
         where = "GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}"
         lines += [f"## {where}", "", "Shares of a copy's rate, encoding / decoding.", ""]
-        lines += ["| compressor | " + " | ".join(map(_size, sizes)) + " | ms at largest: ours, torch's |"]
-        lines += ["|---|" + "--:|" * (len(sizes) + 1)]
-        lines += ["| copy, GB/s | " + " | ".join(f"{copies[n]:.1f}" for n in sizes) + " | |"]
+        rows: list[Sequence[str]] = [("copy, GB/s", *(f"{copies[n]:.1f}" for n in sizes), "")]
         for name in dict.fromkeys(record.compressor for record in found):
             own = {record.n: record for record in found if record.compressor == name}
             cells = [f"{own[n].encode_share:.2f} / {own[n].decode_share:.2f}" if n in own else "–" for n in sizes]
             last = own[max(own)]
             theirs = "–" if last.torch_ms is None else f"{last.torch_ms:.3g}"
-            lines.append(f"| {name} | " + " | ".join(cells) + f" | {last.ours_ms:.3g}, {theirs} |")
-        lines.append("")
+            rows.append((name, *cells, f"{last.ours_ms:.3g}, {theirs}"))
+        heads = [*map(_size, sizes), "ms at largest: ours, torch's"]
+        lines += [table("compressor | " + " > | ".join(heads) + " >", rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -306,15 +304,14 @@ def _size(n: int) -> str:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.render:
-        found = [Record(**entry) for entry in json.loads(arguments.render.read_text())]
+        found = [Record(**entry) for entry in read(arguments.render)]
     else:
         if arguments.device == "cpu":
             print(kernels.describe())
-        found = []
+        found, kept = [], Records(arguments.json)
         for record in measurements(arguments.compressors, arguments.sizes, arguments.threads, arguments.device):
             found.append(record)
-            if arguments.json:  # as it comes: a run that is cut short leaves what it has
-                arguments.json.write_text(json.dumps([asdict(record) for record in found], indent=1) + "\n")
+            kept.add(record)
     text = report(found)
     if arguments.report:
         arguments.report.write_text(text)
@@ -351,19 +348,13 @@ def threads_of_torch(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def show_progress(note: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure compressors against a copy and against torch.")
+    parser = options(__doc__)
     parser.add_argument("--compressors", metavar="TEXT", help="only these, separated by semicolons: 'int8;topk(0.01)'")
     parser.add_argument("--sizes", help="values, as 2^24 or 1000000, separated by commas (default 2^10 to 2^26)")
     parser.add_argument("--threads", help="numbers of threads, separated by commas (default 1 and all)")
     parser.add_argument("--device", choices=JUDGED_SIZE, default="cpu")
     parser.add_argument("--quick", action="store_true", help="the judged size on one thread alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write verdicts and tables here, as Markdown")
     parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing, take the records of this file")
     arguments = parser.parse_args()

@@ -14,15 +14,13 @@ trial without a band is measured and not judged. Everything follows from the see
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +37,7 @@ from exchanges import (
     parse_pair,
 )
 from planted_mistakes import CONTROLS
+from records import Records, options, read, show_progress
 from rich.console import Console
 from rich.markdown import Markdown
 from tasks import ALL_TASKS, TASKS, WORKERS, Task, make_task
@@ -235,26 +234,23 @@ def _finite(value: float) -> float | None:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.render:
-        found = [Record(**entry) for entry in json.loads(arguments.render.read_text())]
+        found = [Record(**entry) for entry in read(arguments.render)]
     else:
         methods = [str(compressor) for compressor in arguments.compressors]
         planned = trials(arguments.task, methods, arguments.pairs, arguments.seeds)
-        found = collect(planned, ended_before(arguments.known) if arguments.known else {}, arguments)
-    save(found, arguments.json)
+        found = collect(planned, arguments)
     text = report(found)
     if arguments.report:
         arguments.report.write_text(text)
     Console().print(Markdown(text))
 
 
-def collect(
-    planned: Sequence[Trial], known: Mapping[Trial, tuple[float, float]], arguments: argparse.Namespace
-) -> list[Record]:
-    """Run the trials that are not known, and judge all, in the order planned; save what there is as they end."""
-    ended = dict(known)
-    for trial, loss, seconds in run_trials([trial for trial in planned if trial not in ended], arguments.jobs):
+def collect(planned: Sequence[Trial], arguments: argparse.Namespace) -> list[Record]:
+    """Run trials, and judge all, in the order planned; save what there is as they end."""
+    ended: dict[Trial, tuple[float, float]] = {}
+    for trial, loss, seconds in run_trials(planned, arguments.jobs):
         ended[trial] = loss, seconds
-        save(judged(planned, ended), arguments.json)
+        Records(arguments.json).add(*judged(planned, ended))
         show_progress(f"{len(ended)} of {len(planned)}: {trial.task} {trial.optimizer} {trial.method}: {loss:.4f}")
     show_progress("")
     return judged(planned, ended)
@@ -272,32 +268,8 @@ def judged(planned: Sequence[Trial], ended: Mapping[Trial, tuple[float, float]])
     ]
 
 
-def ended_before(path: Path) -> dict[Trial, tuple[float, float]]:
-    """Losses and seconds of an earlier run, dense ones too."""
-    names = [field.name for field in fields(Trial)]
-    ended: dict[Trial, tuple[float, float]] = {}
-    for entry in json.loads(path.read_text()):
-        trial = Trial(**{name: entry[name] for name in names})
-        ended[Trial(trial.task, trial.optimizer, DENSE, seed=trial.seed, workers=trial.workers)] = (
-            entry["dense_loss"],
-            0.0,
-        )
-        ended[trial] = math.inf if entry["loss"] is None else entry["loss"], entry["seconds"]
-    return ended
-
-
-def save(found: Sequence[Record], path: Path | None) -> None:
-    if path:
-        path.write_text(json.dumps([asdict(record) for record in found], indent=1) + "\n")
-
-
-def show_progress(note: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train small models with every compressor and compare the loss.")
+    parser = options(__doc__)
     parser.add_argument("--task", action="append", choices=ALL_TASKS, help="only this one; may be given again")
     parser.add_argument("--compressors", metavar="TEXT", help="only these, separated by semicolons: 'int8;topk(0.01)'")
     parser.add_argument("--pairs", metavar="TEXT", help="only these in two shots: 'int4 > int8;sign > sign'")
@@ -305,11 +277,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes of one thread (default all cores)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the page here, as Markdown")
-    parser.add_argument(
-        "--known", type=Path, metavar="FILE", help="train only what is not among the records of this file"
-    )
     parser.add_argument("--render", type=Path, metavar="FILE", help="train nothing, take the records of this file")
     arguments = parser.parse_args()
     arguments.task = arguments.task or list(ALL_TASKS)

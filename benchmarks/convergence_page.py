@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from exchanges import MOMENTUM, OwnerResidual
 from planted_mistakes import CONTROLS
+from records import table
 from tasks import ALL_TASKS, TASKS, WORKERS
 from trials import OPTIMIZERS, Band, Record, percent
 
@@ -61,8 +62,8 @@ def _table(records: Sequence[Record]) -> list[str]:
     dense = {record.optimizer: record.dense_loss for record in records}
     columns = [(optimizer, feedback) for optimizer in OPTIMIZERS for feedback in (False, True)]
     lines = ["Dense loss: " + ", ".join(f"{loss:.4f} with {name}" for name, loss in dense.items()) + ".", ""]
-    heads = [f"{optimizer}{' + EF' if feedback else ''}" for optimizer, feedback in columns]
-    lines += ["| compressor | bits a value | " + " | ".join(heads) + " |", "|---|--:|" + "--:|" * len(columns)]
+    heads = ["bits a value", *(f"{optimizer}{' + EF' if feedback else ''}" for optimizer, feedback in columns)]
+    rows: list[Sequence[str]] = []
     cells: dict[str, dict[tuple[str, bool], list[Record]]] = {}
     for record in records:
         if record.bits_per_value is not None:
@@ -70,20 +71,17 @@ def _table(records: Sequence[Record]) -> list[str]:
             cell.append(record)
     for method, found in cells.items():
         bits = next(iter(found.values()))[0].bits_per_value
-        row = [_cell(found.get(column, [])) for column in columns]
-        lines.append(f"| {method} | {bits:.3g} | " + " | ".join(row) + " |")
-    return lines
+        rows.append((method, f"{bits:.3g}", *(_cell(found.get(column, [])) for column in columns)))
+    return [*lines, table("compressor | " + " > | ".join(heads) + " >", rows)]
 
 
 def _controls(records: Sequence[Record]) -> list[str]:
     controls = [record for record in records if record.method in CONTROLS]
     if not controls:
         return []
-    lines = ["| negative control (SGD) | expected | excess |", "|---|--:|--:|"]
-    for name in dict.fromkeys(record.method for record in controls):
-        found = [record for record in controls if record.method == name]
-        lines.append(f"| {name} | {_band(found[0])} | {_cell(found)} |")
-    return [*lines, ""]
+    by_name = {name: [r for r in controls if r.method == name] for name in (record.method for record in controls)}
+    rows = [(name, _band(found[0]), _cell(found)) for name, found in by_name.items()]
+    return [table("negative control (SGD) | expected > | excess >", rows), ""]
 
 
 def _pairs(records: Sequence[Record]) -> list[str]:
@@ -95,12 +93,12 @@ def _pairs(records: Sequence[Record]) -> list[str]:
     columns = list(dict.fromkeys((record.optimizer, record.workers, record.owner) for record in records))
     heads = [f"{HEADS[str(owner)]}, {workers}{'' if name == 'sgd' else f' {name}'}" for name, workers, owner in columns]
     lines = [f"### {records[0].task}", "", f"Dense loss: {shown} workers.", ""]
-    lines += ["| pair | bits a value | " + " | ".join(heads) + " |", "|---|--:|" + "--:|" * len(columns)]
+    rows: list[Sequence[str]] = []
     for pair in dict.fromkeys(record.method for record in records):
         of_pair = [record for record in records if record.method == pair]
         row = [_cell([r for r in of_pair if (r.optimizer, r.workers, r.owner) == column]) for column in columns]
-        lines.append(f"| {pair} | {of_pair[0].bits_per_value:.3g} | " + " | ".join(row) + " |")
-    return [*lines, ""]
+        rows.append((pair, f"{of_pair[0].bits_per_value:.3g}", *row))
+    return [*lines, table("pair | bits a value > | " + " > | ".join(heads) + " >", rows), ""]
 
 
 def _cell(records: Sequence[Record]) -> str:

@@ -1,19 +1,15 @@
-"""How long `fxcomp explain` takes for jobs of more than 300 gradients on 1,024 ranks, on one processor.
+"""Time `fxcomp explain` for jobs of more than 300 gradients on 1,024 ranks, and a choice among plans alone.
 
-    python benchmarks/explain_speed.py              a table
-    python benchmarks/explain_speed.py --json       records: job, cache, wall_s, cpu_s, phases
-    python benchmarks/explain_speed.py --decide     how long a choice takes; records have gradients, cluster, mode
+    python benchmarks/explain_speed.py              the command: from the start of Python to the printed report
+    python benchmarks/explain_speed.py --decide     a choice: by gradients, cluster, mode and compute's processors
 
-Every run is a process of its own, from the start of Python to the printed report, pinned to one processor. `warm` finds
-what earlier runs measured of the machine in the cache, `empty` measures it. What else runs on the machine shows in
-`wall_s`, less in `cpu_s` and the phases, which are seconds of the processor.
+All on one processor. A command is a process of its own; `warm` finds what earlier runs measured of the machine in the
+cache, `empty` measures it. What else runs on the machine shows in `wall_s`, less in `cpu_s`, which is of the processor.
 """
 
-import argparse
-import gc
-import io
+from __future__ import annotations
+
 import itertools
-import json
 import os
 import random
 import statistics
@@ -21,13 +17,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-DEEP = HERE.parent / "examples" / "deep.py"
+from records import Records, options, table
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.processors import Processors
+from fxcomp.cost.table import CostTable
+from fxcomp.plan.modes import Mode
+from fxcomp.search.choose import choose
+from fxcomp.search.workload import Gradient, Workload
+
+DEEP = Path(__file__).parents[1] / "examples" / "deep.py"
 JOBS = {"resnet": f"{DEEP}:job", "gpt": f"{DEEP}:gpt"}
-CLUSTER = "128x8"
+CLUSTER = "128x8, intra 100gbit@5us, inter 10gbit"
 LIMIT_S = 5.0
 """What the report promises, on an otherwise idle machine."""
 DECIDED = {314: 0.15, 3000: 1.5}
@@ -35,142 +40,61 @@ DECIDED = {314: 0.15, 3000: 1.5}
 DECIDED_FOR = ("2x1", "8x8")
 
 
-def ask(job: str) -> None:
-    """Answer as the command does, and print how long each phase took."""
-    marks: list[tuple[str, float]] = [("start and import", 0.0)]
-
-    def next_phase(name: str) -> None:
-        marks.append((name, time.process_time()))
-
-    from fxcomp.cluster.cluster import Cluster
-    from fxcomp.cluster.link import Link
-    from fxcomp.frontends.job import load_job
-    from fxcomp.frontends.what_if import what_if
-    from fxcomp.gc_paused import gc_paused
-    from fxcomp.report.terminal import print_report
-
-    next_phase("load the job")
-    cluster = Cluster.parse(CLUSTER, intra=Link.parse("100gbit", alpha_us=5.0), inter=Link.parse("10gbit"))
-    with gc_paused():
-        answer = what_if(load_job(job), cluster, tell=next_phase)
-        next_phase("report")
-        print_report(answer.explanation(), io.StringIO())
-        next_phase("end")
-        gc.freeze()  # as the command does
-    phases = {name: after - before for (name, before), (_, after) in itertools.pairwise(marks)}
-    print(json.dumps({"phases": phases, "gradients": len(answer.workload.gradients)}))
+def explained(repeats: int) -> Iterator[dict[str, Any]]:
+    """Run the command for each job with an empty cache and then a warm one, in turns."""
+    for repeat, (name, job) in itertools.product(range(repeats), JOBS.items()):
+        with tempfile.TemporaryDirectory() as cache:
+            for state in ("empty", "warm"):
+                environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+                before, begun = os.times(), time.perf_counter()
+                command = [sys.executable, "-m", "fxcomp", "explain", job, "--cluster", CLUSTER]
+                subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+                wall_s, now = time.perf_counter() - begun, os.times()
+                cpu_s = now.children_user + now.children_system - before.children_user - before.children_system
+                yield {"job": name, "cache": state, "repeat": repeat, "wall_s": wall_s, "cpu_s": cpu_s}
 
 
-def timed(job: str, cache: str, processor: int) -> dict[str, Any]:
-    """One run in a process of its own."""
-    environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
-    before, begun = os.times(), time.time()
-    done = subprocess.run(
-        [sys.executable, __file__, "--ask", job],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, {processor}),
-    )
-    wall_s, after = time.time() - begun, os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"wall_s": wall_s, "cpu_s": cpu_s, **json.loads(done.stdout.splitlines()[-1])}
-
-
-def measure(repeats: int) -> list[dict[str, Any]]:
-    """Each job with an empty cache and then a warm one, in turns."""
-    processor = min(os.sched_getaffinity(0))
-    records: list[dict[str, Any]] = []
-    for repeat in range(repeats):
-        for name, job in JOBS.items():
-            with tempfile.TemporaryDirectory() as cache:
-                for state in ("empty", "warm"):
-                    found = timed(job, cache, processor)
-                    records.append({"job": name, "cache": state, "repeat": repeat, **found})
-    return records
-
-
-def gradients(count: int) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Shapes and ready times: a bias and a matrix a layer, 14 million values; forward takes a third of 80 ms."""
+def gradients(count: int) -> tuple[Gradient, ...]:
+    """A bias and a matrix a layer, 14 million values; forward takes a third of 80 ms."""
     chance = random.Random(0)
     shares = [chance.choice((0.3, 0.3, 1, 1, 2, 4)) for _ in range(count // 2)]
-    found: list[tuple[tuple[int, ...], float]] = []
+    found: list[Gradient] = []
     for k, share in enumerate(shares):
         ready_us = 80_000.0 * (1 + 2 * (k + 1) / len(shares)) / 3.001
-        found += [((384,), ready_us), ((int(14e6 * share / sum(shares)), 1), ready_us)]
+        for shape in ((384,), (int(14e6 * share / sum(shares)), 1)):
+            found.append(Gradient(f"g{len(found)}", shape, ready_us, 2.0))
     return tuple(found)
 
 
-def decide(repeats: int) -> list[dict[str, Any]]:
+def decided(repeats: int) -> Iterator[dict[str, Any]]:
     """Time choices between 1 Gbit/s links, in turns; the first of each kind includes what is kept for later ones."""
-    from fxcomp.cluster.cluster import Cluster
-    from fxcomp.cluster.processors import Processors
-    from fxcomp.cost.table import CostTable
-    from fxcomp.plan.modes import Mode
-    from fxcomp.search.choose import choose
-    from fxcomp.search.workload import Gradient, Workload
-
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tables = {"own": CostTable(), "shared": CostTable(processors=Processors(1.0, 1.0))}
-    records: list[dict[str, Any]] = []
     for repeat, count, shape, mode, processors in itertools.product(range(repeats), DECIDED, DECIDED_FOR, Mode, tables):
-        drawn = [Gradient(f"g{k}", *each, 2.0) for k, each in enumerate(gradients(count))]
+        workload = Workload(gradients(count), 80_000.0)
         where = Cluster.parse(f"{shape}, inter 1gbit@50us, intra 100gbit@5us")
         wall, cpu = time.perf_counter(), time.process_time()
-        choice = choose(Workload(tuple(drawn), 80_000.0), tables[processors], where, mode)
+        choice = choose(workload, tables[processors], where, mode)
         spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
         what = {"gradients": count, "cluster": shape, "mode": mode.value, "processors": processors, "repeat": repeat}
-        records.append({**what, **spent, "step_ms": choice.fastest_us / 1e3, "dense_ms": choice.dense_us / 1e3})
-    return records
-
-
-def show_decisions(records: list[dict[str, Any]]) -> None:
-    print("| gradients | cluster | mode | compute's processors | least s | median | the first | limit |")
-    print("|---:|---|---|---|---:|---:|---:|---:|")
-    keys = ("gradients", "cluster", "mode", "processors")
-    for kind in dict.fromkeys(tuple(record[key] for key in keys) for record in records):
-        runs = [record for record in records if tuple(record[key] for key in keys) == kind]
-        cpu_s = [run["cpu_s"] for run in runs]  # what else runs shows in it less than in wall_s
-        times = f"{min(cpu_s):.3f} | {statistics.median(cpu_s):.3f} | {cpu_s[0]:.3f} | {DECIDED[kind[0]]:g}"
-        print(f"| {' | '.join(map(str, kind))} | {times} |")
-
-
-def show(records: list[dict[str, Any]]) -> None:
-    print(f"explain --cluster {CLUSTER}, seconds: the median of the runs (the fastest), limit {LIMIT_S:g} s\n")
-    for name in JOBS:
-        for state in ("empty", "warm"):
-            runs = [record for record in records if (record["job"], record["cache"]) == (name, state)]
-            wall, cpu = ([run[key] for run in runs] for key in ("wall_s", "cpu_s"))
-            print(f"{name}, {runs[0]['gradients']} gradients, {state} cache")
-            print(f"  {'by the clock':<52}{statistics.median(wall):6.2f} ({min(wall):.2f})")
-            print(f"  {'of the processor':<52}{statistics.median(cpu):6.2f} ({min(cpu):.2f}), of which")
-            for phase in runs[0]["phases"]:
-                print(f"    {phase:<50}{statistics.median(run['phases'][phase] for run in runs):6.2f}")
+        yield {**what, **spent, "step_ms": choice.fastest_us / 1e3, "dense_ms": choice.dense_us / 1e3}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print records instead of a table")
     parser.add_argument("--decide", action="store_true", help="time choices alone")
-    parser.add_argument("--ask", metavar="JOB", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.ask:
-        ask(arguments.ask)
-        return
-    if arguments.decide:
-        decided = decide(arguments.repeats)
-        if arguments.json:
-            print(json.dumps({"limits_s": DECIDED, "records": decided}, indent=1))
-        else:
-            show_decisions(decided)
-        return
-    records = measure(arguments.repeats)
-    if arguments.json:
-        print(json.dumps({"cluster": CLUSTER, "limit_s": LIMIT_S, "records": records}, indent=1))
-    else:
-        show(records)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    keys = ("gradients", "cluster", "mode", "processors") if arguments.decide else ("job", "cache")
+    kept = Records(arguments.json, limits_s=DECIDED if arguments.decide else LIMIT_S)
+    for record in (decided if arguments.decide else explained)(arguments.repeats):
+        kept.add(record)
+    rows: list[tuple[object, ...]] = []
+    for kind in dict.fromkeys(tuple(record[key] for key in keys) for record in kept.found):
+        runs = [record["cpu_s"] for record in kept.found if tuple(record[key] for key in keys) == kind]
+        limit = DECIDED[kind[0]] if arguments.decide else LIMIT_S
+        rows.append((*kind, f"{min(runs):.3f}", f"{statistics.median(runs):.3f}", f"{runs[0]:.3f}", f"{limit:g}"))
+    print(table(f"{' | '.join(keys)} | least s > | median > | the first > | limit >", rows))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Buckets below about 2^23 values stay in the GPU's cache, and so does the copy th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ import torch.distributed as dist
 from gpu_records import TIMED, Results
 from gpu_scripts import SCRIPTS, SHARDED, largest_distance, sharded_distance
 from helpers.devices import round_on
+from records import options, read
 from torch import nn
 
 import fxcomp
@@ -248,7 +248,7 @@ def speed(results: Results, compressor: Compressor, n: int, device: torch.device
     }
     gbps = {name: touched[name] / us / 1e3 for name, us in median_us(contestants, device).items()}
     shares = {f"{name}_share": gbps[name] / gbps["copy"] for name in ("encode", "decode")}
-    results.records.append(
+    results.add(
         {"compressor": str(compressor), "device": str(device), "kernels": has_kernels(compressor), "n": n}
         | {f"{name}_gbps": value for name, value in gbps.items()}
         | shares
@@ -321,7 +321,7 @@ def two_ranks(results: Results, backend: str) -> None:
             try:
                 run_ranks([__file__, "--rank", backend, "--json", str(path)], ranks_per_host=2, timeout_s=300)
             finally:  # what was found before a rank failed or hung is kept
-                records = json.loads(path.read_text()) if path.exists() else []
+                records = read(path) if path.exists() else []
                 results.add(*records)
         return all(record["ok"] for record in records), f"{len(records)} checks"
 
@@ -339,8 +339,7 @@ def built_kernels() -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = options(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="run only checks with this in their name")
     parser.add_argument("--rank", choices=("gloo", "nccl"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -350,8 +349,7 @@ def main() -> int:
     if arguments.rank:
         rank_main(arguments.rank, arguments.json)
         return 0
-    results = Results(arguments.json, arguments.only)
-    results.add({"device": torch.cuda.get_device_name(0), "torch": torch.__version__})
+    results = Results(arguments.json, arguments.only, device=torch.cuda.get_device_name(0))
     results.check("the C++ kernels are built", built_kernels)
     one_gpu(results)
     for name in SCRIPTS:
@@ -359,7 +357,7 @@ def main() -> int:
     for backend in ("gloo", "nccl"):
         two_ranks(results, backend)
     compressors(results, torch.device("cuda", 0))
-    failed = [record for record in results.records if record.get("ok") is False]
+    failed = [record for record in results.found if record.get("ok") is False]
     print(f"{len(failed)} checks failed")
     return 1 if failed else 0
 

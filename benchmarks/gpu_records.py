@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from fxcomp import compat
+from records import Records, spread
 
 TIMED = 30
 
 
-class Results:
-    """Records of checks and times, written to a file as they come; a check that raises is a record too."""
+class Results(Records):
+    """Records of checks and times; a check that raises is a record too."""
 
-    def __init__(self, path: Path | None = None, only: str = "") -> None:
-        self.records: list[dict[str, object]] = []
+    def __init__(self, path: Path | None = None, only: str = "", **made: object) -> None:
+        super().__init__(path, **made)
         self.only = only
-        self._path = path
-
-    def add(self, *records: dict[str, object]) -> None:
-        self.records += records
-        if self._path is not None:
-            compat.write_atomically(self._path, json.dumps(self.records, indent=1) + "\n")
 
     def check(self, name: str, run: Callable[[], tuple[bool, str]]) -> None:
         if self.only not in name:
@@ -51,8 +42,6 @@ class Results:
                 torch.cuda.synchronize()
                 times[name].append(1e3 * (time.perf_counter() - start))
         for name, found in times.items():
-            ordered = sorted(found)
-            low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-            ms = {"median": statistics.median(ordered), "p10": low, "p90": high, "n": len(ordered)}
+            ms = spread(found)
             self.add({"name": name, "ms": ms})
-            print(f"     {name}: {ms['median']:.2f} ms ({low:.2f} to {high:.2f})", flush=True)
+            print(f"     {name}: {ms['median']:.2f} ms ({ms['p10']:.2f} to {ms['p90']:.2f})", flush=True)

@@ -1,125 +1,182 @@
-"""What is asked before each step costs: this version beside an earlier one, each part timed alone, in turns.
+"""Time what is asked before each step, each part alone.
 
     python benchmarks/guards.py                            a table
-    python benchmarks/guards.py --json FILE --rounds 9     a record: part, model, case, version, median_us, spread_us
+    python benchmarks/guards.py --json FILE --rounds 9     a record: model, part, case, median_us, spread_us
 
-Times are of the processor, not of the clock. `guard_parts.py` has the parts and the cases. The earlier version is read
-from git; each round runs both in processes of their own, one after the other.
+Times are of the processor, not of the clock.
+
+    key      compare everything that tracing baked in with what it was
+    find     the type of a batch, the key, and looking up the program
+    digest   compare the numbers of the parameter groups with the last step's, and let a digest ride on an all_reduce:
+             its own lines on this rank, with a transport that sends nothing
+    prelude  answer two questions that Python asked of the batch: is an id too large, is one below 0
+
+What an earlier guard took, which saw much less, is in docs/benchmarks/guards.md.
 """
 
-import argparse
-import json
-import os
-import platform
+from __future__ import annotations
+
+import gc
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from records import Records, options, table
+from torch import Tensor, nn
 
-BEFORE = "f8a962b"
-HERE = Path(__file__).resolve().parent
+import fxcomp
+from fxcomp.capture.batch_type import batch_type
+from fxcomp.capture.step_guard import StepGuard
+from fxcomp.capture.training import Training
+from fxcomp.commands.demo.gpt import GPT
+from fxcomp.runtime.buffers import Buffers
+from fxcomp.runtime.flight import Launch
+from fxcomp.step.alike import Alike
+from fxcomp.step.programs import Programs
 
-Key = tuple[str, str, str]
-"""A model, a part and a case."""
+REPEATS = 20
+"""Steps of a round, of which the median counts."""
 
-
-def tree_of(commit: str, folder: Path) -> Path:
-    """Unpack the package as it was at a commit."""
-    archive = subprocess.run(["git", "archive", commit, "fxcomp"], cwd=HERE.parent, check=True, capture_output=True)
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
-    return folder
-
-
-def run(tree: Path) -> list[dict[str, Any]]:
-    """Time the parts of the version in a folder."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "guard_parts.py")]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout)
-    assert Path(found["fxcomp"]).is_relative_to(tree), f"{found['fxcomp']} was run, not what is in {tree}"
-    return found["records"]
+Ask = Callable[[], Any]
+Change = Callable[[int], Any]
+Cases = Mapping[tuple[str, str], tuple[Ask, Change]]
+"""What is asked, and what happens before each time, by part and case."""
 
 
-def measure(trees: dict[str, Path], rounds: int) -> list[dict[str, Any]]:
-    """Run all versions in turns; returns a record for each model, part, case and version."""
-    taken: dict[tuple[str, Key], list[float]] = {}
-    absent: dict[tuple[str, str, str], str] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    for number in range(rounds):
-        for version in sorted(trees, reverse=bool(number % 2)):
-            for record in run(trees[version]):
-                facts[record["model"]] = {key: record[key] for key in ("model", "parameters", "modules")}
-                if "absent" in record:
-                    absent[version, record["model"], record["part"]] = record["absent"]
-                    continue
-                key = record["model"], record["part"], record["case"]
-                taken.setdefault((version, key), []).append(statistics.median(record["us"]))
-        print(f"round {number + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    records: list[dict[str, Any]] = []
-    for key in dict.fromkeys(key for _, key in taken):
-        model, part, case = key
-        for version in trees:
-            record = {**facts[model], "part": part, "case": case, "version": version}
-            if (medians := taken.get((version, key))) is not None:
-                spread = [round(min(medians), 1), round(max(medians), 1)]
-                record |= {"median_us": round(statistics.median(medians), 1), "spread_us": spread}
-            else:
-                record |= {"absent": absent.get((version, model, part), "not measured")}
-            records.append(record)
-    measured = {(version, model, part) for version, (model, part, _) in taken}
-    lost = [(*place, why) for place, why in absent.items() if all((v, *place[1:]) not in measured for v in trees)]
-    return records + [{**facts[m], "part": part, "version": v, "absent": why} for v, m, part, why in lost]
+class Block(nn.Module):
+    """Nine parameters and some plain attributes, as blocks of language models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, dropout=0.1)
+        self.up, self.down, self.dropout = nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Dropout(0.1)
+        self.scale, self.causal, self.name = 0.5, True, "block"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x)[0] * self.scale
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Write the records as a table of a page."""
-    lines = ["| model | part | between steps | before | now |", "|---|---|---|---:|---:|"]
-    rows: dict[Key, dict[str, str]] = {}
-    for record in records:
-        key = record["model"], record["part"], record.get("case", "")
-        rows.setdefault(key, {})[record["version"]] = _shown(record)
-    lines += [f"| {' | '.join(key)} | {row.get('before', '')} | {row.get('now', '')} |" for key, row in rows.items()]
-    return "\n".join(lines)
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "example GPT": GPT,
+    "5,000 parameters": lambda: nn.Sequential(*(Block() for _ in range(556))),
+}
 
 
-def _shown(record: dict[str, Any]) -> str:
-    if "absent" in record:
-        return "not there"
-    low, high = record["spread_us"]
-    return f"{record['median_us']:,.0f} ({low:,.0f}–{high:,.0f})"
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).square().mean()
+
+
+def timed(ask: Ask, change: Change) -> float:
+    """Take the median of asking after a change, in µs of the processor."""
+    taken: list[float] = []
+    for i in range(REPEATS + 3):
+        change(i)
+        start = time.thread_time_ns()
+        ask()
+        taken.append((time.thread_time_ns() - start) / 1e3)
+    return statistics.median(taken[3:])
+
+
+def nothing(_: int) -> None:
+    """Change nothing between steps."""
+
+
+def key_and_find(model: nn.Module) -> Cases:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    guard, group = StepGuard(Training.of(model, loss_fn, optimizer)), optimizer.param_groups[0]
+    # No program is made: finding one is what is timed.
+    made: Any = SimpleNamespace(captured=SimpleNamespace(guard=None, prelude=None))
+    programs = Programs(guard, lambda _batch, _varying: made)
+    ids = torch.zeros(8, 128, dtype=torch.long)
+
+    def find() -> None:
+        kind, leaves = batch_type((ids, ids))
+        programs.find((ids, ids), kind, leaves, 0)
+
+    find()
+    return {
+        ("find", "nothing changes"): (find, nothing),
+        ("key", "nothing changes"): (guard.key, nothing),
+        ("key", "the learning rate changes"): (guard.key, lambda i: group.update(lr=1e-3 / (i + 1))),
+        ("key", "train() and eval() in turns"): (guard.key, lambda i: model.train(i % 2 == 0)),
+    }
+
+
+def digest(model: nn.Module) -> Cases:
+    training = Training.of(model, loss_fn, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    nobody: Any = SimpleNamespace()
+    alike, memory, step, rate = Alike(training, nobody), Buffers(), [0], [1e-3]
+    program: Any = SimpleNamespace(carriers=frozenset({"all_reduce_0"}))
+    transport: Any = SimpleNamespace(all_reduce=lambda *_: SimpleNamespace(wait=lambda: None))
+    launch = Launch("all_reduce_0", "all_reduce", 1, "world", "sum", "main")
+    bucket = memory.take("pack_0", 1 << 16, torch.float32, torch.device("cpu"))
+    options = StepGuard(training).key().options
+
+    def carry() -> None:
+        step[0] += 1
+        numbers = [{"lr": rate[0], "betas_0": 0.9, "betas_1": 0.999, "eps": 1e-8, "weight_decay": 0.01}]
+        alike.begin(step[0], program, nobody, numbers, options)
+        alike.rider.start(memory, launch, bucket, transport).work.wait()
+
+    carry()
+    return {
+        ("digest", "nothing changes"): (carry, nothing),
+        ("digest", "the learning rate changes"): (carry, lambda i: rate.__setitem__(0, 1e-3 / (i + 2))),
+    }
+
+
+class Checked(nn.Module):
+    """Looks at its ids as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.max() >= 256:
+            raise ValueError("an id is too large")
+        if not torch.all(ids >= 0):
+            raise ValueError("an id is below 0")
+        return self.token(ids)
+
+
+def prelude(_: nn.Module) -> Cases:
+    model, ids = Checked(), torch.zeros(8, 128, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = fxcomp.compile_step(model, loss_fn, optimizer, ids, checks=fxcomp.Checks(verify="never"))
+    program = step.in_force.program
+    assert program is not None, "a step has a program"
+    questions = program.captured.prelude
+    assert questions is not None, "the loss asks of its batch"
+    assert questions.other_answer([ids]) is None, "the batch gets the answers that it was captured with"
+    return {("prelude", "nothing changes"): (lambda: questions.other_answer([ids]), nothing)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write records into a file")
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--before", default=BEFORE, help="the commit to compare with")
     arguments = parser.parse_args()
-    load = [round(each, 1) for each in os.getloadavg()]
-    with tempfile.TemporaryDirectory() as folder:
-        trees = {"before": tree_of(arguments.before, Path(folder)), "now": HERE.parent}
-        records = measure(trees, arguments.rounds)
-    print(table(records))
-    if arguments.json is not None:
-        now = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, check=True, capture_output=True, text=True
-        )
-        facts = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.processor(),
-            "processors": os.cpu_count(),
-            "load": {"begin": load, "end": [round(each, 1) for each in os.getloadavg()]},
-            "before": arguments.before,
-            "now": now.stdout.strip(),
-            "rounds": arguments.rounds,
-        }
-        arguments.json.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
+    gc.disable()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    kept, rows = Records(arguments.json), list[tuple[object, ...]]()
+    for name, build in MODELS.items():
+        model = build()
+        for part in (key_and_find, digest, prelude):
+            for (what, case), (ask, change) in part(model).items():
+                medians = [timed(ask, change) for _ in range(arguments.rounds)]
+                model.train()
+                median, low, high = statistics.median(medians), min(medians), max(medians)
+                kept.add({
+                    "model": name, "parameters": len(list(model.parameters())), "part": what, "case": case,
+                    "median_us": round(median, 1), "spread_us": [round(low, 1), round(high, 1)],
+                })  # fmt: skip
+                rows.append((name, what, case, f"{median:,.0f} ({low:,.0f}–{high:,.0f})"))
+    print(table("model | part | between steps | µs >", rows))
 
 
 if __name__ == "__main__":

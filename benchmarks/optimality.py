@@ -17,17 +17,15 @@ Predictions are believed (no margin for their error), so that the fastest plan i
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from helpers.drawn_cases import COSTS, Case, drawn
 from helpers.optimum.oracle import TooLarge, bound_us, optimum
+from records import Records, options, table
 
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
@@ -117,20 +115,17 @@ def drawn_cases(numbers: Iterable[int], modes: Sequence[Mode], costs: str | None
 
 def to_markdown(records: Sequence[Record]) -> str:
     """The gaps by mode, and the worst."""
-    lines = [
-        "| mode | tensors | workloads | mean gap | worst | at the optimum | bound: median gap | worst |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows: list[Sequence[str]] = []
     for is_exact in (True, False):
         some = [record for record in records if (record.oracle_ms is not None) is is_exact]
         for mode in [*(mode.value for mode in Mode), "all"]:
-            group = [record for record in some if mode in (record.mode, "all")]
-            if group:
-                lines.append(_row(mode, group))
-    return "\n".join(lines) + "\n"
+            if group := [record for record in some if mode in (record.mode, "all")]:
+                rows.append(_row(mode, group))
+    head = "mode | tensors | workloads > | mean gap > | worst > | at the optimum > | bound: median gap > | worst >"
+    return table(head, rows) + "\n"
 
 
-def _row(mode: str, group: Sequence[Record]) -> str:
+def _row(mode: str, group: Sequence[Record]) -> list[str]:
     sizes = sorted(record.tensors for record in group)
     gaps = [record.gap for record in group if record.gap is not None]
     cells = [mode, f"{sizes[0]} to {sizes[-1]}", str(len(group))]
@@ -140,8 +135,7 @@ def _row(mode: str, group: Sequence[Record]) -> str:
     else:
         cells += ["", "", ""]
     bounds = [record.bound_gap for record in group]
-    cells += [_percent(statistics.median(bounds)), _percent(max(bounds))]
-    return f"| {' | '.join(cells)} |"
+    return [*cells, _percent(statistics.median(bounds)), _percent(max(bounds))]
 
 
 _AT_BEST = 1e-5  # relative: the oracle itself looks for nothing that is better by less than 1e-6
@@ -164,8 +158,7 @@ def worst(records: Sequence[Record], count: int = 8) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the records here")
+    parser = options(__doc__)
     parser.add_argument("--costs", choices=list(COSTS), help="prices (default: drawn too)")
     parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in Mode], default=[])
     parser.add_argument("--only", nargs="+", type=int, help="the numbers of drawn workloads")
@@ -175,12 +168,11 @@ def main() -> int:
     arguments = parser.parse_args()
     modes = [Mode(name) for name in arguments.modes]
     numbers = arguments.only or [*range(arguments.small), *range(SMALL, SMALL + arguments.large)]
-    records: list[Record] = []
+    kept, records = Records(arguments.json), list[Record]()
     for case, mode in drawn_cases(numbers, modes, arguments.costs):
         is_exact = len(case.workload.gradients) <= MOST_TENSORS
         records.append(judge(case, mode, is_exact=is_exact, shows=arguments.plans))
-        if arguments.json:
-            arguments.json.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+        kept.add(records[-1])
     print(to_markdown(records))
     for line in worst(records):
         print(line)

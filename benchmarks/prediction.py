@@ -19,10 +19,7 @@ A plan is what `compile_step` takes, a compressor's name or a strategy's text, o
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import signal
 import statistics
 import sys
 import time
@@ -31,16 +28,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from models import MODELS
 from prediction_report import Record, summary
-from step_time_ranks import MARK, UNSHAPED, Reporter, set_rate
+from records import Records, options
+from shaped import UNSHAPED, Teller, agree, ends_well, is_rank, join, run, set_rate, slowest
 
-from fxcomp.commands.demo.launch_ranks import join, run_ranks
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
-from fxcomp.errors import BadStrategy, FxcompError
+import fxcomp
+from fxcomp.cost.timeline import step_time_us
+from fxcomp.errors import BadStrategy
 from fxcomp.frontends.job import Job
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.plan.streams import Stream
+from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.workload import Workload
 
 FREE = "free"  # the dense plan without a network
@@ -62,14 +63,9 @@ EVERY_INTER = "100mbit,300mbit,1gbit,10gbit"
 LEAST_ROUNDS, MOST_ROUNDS, QUICK_ROUNDS = 6, 16, 2
 
 
-# What each rank does
-
-
 def rank_main(arguments: argparse.Namespace) -> None:
-    import torch.distributed as dist
-
     join()
-    tell = Reporter(dist.get_rank())
+    tell = Teller()
     for inter in arguments.inter:
         set_rate(inter)
         for model in arguments.models:
@@ -81,10 +77,8 @@ def rank_main(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Reporter) -> list[Record]:
+def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Teller) -> list[Record]:
     """All plans of one model at the present bandwidth."""
-    import torch.distributed as dist
-
     steps, begun = compile_plans(model, arguments.plans, tell), time.perf_counter()
     rank, batches = dist.get_rank(), MODELS[model]()
     for step in steps.values():
@@ -105,10 +99,8 @@ def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Reporte
     return [record(name, steps[name], times[name], free_ms) for name in times]
 
 
-def compile_plans(model: str, names: Sequence[str], tell: Reporter) -> dict[str, Any]:
+def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, Any]:
     """A step for each plan, and the dense one without a network, all from the same costs."""
-    import fxcomp
-    from fxcomp.runtime.transport import NullTransport
 
     def compiled(**options: Any) -> Any:
         job = after_one_step(model)
@@ -177,27 +169,12 @@ def parses(name: str) -> bool:
     return True
 
 
-def agree(number: int) -> int:
-    """Rank 0's number, on all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    told = torch.tensor(number)
-    dist.broadcast(told, 0)
-    return int(told)
-
-
 def timed_ms(step: Any, batch: Any) -> float:
     """One step, on the slowest rank."""
-    import torch
-    import torch.distributed as dist
-
     dist.barrier()
     start = time.perf_counter()
     step(batch)
-    slowest = torch.tensor((time.perf_counter() - start) * 1e3)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    return slowest([(time.perf_counter() - start) * 1e3])[0]
 
 
 def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Record:
@@ -226,9 +203,6 @@ def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Reco
 
 def with_compute_scaled(step: Any, drift: float) -> float:
     """The predicted step, in ms, on processors that take `drift` times as long."""
-    from fxcomp.cost.timeline import step_time_us
-    from fxcomp.plan.streams import Stream
-
     tasks = [
         replace(span.task, duration_us=span.task.duration_us * drift)
         if span.task.stream in (Stream.COMPUTE, Stream.CPU)
@@ -238,52 +212,32 @@ def with_compute_scaled(step: Any, drift: float) -> float:
     return step_time_us(tasks, step.costs.processors) / 1e3
 
 
-# The parent
-
-
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" in os.environ:
+    if is_rank():
         rank_main(arguments)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    missing = why_not()
-    if missing is not None:
-        sys.exit(missing)
-    found: list[Record] = []
+    kept = Records(arguments.json)
 
-    def hear(_rank: int, line: str) -> None:
-        if not line.startswith(MARK):
-            return
-        content = json.loads(line.removeprefix(MARK))
-        if "note" in content:
-            print(content["note"], file=sys.stderr, flush=True)
-            return
-        found.extend(content["records"])
-        print(summary(content["records"]), flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    def hear(found: dict[str, Any]) -> None:
+        kept.add(*found["records"])
+        print(summary(found["records"]), flush=True)
         if arguments.report:
-            arguments.report.write_text(summary(found) + "\n")
+            arguments.report.write_text(summary(kept.found) + "\n")
 
-    try:
-        for count in arguments.hosts:
-            with ShapedHosts(count) as hosts:
-                run_ranks([str(Path(__file__).resolve()), *sys.argv[1:]], hosts=hosts, timeout_s=7200, on_line=hear)
-    except FxcompError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    print(summary(found))
+    for count in arguments.hosts:
+        run([str(Path(__file__).resolve()), *sys.argv[1:]], hear, hosts=count, timeout_s=7200)
+    print(summary(kept.found))
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Predict training steps and measure them over shaped networks.")
+    parser = options(__doc__)
     parser.add_argument("--hosts", default="2", help="numbers of hosts, separated by commas; one rank each")
     parser.add_argument("--inter", help="bandwidths, separated by commas")
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--plans", default="; ".join(PLANS), help="names and strategies, separated by semicolons")
     parser.add_argument("--seconds", type=float, default=40.0, help="for measuring one model at one bandwidth")
     parser.add_argument("--quick", action="store_true", help="two rounds; mlp and 100 Mbit/s unless told otherwise")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--report", type=Path, metavar="FILE", help="the tables in Markdown")
     arguments = parser.parse_args()
     arguments.hosts = [int(count) for count in arguments.hosts.split(",")]
@@ -295,4 +249,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ends_well(main))

@@ -7,14 +7,12 @@ It reads the records that benchmarks/prediction.py writes, of one run or of seve
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+from records import Record, read, table
 
 KINDS = {"error": "compute scaled", "raw_error": "as predicted", "whole_error": "the whole step scaled"}
 NOISE = "the same plans, measured again"
@@ -29,18 +27,18 @@ def summary(records: Sequence[Record]) -> str:
     groups = [(f"{count} hosts", [r for r in records if r["hosts"] == count]) for count in hosts]
     if len(groups) > 1:
         groups.append(("all", list(records)))
-    lines = ["| hosts | predictions | error | median | 90th percentile | bar | |", "|---|--:|---|--:|--:|---|---|"]
-    for name, group in groups:
-        lines += _verdicts(name, group)
+    verdicts = [row for name, group in groups for row in _verdicts(name, group)]
+    lines = [table("hosts | predictions > | error | median > | 90th percentile > | bar |", verdicts)]
     told = [line for name, group in groups for line in (*_orders(name, group), *_printed(name, group))]
     lines += ["", *(f"- {line}" for line in told)]
     lines += ["", *_configurations(records), "", *_plans(records), "", *_all(records)]
     return "\n".join(lines)
 
 
-def _verdicts(name: str, records: Sequence[Record]) -> list[str]:
+def _verdicts(name: str, records: Sequence[Record]) -> list[tuple[str, ...]]:
     noise = quantiles([again(r) for r in records])
-    rows: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    count = str(len(records))
     for kind, words in KINDS.items():
         found, bars = quantiles([r[kind] for r in records]), BARS.get(kind, (None, None))
         allowed = [
@@ -49,8 +47,8 @@ def _verdicts(name: str, records: Sequence[Record]) -> list[str]:
         told = " and ".join(f"{bar:.1%}" for bar in allowed if bar is not None)
         is_met = all(bar is None or error <= bar for error, bar in zip(found, allowed, strict=True))
         verdict = "" if not told else "met" if is_met else "missed"
-        rows.append(f"| {name} | {len(records)} | {words} | {found[0]:.1%} | {found[1]:.1%} | {told} | {verdict} |")
-    return [*rows, f"| {name} | {len(records)} | {NOISE} | {noise[0]:.1%} | {noise[1]:.1%} | | |"]
+        rows.append((name, count, words, f"{found[0]:.1%}", f"{found[1]:.1%}", told, verdict))
+    return [*rows, (name, count, NOISE, f"{noise[0]:.1%}", f"{noise[1]:.1%}", "", "")]
 
 
 def _orders(name: str, records: Sequence[Record]) -> list[str]:
@@ -76,42 +74,41 @@ def _printed(name: str, records: Sequence[Record]) -> list[str]:
 
 
 def _configurations(records: Sequence[Record]) -> list[str]:
-    lines = [
-        "| hosts | inter | model | free ms | dense ms | median error | largest | raw | again | order | order, again |",
-        "|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for (hosts, inter, model), found in configurations(records).items():
+    rows: list[tuple[object, ...]] = []
+    for key, found in configurations(records).items():
         errors = [abs(r["error"]) for r in found]
         dense = next((f"{r['measured_ms']:.0f}" for r in found if r["plan"] == "dense"), "")
         orders = [order(found, kind) for kind in ("predicted_ms", "repeat_ms")]
-        told = " | ".join("" if one is None else f"{one:.2f}" for one in orders)
-        lines.append(
-            f"| {hosts} | {inter} | {model} | {found[0]['free_ms']:.0f} | {dense} | {statistics.median(errors):.1%} |"
-            f" {max(errors):.1%} | {quantiles([r['raw_error'] for r in found])[0]:.1%} |"
-            f" {quantiles([again(r) for r in found])[0]:.1%} | {told} |"
-        )
-    return lines
+        shares = (statistics.median(errors), max(errors), *(
+            quantiles(each)[0] for each in ([r["raw_error"] for r in found], [again(r) for r in found])
+        ))  # fmt: skip
+        told = ("" if one is None else f"{one:.2f}" for one in orders)
+        rows.append((*key, f"{found[0]['free_ms']:.0f}", dense, *(f"{share:.1%}" for share in shares), *told))
+    head = "hosts > | inter | model | free ms > | dense ms > | median error > | largest > | raw > | again > | order > |"
+    return [table(head + " order, again >", rows)]
 
 
 def _plans(records: Sequence[Record]) -> list[str]:
-    lines = ["| plan | median error | 90th percentile | median, signed |", "|---|--:|--:|--:|"]
-    for plan in dict.fromkeys(r["plan"] for r in records):
-        errors = [r["error"] for r in records if r["plan"] == plan]
-        median, most = quantiles(errors)
-        lines.append(f"| {plan} | {median:.1%} | {most:.1%} | {statistics.median(errors):+.1%} |")
-    return lines
+    errors = {plan: [r["error"] for r in records if r["plan"] == plan] for plan in (r["plan"] for r in records)}
+    rows = [
+        (plan, *(f"{each:.1%}" for each in quantiles(found)), f"{statistics.median(found):+.1%}")
+        for plan, found in errors.items()
+    ]
+    return [table("plan | median error > | 90th percentile > | median, signed >", rows)]
 
 
 def _all(records: Sequence[Record]) -> list[str]:
-    lines = [
-        "| hosts | inter | model | plan | measured | again | predicted | error | whole | raw |",
-        "|--:|---|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    return lines + [
-        f"| {r['hosts']} | {r['inter']} | {r['model']} | {r['plan']} | {r['measured_ms']:.1f} | {r['repeat_ms']:.1f} |"
-        f" {r['predicted_ms']:.1f} | {r['error']:+.1%} | {r['whole_error']:+.1%} | {r['raw_error']:+.1%} |"
+    times, errors = ("measured_ms", "repeat_ms", "predicted_ms"), ("error", "whole_error", "raw_error")
+    rows = [
+        (
+            *(r[key] for key in ("hosts", "inter", "model", "plan")),
+            *(f"{r[k]:.1f}" for k in times),
+            *(f"{r[k]:+.1%}" for k in errors),
+        )
         for r in records
     ]
+    head = "hosts > | inter | model | plan | measured > | again > | predicted > | error > | whole > | raw >"
+    return [table(head, rows)]
 
 
 # Arithmetic
@@ -152,7 +149,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def main() -> None:
-    print(summary([r for name in sys.argv[1:] for r in json.loads(Path(name).read_text())]))
+    print(summary([record for name in sys.argv[1:] for record in read(Path(name))]))
 
 
 if __name__ == "__main__":

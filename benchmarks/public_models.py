@@ -18,15 +18,13 @@ Needs the extra `models`. All families take about half an hour on two processors
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import multiprocessing
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from public_training import COMPILED, FRONTENDS, MEANINGS, RESULTS, Record, Way, line_of, said, train
+from records import Records, options, read, table
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
@@ -112,19 +111,8 @@ def _rank_main(result: Connection, port: int, name: str, rank: int, ranks: int, 
 
 def kept(path: Path) -> dict[tuple[str, str], Record]:
     """The records of an earlier run, by family and frontend."""
-    if not path.exists():
-        return {}
-    records = [Record(**record) for record in json.loads(path.read_text())["records"]]
+    records = [Record(**record) for record in read(path)] if path.exists() else []
     return {(record.family, record.frontend): record for record in records}
-
-
-def write(path: Path, records: Sequence[Record]) -> None:
-    """All records so far."""
-    import transformers
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    text = ",\n".join(json.dumps({k: v for k, v in asdict(r).items() if v not in ("", 0)}) for r in records)
-    path.write_text(f'{{"versions": {json.dumps(versions)}, "records": [\n{text}\n]}}\n')
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -133,26 +121,19 @@ def summary(records: Sequence[Record]) -> str:
     return ", ".join(f"{counts[result]} {result}" for result in RESULTS if counts[result])
 
 
-def table(records: Sequence[Record]) -> str:
+def table_of_all(records: Sequence[Record]) -> str:
     """The page about public models."""
     tried = [record for record in records if record.result != "untried"]
-    lines = [
-        "| result | families | meaning |",
-        "|---|---|---|",
-        *(f"| {r} | {sum(x.result == r for x in tried)} | {MEANINGS[r]} |" for r in RESULTS[:-1]),
-        "",
-        "| task | identical | others |",
-        "|---|---|---|",
-    ]
+    counts = [(r, sum(x.result == r for x in tried), MEANINGS[r]) for r in RESULTS[:-1]]
+    by_task: list[tuple[str, str, str]] = []
     for task in dict.fromkeys(record.task for record in tried):
         of_task = [record for record in tried if record.task == task]
         others = [f"{r.family} ({r.result})" for r in of_task if r.result != "identical"]
-        same = [r.family for r in of_task if r.result == "identical"]
-        lines.append(f"| {task} | {', '.join(same)} | {', '.join(others)} |")
+        by_task.append((task, ", ".join(r.family for r in of_task if r.result == "identical"), ", ".join(others)))
     reasons = sorted((record for record in tried if record.result != "identical"), key=lambda r: (r.detail, r.family))
-    lines += ["", "| family | result | why | where |", "|---|---|---|---|"]
-    lines += [f"| {r.family} | {r.result} | {_cell(r.detail)} | {_cell(r.where, code=True)} |" for r in reasons]
-    return "\n".join(lines)
+    why = [(r.family, r.result, _cell(r.detail), _cell(r.where, code=True)) for r in reasons]
+    tables = (("result | families | meaning", counts), ("task | identical | others", by_task))
+    return "\n\n".join(table(*each) for each in (*tables, ("family | result | why | where", why)))
 
 
 def _cell(text: str, *, code: bool = False) -> str:
@@ -163,18 +144,14 @@ def _cell(text: str, *, code: bool = False) -> str:
 def table_of_frontends(records: Sequence[Record]) -> str:
     """A line for each family: what each frontend gives, and the last loss beside eager's where that differs."""
     found = {(record.family, record.frontend): record for record in records}
-    lines = [f"| family | task | {' | '.join(FRONTENDS)} |", "|---|---|---|---|---|"]
-    for family, task in dict.fromkeys((record.family, record.task) for record in records):
-        cells = [_result(found.get((family, frontend))) for frontend in FRONTENDS]
-        lines.append(f"| {family} | {task} | {' | '.join(cells)} |")
+    rows = [
+        (family, task, *(_result(found.get((family, frontend))) for frontend in FRONTENDS))
+        for family, task in dict.fromkeys((record.family, record.task) for record in records)
+    ]
+    text = table(f"family | task | {' | '.join(FRONTENDS)}", rows)
     reasons = [r for r in records if r.result not in ("identical", "compressed")]
-    if reasons:
-        lines += ["", "| family | frontend | result | why | where |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {r.family} | {r.frontend} | {r.result} | {_cell(r.detail)} | {_cell(r.where, code=True)} |"
-            for r in reasons
-        ]
-    return "\n".join(lines)
+    why = [(r.family, r.frontend, r.result, _cell(r.detail), _cell(r.where, code=True)) for r in reasons]
+    return "\n\n".join([text, *([table("family | frontend | result | why | where", why)] if why else [])])
 
 
 def _result(record: Record | None) -> str:
@@ -200,13 +177,13 @@ def document(page: Path, begin: str, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--families", type=int, help="so many, from the first")
     parser.add_argument("--common", action="store_true", help="thirty families of all kinds")
     parser.add_argument("--timeout-s", type=float, default=180.0)
-    parser.add_argument("--json", type=Path, default=Path("public_models.json"))
+    parser.set_defaults(json=Path("public_models.json"))
     parser.add_argument("--resume", action="store_true", help="keep the records that are there, and try the others")
     parser.add_argument("--frontend", choices=[*FRONTENDS, "all"], default="compile_step")
     parser.add_argument("--plan", default="dense", help="a compressor's name: ranks are compared, and losses told")
@@ -215,6 +192,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write docs/compatibility.md's table from the records")
     arguments = parser.parse_args()
 
+    import transformers
     from public_families import COMMON, names
 
     _PROCESSES.set_forkserver_preload(_PRELOADED)
@@ -228,11 +206,11 @@ def main() -> None:
             record = replace(run_family(name, arguments.ranks, arguments.timeout_s, way), family=name)
             records[name, frontend] = record
             print(f"{name:32}{frontend:14}{record.result:11}{record.seconds:6.1f} s  {record.detail}", flush=True)
-            write(arguments.json, list(records.values()))
+            Records(arguments.json, transformers=transformers.__version__).add(*records.values())
     found = list(records.values())
     print(summary(found))
     if arguments.docs and len(frontends) == 1:
-        document(PAGE, ALL, f"{summary(found)}.\n\n{table(found)}")
+        document(PAGE, ALL, f"{summary(found)}.\n\n{table_of_all(found)}")
     elif arguments.docs:
         compressed = OF_COMPRESSED if arguments.plan != "dense" else OF_FRONTENDS
         text = f"{summary(found)}.\n\n{table_of_frontends(found)}"

@@ -1,30 +1,49 @@
-"""What benchmarks of sharded models share: contestants that take turns in the same processes, over shaped links."""
+"""Measure sharded models over slow links: native FSDP and HSDP, and with what fxcomp does for them.
+
+    python benchmarks/sharded.py hsdp --inter 300mbit --json hsdp.json
+    python benchmarks/sharded.py fsdp --hosts 4 --inter 300mbit --json fsdp.json
+
+All contestants live in the same processes and take turns in short blocks, in another order each round. A step takes as
+long as its slowest rank.
+
+With `hsdp`, two hosts hold a replica each, sharded over two ranks, and `average_replicas` stands beside native HSDP.
+`free` is fully_shard on the shard dimension alone: no replica hears of the other, which is a step without the slow
+link. What a contestant recovers is the share of native HSDP's cost of the network, `(native - contestant) / (native -
+free)`: the median of all rounds, and that of the medians.
+
+With `fsdp`, a model is sharded over hosts of one rank each, and `compress_reduce_scatter` stands beside native FSDP.
+Parameters are gathered dense, so at best a half to a third of the bytes can be saved. Losses are those of the last
+step, from the same start and batches.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from models import MODELS
+from records import Records, options, table
+from shaped import Teller, ends_well, is_rank, join, run, set_rate, slowest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fxcomp.commands.demo.launch_ranks import join, run_ranks
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, sent_by_this_host, why_not
+import fxcomp
+from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.job import Job
 from fxcomp.step.race import LONGEST, WARM_STEPS
 
-MARK = "@sharded "
+PLANS = {"hsdp": ("dense", "balanced", "aggressive"), "fsdp": ("dense", "int8", "balanced", "aggressive")}
+RANKS_PER_HOST = {"hsdp": 2, "fsdp": 1}
+NATIVE, AGAIN, FREE = "native", "native_again", "free"
 WARM_UP = 6 + WARM_STEPS + LONGEST
 """Steps: six dense ones before there is a plan, and those in which it may race."""
 
@@ -66,81 +85,113 @@ class Contestant:
         begin = time.perf_counter()
         for _ in range(steps):
             self.step()
-        took = torch.tensor([(time.perf_counter() - begin) / steps * 1e3])
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return took.item()
+        return slowest([(time.perf_counter() - begin) / steps * 1e3])[0]
+
+    def mean_loss(self) -> float:
+        loss = torch.tensor([self.step()])
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
 
 
-@dataclass(frozen=True)
-class Turns:
-    """What rounds of contestants took."""
+def contestants(arguments: argparse.Namespace) -> dict[str, Contestant]:
+    """Build all, by name: from the same start, on every rank at once."""
+    kind = arguments.kind
+    shape = (dist.get_world_size() // RANKS_PER_HOST[kind], RANKS_PER_HOST[kind])
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if kind == "hsdp" else None
 
-    took: Mapping[str, list[float]]
-    sent: Mapping[str, float]
-    """Bytes of a step that left a host."""
+    def made(name: str) -> Contestant:
+        torch.manual_seed(0)
+        job = MODELS[arguments.model]()
+        if mesh is None:
+            wrapped, is_native = sharded(job.model), name in (NATIVE, AGAIN)
+            return Contestant(
+                job, wrapped, None if is_native else fxcomp.compress_reduce_scatter(wrapped, compress=name)
+            )
+        if name in (NATIVE, AGAIN):
+            return Contestant(job, sharded(job.model, mesh), None)
+        wrapped = sharded(job.model, mesh["shard"])
+        ours = None if name == FREE else fxcomp.average_replicas(wrapped, mesh["replicate"], compress=name)
+        return Contestant(job, wrapped, ours)
 
-    @classmethod
-    def of(cls, contestants: Mapping[str, Contestant], rounds: int, steps: int) -> Turns:
-        sent: dict[str, float] = {}
-        for name, each in contestants.items():
-            each.block(WARM_UP)
-            before = sent_by_this_host()
-            each.block(3)
-            sent[name] = (sent_by_this_host() - before) / 3
-        took: dict[str, list[float]] = {name: [] for name in contestants}
-        order, names = random.Random(0), list(contestants)
-        for _ in range(rounds):
-            for name in order.sample(names, len(names)):
-                took[name].append(contestants[name].block(steps))
-        return cls(took, sent)
-
-    @property
-    def medians(self) -> dict[str, float]:
-        return {name: statistics.median(times) for name, times in self.took.items()}
-
-    @property
-    def same_twice(self) -> float:
-        """native against native again: what is noise."""
-        pairs = zip(self.took["native"], self.took["native_again"], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+    names = (NATIVE, AGAIN, *((FREE,) if kind == "hsdp" else ()), *PLANS[kind])
+    return {name: made(name) for name in names}
 
 
-def options(doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser of the options that all have."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def rank_main(arguments: argparse.Namespace) -> None:
+    """Let contestants take turns, and tell what they took."""
+    join()
+    tell = Teller()
+    set_rate(arguments.inter)
+    all_of_them, sent = contestants(arguments), dict[str, float]()
+    for name, each in all_of_them.items():
+        tell(f"warming {name} up")
+        each.block(WARM_UP)
+        before = sent_by_this_host()
+        each.block(3)
+        sent[name] = (sent_by_this_host() - before) / 3
+    took: dict[str, list[float]] = {name: [] for name in all_of_them}
+    order = random.Random(0)
+    for number in range(arguments.rounds):
+        tell(f"round {number + 1} of {arguments.rounds}")
+        for name in order.sample(list(all_of_them), len(all_of_them)):
+            took[name].append(all_of_them[name].block(arguments.steps))
+    ours = {name: each.ours for name, each in all_of_them.items() if each.ours is not None}
+    same_twice = statistics.median(a / b for a, b in zip(took[NATIVE], took[AGAIN], strict=True))
+    where = {
+        "kind": arguments.kind, "inter": arguments.inter, "model": arguments.model, "ranks": dist.get_world_size(),
+        "A/A": same_twice, "steps_of_a_round": arguments.steps,
+    }  # fmt: skip
+    losses = {name: each.mean_loss() for name, each in all_of_them.items()}
+    for name, beside in compared(took).items():
+        tell.send({
+            **where, "name": name, **beside, "sent_by_a_host_bytes": sent[name], "last_loss": losses[name],
+            "plan": str(ours[name].plan) if name in ours else None, "rounds_ms": took[name],
+        })  # fmt: skip
+    dist.destroy_process_group()
+
+
+def compared(took: Mapping[str, list[float]]) -> dict[str, dict[str, float | None]]:
+    """Compare medians of rounds with native's, and with a step without the slow link where there is one."""
+    native = [(a + b) / 2 for a, b in zip(took[NATIVE], took[AGAIN], strict=True)]
+    slow, found = statistics.median(native), dict[str, dict[str, float | None]]()
+    for name, times in took.items():
+        of_native = statistics.median(mine / theirs for mine, theirs in zip(times, native, strict=True))
+        row: dict[str, float | None] = {"median_ms": statistics.median(times), "of_native": of_native}
+        if FREE in took:
+            both = zip(native, times, took[FREE], strict=True)
+            row["recovered"] = statistics.median((theirs - mine) / (theirs - free) for theirs, mine, free in both)
+            free = statistics.median(took[FREE])
+            row["recovered_of_medians"] = (slow - statistics.median(times)) / (slow - free)
+        found[name] = row
+    return found
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("kind", choices=list(PLANS))
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--inter", default="300mbit", help="the bandwidth between hosts")
     parser.add_argument("--model", default="mlp", choices=sorted(MODELS))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=2, help="of a contestant in a round")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds")
-    parser.add_argument("--json", help="write the record here")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    return parser
+    arguments = parser.parse_args()
+    if is_rank():
+        rank_main(arguments)
+        return
+    kept = Records(arguments.json)
+    ranks = RANKS_PER_HOST[arguments.kind]
+    run([__file__, *sys.argv[1:]], kept.add, hosts=arguments.hosts, ranks_per_host=ranks, timeout_s=arguments.timeout)
+    rows = [
+        (
+            r["name"], f"{r['median_ms']:.1f}", f"{r['of_native']:.3f}", f"{r['sent_by_a_host_bytes'] / 1e6:.2f}",
+            f"{r['recovered']:.1%}" if "recovered" in r else "", f"{r['last_loss']:.4f}",
+        )
+        for r in kept.found
+    ]  # fmt: skip
+    print(table("name | median ms > | of native > | MB sent by a host > | recovered > | last loss >", rows))
+    print(f"A/A {kept.found[0]['A/A']:.3f}")
 
 
-def run(
-    script: str, arguments: argparse.Namespace, hosts: int, ranks_per_host: int,
-    on_rank: Callable[[argparse.Namespace], dict[str, Any]], show: Callable[[dict[str, Any]], None],
-) -> int:  # fmt: skip
-    """Run a script's ranks over shaped links, show rank 0's record and write it; on a rank, make the record."""
-    if arguments.rank:
-        join()
-        record = on_rank(arguments)
-        if dist.get_rank() == 0:
-            print(MARK + json.dumps(record), flush=True)
-        dist.destroy_process_group()
-        return 0
-    missing = why_not()
-    if missing:
-        print(f"cannot measure: {missing}", file=sys.stderr)
-        return 2
-    left_out = {"json", "rank", "timeout"}
-    given = [f"--{name}={value}" for name, value in vars(arguments).items() if name not in left_out]
-    with ShapedHosts(hosts, arguments.inter) as shaped:
-        command = [script, *given, "--rank"]
-        output = run_ranks(command, hosts=shaped, ranks_per_host=ranks_per_host, timeout_s=arguments.timeout)
-    found = json.loads(next(line for line in output[0].splitlines() if line.startswith(MARK))[len(MARK) :])
-    show(found)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+if __name__ == "__main__":
+    sys.exit(ends_well(main))

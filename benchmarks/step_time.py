@@ -14,7 +14,7 @@ compiled steps run in processes of their own on the same hosts and take turns wi
 on.
 `--against .` measures this checkout against itself: how far a ratio is from 1 by chance.
 
-Models that are sharded have other contestants, and records of their own: `benchmarks/hsdp.py`.
+Models that are sharded have other contestants: `benchmarks/sharded.py`.
 
 Four bandwidths take about fifteen minutes, and longer with `--loss-steps`, which trains every contestant from the same
 seed at full speed to compare what they learned.
@@ -24,19 +24,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from baselines import BASELINES, FREE, FXCOMP
-from step_time_ranks import MARK, UNSHAPED, Settings
+from records import Records, options
+from shaped import UNSHAPED, ends_well, run
+from step_time_ranks import Settings
 from step_time_verdicts import Turns, analyse, records
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands.demo.launch_ranks import run_ranks
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.job import load_job
 
@@ -45,38 +44,18 @@ EXAMPLE_GPT = HERE.parent / "examples" / "gpt.py"
 NAMES = (*BASELINES, *FXCOMP, *FREE)
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and hosts are removed on the way out
-    try:
-        contest(arguments)
-    except FxcompError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def contest(arguments: argparse.Namespace) -> None:
+def contest() -> None:
     """Start the ranks, and write what they report as it comes."""
-    found: list[dict[str, object]] = []
-    sections: list[str] = []
+    arguments = parse_arguments()
+    kept, sections = Records(arguments.json), list[str]()
     model = name_of(arguments.model)
     load_job(arguments.model)  # here too, so that a mistake in it is told before ranks start
 
-    def hear(_rank: int, line: str) -> None:
-        if not line.startswith(MARK):
-            return
-        content = json.loads(line.removeprefix(MARK))
-        if "note" in content:
-            show_progress(content["note"])
-            return
+    def hear(content: dict[str, Any]) -> None:
         turns = [Turns(**turn) for turn in content["turns"]]
-        found.extend(records(model, arguments.hosts, content["inter"], turns))
+        kept.add(*records(model, arguments.hosts, content["inter"], turns))
         sections.append(analyse(content["inter"], turns))
-        show_progress("")
         print(sections[-1], flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
         if arguments.report:
             title = f"# Step time: {model}, {arguments.hosts} hosts of {arguments.ranks_per_host}\n\n"
             arguments.report.write_text(title + "\n".join(sections))
@@ -85,15 +64,8 @@ def contest(arguments: argparse.Namespace) -> None:
     ranks_here = arguments.ranks_per_host if shaped else arguments.hosts * arguments.ranks_per_host
     settings = settings_of(arguments, ranks_here)
     command = [str(HERE / "step_time_start.py"), json.dumps(asdict(settings))]
-    started = ranks_here * len(settings.checkouts)
-    if not shaped:
-        run_ranks(command, ranks_per_host=started, timeout_s=math.inf, on_line=hear)
-        return
-    missing = why_not()
-    if missing is not None:
-        sys.exit(f"{missing}\n  Without shaping: --inter {UNSHAPED}")
-    with ShapedHosts(arguments.hosts) as hosts:
-        run_ranks(command, hosts=hosts, ranks_per_host=started, timeout_s=math.inf, on_line=hear)
+    hosts, started = arguments.hosts if shaped else None, ranks_here * len(settings.checkouts)
+    run(command, hear, hosts=hosts, ranks_per_host=started)
 
 
 def name_of(model: str) -> str:
@@ -117,15 +89,8 @@ def settings_of(arguments: argparse.Namespace, ranks_here: int) -> Settings:
     )
 
 
-def show_progress(note: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
-    elif note and not note.partition("round ")[2]:
-        print(note, file=sys.stderr, flush=True)
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure training steps over shaped networks.")
+    parser = options(__doc__)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument(
@@ -136,7 +101,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="measure another checkout's compiled steps too"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write tables and verdicts here, as Markdown")
     parser.add_argument("--minutes", type=float, default=15.0, help="for measuring, over all bandwidths (default 15)")
     parser.add_argument("--blocks", type=int, help="rounds at each bandwidth, instead of what fits the time")
@@ -177,4 +141,4 @@ def why_no_checkout(path: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ends_well(contest))

@@ -20,18 +20,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from baselines import FREE, FXCOMP, Contestant, make_contestant
+from shaped import UNSHAPED, Teller, set_rate, slowest
 from step_time_verdicts import BEFORE, ENOUGH_BLOCKS, TWICE, Turns
 
 from fxcomp.commands.demo.launch_ranks import exit_with_parent
-from fxcomp.commands.demo.shaped_hosts import sent_by_this_host, shape_this_host
+from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.job import Job, load_job
 
-WARM_UP_STEPS = 3  # DDP lays its buckets out anew after the first, PowerSGD starts with the third
+WARM_UP_STEPS = 3  # DDP lays its buckets out again after the first, PowerSGD starts with the third
 # A compiled step is verified as step 2, 5 and 10, then seldom: a long job hardly sees it. A hook has its plan after 6.
 VERIFIED_STEPS = 11
 HELD_OUT_BATCHES = 8
-UNSHAPED = "loopback"
-MARK = "@step_time "  # begins the lines that ranks print for the parent
 COMPILED = (*FXCOMP, "free_emitted")
 FOR_EVER = timedelta(days=7)  # the parent ends all ranks when one fails
 
@@ -101,21 +100,6 @@ def join(group: int, groups: int) -> Groups:
     return Groups(group, groups, dist.PrefixStore("all groups", store))
 
 
-class Reporter:
-    """Tell the parent, from rank 0 of a group."""
-
-    def __init__(self, rank: int) -> None:
-        self.is_silent = rank != 0
-        self.prefix = ""
-
-    def __call__(self, note: str) -> None:
-        self.send({"note": self.prefix + note})
-
-    def send(self, content: object) -> None:
-        if not self.is_silent:
-            print(MARK + json.dumps(content), flush=True)
-
-
 @dataclass
 class Rank:
     """This rank: which it is, what it trains on, and whom it tells."""
@@ -124,7 +108,7 @@ class Rank:
     number: int
     groups: Groups
     batches: Job
-    say: Reporter
+    say: Teller
 
     @property
     def suffix(self) -> str:
@@ -159,7 +143,7 @@ def run(settings: Settings, group: int) -> None:
     """Measure all bandwidths; rank 0 sends a line of JSON to the parent for each."""
     groups = join(group, len(settings.checkouts))
     number = dist.get_rank()
-    rank = Rank(settings, number, groups, load_job(settings.model), Reporter(number))
+    rank = Rank(settings, number, groups, load_job(settings.model), Teller())
     names = [name for name in settings.names if name in FXCOMP or group == 0]
     lasting = everywhere(groups, lambda: rank.prepare(name for name in names if name not in FXCOMP))
     losses: dict[str, float] = {}  # by name and plan: equal plans learn the same
@@ -233,15 +217,13 @@ def run_block(rank: Rank, contestant: Contestant, steps: int) -> tuple[list[floa
         contestant.step(batch)
         times.append((time.perf_counter() - start) * 1e3)
     sent = sent_by_this_host(os.environ["GLOO_SOCKET_IFNAME"]) - before
-    slowest = torch.tensor(times)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     total = torch.tensor(sent if os.environ["LOCAL_RANK"] == "0" else 0)
     dist.all_reduce(total)
-    return slowest.tolist(), total.item() / steps / rank.settings.hosts
+    return slowest(times), total.item() / steps / rank.settings.hosts
 
 
 def train_all(rank: Rank, contestants: dict[str, Contestant], turns: dict[str, Turns], known: dict[str, float]) -> None:
-    """Train each contestant afresh, and write its loss down; `known` are the losses by name and plan."""
+    """Train each contestant from the start, and write its loss down; `known` are the losses by name and plan."""
     for name, contestant in contestants.items():
         if contestant.name in FREE:
             continue
@@ -264,11 +246,3 @@ def final_loss(rank: Rank, contestant: Contestant) -> float:
         mean = torch.stack([rank.batches.loss_fn(contestant.model, batch) for batch in held_out]).mean()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()
-
-
-def set_rate(inter: str) -> None:
-    """Shape all hosts anew, between two barriers."""
-    dist.barrier()
-    if os.environ["LOCAL_RANK"] == "0" and os.environ["GLOO_SOCKET_IFNAME"] != "lo":
-        shape_this_host(None if inter == UNSHAPED else inter)
-    dist.barrier()

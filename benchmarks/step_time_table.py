@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from baselines import FXCOMP
+from records import Record, read, table
 from step_time_verdicts import AS_PRECISE, MARGIN, TWICE, Turns, Verdict, ratio, verdicts
 
-HEAD = ("hosts", "model", "link", "contestant", "ms", "predicted", "alternative", "ratio, 95 % interval", "A/A",
-        "verdict")  # fmt: skip
-
-Record = Mapping[str, Any]
+HEAD = "hosts | model | link | contestant | ms > | predicted > | alternative | ratio, 95 % interval | A/A > | verdict"
 
 
-def table(records: Iterable[Record]) -> str:
+def page(records: Iterable[Record]) -> str:
     """Write all comparisons of compiled steps as Markdown, and how many hold."""
     rows: list[Sequence[str]] = []
     alike: list[Verdict] = []
@@ -39,11 +35,9 @@ def table(records: Iterable[Record]) -> str:
                 slower.append(f"{name} on {model}, {hosts} hosts, {inter}")
     known = [each for each in alike if each.is_known]
     holding = sum(each.holds for each in known)
-    lines = [HEAD, ["---"] * len(HEAD), *rows]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{text}\n\nOf {len(alike)} comparisons with the best alternative that loses no more, {len(known)} have a"
-        f" verdict and {holding} hold. Slower than plain DDP: {', '.join(slower) or 'none'}.\n"
+        f"{table(HEAD, rows)}\n\nOf {len(alike)} comparisons with the best alternative that loses no more, {len(known)}"
+        f" have a verdict and {holding} hold. Slower than plain DDP: {', '.join(slower) or 'none'}.\n"
     )
 
 
@@ -75,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Put records of step_time.py into one table.")
     parser.add_argument("records", nargs="+", type=Path, help="JSON files that step_time.py wrote")
     files = parser.parse_args().records
-    print(table(record for path in files for record in json.loads(path.read_text())))
+    print(page(record for path in files for record in read(path)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baselines import BASELINES, FREE, FXCOMP
+from records import spread, table
 
 TWICE = "ddp_fp32"  # measured against itself
 BEFORE = "_before"  # ends the names of another checkout's contestants
@@ -63,20 +64,20 @@ class Ratio:
 
 
 def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[dict[str, object]]:
-    spread = aa_spread(turns)
+    same = aa_spread(turns)
     return [
         {
             "model": model,
             "hosts": hosts,
             "inter": inter,
             "name": turn.name,
-            "measured_ms": quantiles(flat(turn.pairs)),
+            "measured_ms": spread(flat(turn.pairs)),
             "predicted_ms": turn.predicted_ms,
             "final_loss": turn.final_loss,
             "race": turn.race,
             "rounds_ms": [[round(ms, 3) for ms in pair] for pair in turn.pairs],
             "wire_bytes": round(turn.wire_bytes),
-            "aa_spread": spread,
+            "aa_spread": same,
             "ratios": {
                 found.to: [found.ratio, found.low, found.high] for found in ratios(turns) if found.name == turn.name
             },
@@ -92,12 +93,6 @@ def with_one_free(turns: Sequence[Turns]) -> list[Turns]:
         return list(turns)
     fastest = min(free, key=lambda turn: turn.median_ms)
     return [*(turn for turn in turns if turn.name not in FREE), replace(fastest, name=FREE[0])]
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
-    return {"median": statistics.median(ordered), "p10": p10, "p90": p90, "n": len(ordered)}
 
 
 def aa_spread(turns: Sequence[Turns]) -> float | None:
@@ -135,25 +130,27 @@ def ratio(mine: Turns, theirs: Turns, rounds: slice = slice(None)) -> Ratio:
 def analyse(inter: str, turns: Sequence[Turns]) -> str:
     """Write the table of one bandwidth, and the verdicts, as Markdown."""
     by_name = {turn.name: turn for turn in turns}
-    spread = aa_spread(turns)
-    lines = [f"## {inter}", "", "| name | median ms | p10–p90 | predicted | recovered | MB on the wire | loss |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|")
+    same = aa_spread(turns)
+    rows: list[tuple[str, ...]] = []
     for turn in turns:
-        span = quantiles(flat(turn.pairs))
-        cells = (
-            turn.name,
-            f"{span['median']:.0f}",
-            f"{span['p10']:.0f}–{span['p90']:.0f}",
-            "–" if turn.predicted_ms is None else f"{turn.predicted_ms:.0f}",
-            "–" if (share := recovered(turn, by_name)) is None else f"{share:.0%}",
-            f"{turn.wire_bytes / 1e6:.2f}",
-            "–" if turn.final_loss is None else f"{turn.final_loss:.3f}",
+        span = spread(flat(turn.pairs))
+        rows.append(
+            (
+                turn.name,
+                f"{span['median']:.0f}",
+                f"{span['p10']:.0f}–{span['p90']:.0f}",
+                "–" if turn.predicted_ms is None else f"{turn.predicted_ms:.0f}",
+                "–" if (share := recovered(turn, by_name)) is None else f"{share:.0%}",
+                f"{turn.wire_bytes / 1e6:.2f}",
+                "–" if turn.final_loss is None else f"{turn.final_loss:.3f}",
+            )
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"A/A spread {spread:.1%}." if spread is not None else "No A/A measurement.", ""]
+    head = "name | median ms > | p10–p90 > | predicted > | recovered > | MB on the wire > | loss >"
+    lines = [f"## {inter}", "", table(head, rows), ""]
+    lines += [f"A/A spread {same:.1%}." if same is not None else "No A/A measurement.", ""]
     for turn in turns:
         if turn.name in FXCOMP:
-            said = [str(each) for each in verdicts(turn, by_name, spread)]
+            said = [str(each) for each in verdicts(turn, by_name, same)]
             lines += said or [f"- {turn.name}: nothing to compare with."]
     lines += [f"- {found}{verdict_on_before(found)}." for found in ratios(turns)]
     lines += [prediction_line(turn, by_name) for turn in turns if turn.predicted_ms is not None]

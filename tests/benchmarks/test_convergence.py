@@ -5,7 +5,6 @@ The rest of `benchmarks/convergence.py`: larger models, Adam, and error feedback
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,10 @@ from convergence import (
     OWNERS,
     PAIRED_WORKERS,
     PAIRS,
-    ended_before,
     expected,
-    judged,
     measured_error,
     record,
     run_trial,
-    save,
     train,
     trials,
 )
@@ -157,16 +153,6 @@ def test_every_pair_is_tried_with_and_without_mistakes_on_four_and_on_eight_work
         own = {(t.task, t.workers, t.owner) for t in planned if t.method == pair and t.optimizer == "sgd"}
         assert own == {(task, p, o.value) for task in ALL_TASKS for p in PAIRED_WORKERS for o in OWNERS[task]}
         assert {(t.task, t.workers) for t in planned if t.method == DENSE} >= {(task, p) for task, p, _ in own}
-
-
-def test_an_interrupted_run_goes_on_from_its_records(tmp_path: Path) -> None:
-    planned = trials(["logreg"], ["int8", "sign"], [], seeds=1)
-    ended = {trial: (0.25 + 0.01 * place, 1.0) for place, trial in enumerate(planned) if trial.method != "sign"}
-    ended[planned[-1]] = math.inf, 1.0
-    save(judged(planned, ended), tmp_path / "records.json")
-    again = ended_before(tmp_path / "records.json")
-    assert {trial: loss for trial, (loss, _) in again.items()} == {trial: loss for trial, (loss, _) in ended.items()}
-    assert judged(planned, again) == judged(planned, ended)
 
 
 def test_a_pair_parses_back_and_cuts_at_the_blocks_of_both() -> None:

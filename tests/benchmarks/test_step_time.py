@@ -9,7 +9,7 @@ import pytest
 import step_time
 from baselines import FXCOMP
 from step_time_start import enter_group
-from step_time_table import table
+from step_time_table import page
 from step_time_verdicts import BASELINES_OF, Turns, analyse, ratios, records
 
 CHECKOUT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_a_contestant_is_judged_beside_what_loses_no_more_and_beside_the_best_of
 def test_the_table_counts_what_holds_and_names_what_is_slower_than_plain_ddp(ours: float, summary: str):
     turns = turns_of(ddp_fp32=200, ddp_bf16=250, fxcomp=ours, fxcomp_aggressive=190)
     turns[0].again = turns[0].blocks
-    found = table(records("mlp", 2, "1gbit", turns))
+    found = page(records("mlp", 2, "1gbit", turns))
     assert summary in found
     assert found.count("| mlp |") == 2
 

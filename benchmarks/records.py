@@ -1,0 +1,81 @@
+"""Write what benchmarks find: one format for records, and one way to make tables.
+
+    {"made": {"by": "step_time.py", "date": "2026-11-25", "torch": "2.13.0", "processors": 2, ...}, "records": [{...}]}
+
+`made` says how and where, a record is flat. A file is written again with each record, so that a run that is cut off
+leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxcomp import compat
+
+Record = Mapping[str, Any]
+
+
+class Records:
+    """Records as they come, in a file if there is one. Facts that hold for all of them are `made`."""
+
+    def __init__(self, path: Path | None, **made: object) -> None:
+        where = {"torch": torch.__version__, "python": platform.python_version(), "processors": os.cpu_count()}
+        load = round(os.getloadavg()[0], 1)
+        self.made = {"by": Path(sys.argv[0]).name, "date": time.strftime("%Y-%m-%d"), **where, "load": load, **made}
+        self.found: list[dict[str, Any]] = []
+        self._path = path
+
+    def add(self, *records: Any) -> None:
+        """Keep more records: dictionaries or dataclasses."""
+        self.found += [asdict(record) if is_dataclass(record) else dict(record) for record in records]  # pyright: ignore
+        if self._path is not None:
+            lines = ",\n".join(json.dumps(record) for record in self.found)
+            compat.write_atomically(self._path, f'{{"made": {json.dumps(self.made)}, "records": [\n{lines}\n]}}\n')
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a file; earlier files are a list of them, or one."""
+    data = json.loads(path.read_text())
+    found = data.get("records", data) if isinstance(data, dict) else data
+    return found if isinstance(found, list) else [found]
+
+
+def table(head: str, rows: Iterable[Sequence[object]]) -> str:
+    """Make a Markdown table: `table("name | ms >", rows)` has a second column that stands to the right."""
+    heads = [each.strip() for each in head.split("|")]
+    lines = [[each.removesuffix(">").strip() for each in heads]]
+    lines.append(["--:" if each.endswith(">") else "---" for each in heads])
+    lines += [[str(cell) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Sum up a sample: its median, the 10th and the 90th percentile, its size."""
+    ordered = sorted(values)
+    p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return {"median": statistics.median(ordered), "p10": p10, "p90": p90, "n": len(ordered)}
+
+
+def show_progress(note: str) -> None:
+    """Say on a terminal what is being done; an empty note takes it away."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser of the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here, as they come")
+    return parser
