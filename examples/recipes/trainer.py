@@ -34,6 +34,7 @@ def main(folder: str, steps: int) -> None:
     trainer = Trainer(model, arguments, train_dataset=Counting())
     trainer.add_callback(FxcompCallback(trainer, compress="balanced"))
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    trainer.accelerator.end_training()  # closes the process group: where it is left open, Python's end can abort
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ def main(folder: str, steps: int) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2))
     trainer = Trainer(model, arguments, train_dataset=Counting())
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    trainer.accelerator.end_training()  # closes the process group: where it is left open, Python's end can abort
 
 
 if __name__ == "__main__":
