@@ -97,7 +97,7 @@ def one_compile(number: int, shapes: int = 1) -> None:
 
 
 def plan_anew(times: int) -> None:
-    """One step that is planned anew again and again."""
+    """One step that is planned again and again."""
     plan = replanning()
     for _ in range(times):
         plan()

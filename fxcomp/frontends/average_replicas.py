@@ -74,7 +74,7 @@ def average_replicas(
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """What this rank holds of a model."""
+    """The shards of a model that this rank holds."""
 
     modules: list[compat.ShardedModule]
     stand_ins: list[list[Tensor]]
@@ -146,7 +146,7 @@ def _check_all_are_sharded(model: nn.Module, modules: Sequence[compat.ShardedMod
 
 
 class ReplicaAverage(PlannedAverage):
-    """What `average_replicas` returns: the plan in force, and what it owes."""
+    """The averaging that `average_replicas` returns: the plan in force, and what it owes."""
 
     def __init__(self, job: HookJob, feed: ShardFeed, place: tuple[int, int]):
         super().__init__(job)

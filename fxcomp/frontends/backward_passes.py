@@ -91,7 +91,7 @@ class BackwardPasses(ABC):
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
         self.follower: Follower | None = None
-        """What passes follow, once there is a plan."""
+        """The owner of the plan that passes follow, once there is one."""
         self._calendar = Calendar()
         self._race: Race | None = None
         self._raced: Raced | None = None
@@ -103,12 +103,12 @@ class BackwardPasses(ABC):
 
     @property
     def decision(self) -> Decision | None:
-        """What passes follow now; None before there is a plan."""
+        """Return the decision that passes follow now; None before there is a plan."""
         return None if self.follower is None else self.follower.decision
 
     @property
     def planned(self) -> Follower:
-        """What passes follow."""
+        """Return the owner of the plan that passes follow."""
         assert self.follower is not None, "there is a plan by now"
         return self.follower
 

@@ -85,7 +85,7 @@ class CompiledModel:
 
     @property
     def state(self) -> GradientState:
-        """What is kept of gradients."""
+        """Return the state of gradients."""
         return self.follower.state
 
     @property

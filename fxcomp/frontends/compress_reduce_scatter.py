@@ -84,7 +84,7 @@ def _told(options: StepOptions, modules: list[ScatteredModule], ranks: Ranks) ->
 
 
 class ShardScatter:
-    """What `compress_reduce_scatter` returns: the plan in force, and what it owes."""
+    """The averaging that `compress_reduce_scatter` returns: the plan in force, and what it owes."""
 
     def __init__(self, job: ScatterJob, *, has_plan: bool):
         self._job, self._has_plan = job, has_plan
@@ -153,7 +153,7 @@ class ShardScatter:
             self._restore(states)
 
     def _follow(self, saved: Plan) -> None:
-        """Follow a saved plan; where modules are others now, choose anew."""
+        """Follow a saved plan; where modules are others now, choose again."""
         try:
             self._job.follow(told_plan(saved, self._job.modules))
         except BadPlan as error:

@@ -63,7 +63,7 @@ def _pending(buffer: Tensor) -> Future:
 
 @dataclass(slots=True)
 class Arrived:
-    """What has come of the backward pass under way."""
+    """The gradients that have come of the backward pass under way."""
 
     kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
     buffers: list[Tensor] = field(default_factory=list[Tensor])

@@ -53,7 +53,7 @@ class DdpBucket:
 
     @property
     def facts(self) -> list[Any]:
-        """What must be the same on all ranks."""
+        """List the facts that must be the same on all ranks."""
         return [list(self.names), str(self.dtype)]
 
     @property

@@ -54,7 +54,7 @@ def load_job(text: str) -> Job:
     if not callable(function):
         raise BadJob(
             f"cannot load {text!r}: {path.name} has no function {function_name!r}.\n"
-            f"  Define  def {function_name}() -> fxcomp.Job:  there, or name another one behind the colon."
+            f"  Define  def {function_name}() -> fxcomp.Job:  there, or name another one after the colon."
         )
     job = function()
     if not isinstance(job, Job):

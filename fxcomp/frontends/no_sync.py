@@ -72,7 +72,7 @@ class Averaging:
             self._outside.append(weakref.ref(node))
 
     def is_due(self) -> bool:
-        """Tell if the backward pass that begins now averages. Every pass of one call of backward() is told the same."""
+        """Return whether the backward pass that begins averages. All passes of one backward() are told the same."""
         call = compat.backward_call()
         is_local, self._local_in = call is not None and self._local_in == call, None
         if call is None or self._decided[0] != call:

@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _ScatterPass:
-    """What has come of the backward pass under way."""
+    """The gradients that have come of the backward pass under way."""
 
     order: list[int] = field(default_factory=list[int])
     """The modules that have come."""
     residuals: dict[int, Tensor | None] = field(default_factory=dict[int, Tensor | None])
-    """What is owed if the pass counts; None for what it has delivered."""
+    """Residuals to keep if the pass counts; None for those that it has delivered."""
     agrees: bool = False
     """Ranks agree on whether it counts when it ends: something is left out of it, or delivered."""
     not_finite: Tensor | None = None
@@ -68,7 +68,7 @@ class ScatterJob:
         self._dense = [module.module.own_scatter for module in modules]
         self.passes = 0
         self.owed: dict[int, Tensor] = {}
-        """What was left out of each module's gradients here: fp32, a part for each rank."""
+        """Residuals of each module's gradients here: fp32, a part for each rank."""
         self.scale = 1.0
         """The factor of the loss that it is in the unit of."""
         self._calendar = Calendar()
@@ -297,7 +297,7 @@ class ScatterJob:
 
 
 class _ModuleScatter:
-    """What fully_shard calls with the gradients of one module."""
+    """The function that fully_shard calls with the gradients of one module."""
 
     def __init__(self, job: ScatterJob, number: int, dense: compat.Scatter) -> None:
         self._job, self._number, self._dense = job, number, dense

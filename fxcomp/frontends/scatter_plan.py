@@ -24,13 +24,13 @@ from fxcomp.site import Site
 
 
 class Scattering:
-    """What modules follow: a plan that was given, or dense until one is chosen."""
+    """The plan that modules follow: a plan that was given, or dense until one is chosen."""
 
     def __init__(self, options: StepOptions, modules: Sequence[ScatteredModule], given: Plan | None) -> None:
         self.options, self._modules = options, modules
         self.plan = given
         self.choice: ScatterChoice | None = None
-        """The arithmetic behind a plan; None for one that was given."""
+        """The arithmetic of a plan; None for one that was given."""
         self.notes: tuple[str, ...] = () if given is None else ("the plan was given, not chosen",)
         self._compressors: dict[int, Compressor | None] = {}
         if given is not None:

@@ -53,7 +53,7 @@ class _ShardBucket:
 
 @dataclass(slots=True)
 class _FeedPass:
-    """What has come of the backward pass under way."""
+    """The gradients that have come of the backward pass under way."""
 
     came: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Flat shards by the number of their module."""

@@ -46,9 +46,9 @@ class ModelHere:
     """Of its parameters; where they are sharded, of what this rank averages."""
     device: torch.device
     facts: Mapping[str, Any]
-    """What must be the same on all ranks, beside the options."""
+    """Facts that must be the same on all ranks, beside the options."""
     shared: Iterable[Tensor] = ()
-    """What all ranks take from rank 0."""
+    """Tensors that all ranks take from rank 0."""
     trained: Collection[str] | None = None
     """The parameters that get a gradient, if not all do."""
     beside: Any = None
@@ -57,7 +57,7 @@ class ModelHere:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What all ranks have agreed on before they decide."""
+    """The agreement of all ranks before they decide."""
 
     site: Site
     options: StepOptions
@@ -79,12 +79,12 @@ class Start:
 
     @property
     def is_planned(self) -> bool:
-        """Tell that nothing has to be timed before there is a plan."""
+        """Return whether nothing has to be timed before there is a plan."""
         return self.loads or has_whole_plan(self.options)
 
     @property
     def terms(self) -> Terms:
-        """What plans may be, where the optimizer is not known."""
+        """Return the limits of plans where the optimizer is not known."""
         return Terms.of(self.options.compress, BURSTS)
 
     def follow(self, given: Given) -> Start:

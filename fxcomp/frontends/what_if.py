@@ -111,7 +111,7 @@ class WhatIf:
     compress: Compress = BALANCED
     """A plan is predicted instead of the chosen one."""
     errors: ErrorTable = ASSUMED
-    """What compressors lose of this job's gradients."""
+    """Errors of compressors on this job's gradients."""
     step_ms: float | None = None
     """The time of a step there without a network."""
     device: str | None = None
@@ -143,7 +143,7 @@ class WhatIf:
 
     @property
     def terms(self) -> Terms:
-        """What plans may be, whatever the optimizer does."""
+        """Return the limits of plans, whatever the optimizer does."""
         return Terms.of(self.compress, table=self.errors)
 
 

@@ -35,7 +35,7 @@ Numbers = Sequence[Mapping[str, float]]
 
 
 class Alike:
-    """What this rank's updates read, and the rider that takes its digest to the others."""
+    """The numbers that this rank's updates read, and the rider that takes its digest to the others."""
 
     def __init__(self, training: Training, site: Site) -> None:
         self._training, self._site = training, site

@@ -26,7 +26,7 @@ SETTLED = 20
 
 
 class Use(Enum):
-    """What a step is for, beside training."""
+    """The uses of a step, beside training."""
 
     VERIFY = "verify"
     """It is compared with eager PyTorch."""
@@ -35,7 +35,7 @@ class Use(Enum):
     LOOK = "look"
     """A family of compressors is tried on its gradients."""
     CHECK = "check"
-    """What the plan in force loses of its gradients is measured."""
+    """The real error of the plan in force is measured."""
     TIMED = "timed"
     """Its lines are timed one by one."""
 
@@ -123,7 +123,7 @@ class Calendar:
         return 2 * self.timed_every * self.window
 
     def judges_after(self, steps: int) -> bool:
-        """Tell that ranks compare steps with their prediction after so many."""
+        """Return whether ranks compare steps with their prediction after so many."""
         passed = steps - self.followed_from
         return self.timed_every > 0 and self.is_quiet_at(steps - 1) and passed > 0 and passed % self.judged_every == 0
 

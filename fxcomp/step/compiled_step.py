@@ -220,9 +220,9 @@ class CompiledStep:
         self.close()
 
     def replan(self) -> bool:
-        """Put the costs right by what the running step took, choose anew, and follow that; whether the plan changed.
+        """Put the costs right by what the running step took, choose again, and follow that; whether the plan changed.
 
-        Every rank calls it behind the same step, and all follow the same plan. What compression has left out is kept,
+        Every rank calls it after the same step, and all follow the same plan. What compression has left out is kept,
         or goes out with the next step where it is fed back no more; the optimizer's state stays. Raises CannotReplan.
         """
         self._steering.check_replan(self.steps)
@@ -265,7 +265,7 @@ class CompiledStep:
 
     @property
     def error_table(self) -> ErrorTable:
-        """What compressors lose of each gradient, as measured while training; without data where nothing was."""
+        """Return the errors of compressors on each gradient, as measured in training; empty where nothing was."""
         return ASSUMED if self.errors is None else self.errors.table
 
     @property

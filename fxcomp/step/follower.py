@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What gradients are of, whatever the plan: states are laid out for it."""
+    """The parameters that gradients are of, whatever the plan: states are laid out for it."""
 
     site: Site
     shapes: Shapes
@@ -49,7 +49,7 @@ class Trained:
         return GradientState.fresh(plan, self.shapes, self.site, self.feedback, self.seed)
 
     def keeps_something(self, plan: Plan) -> bool:
-        """Tell a plan that leaves something behind: a residual, or what a compressor remembers."""
+        """Return whether a plan keeps something for the next step: a residual, or what a compressor remembers."""
         where = self.site.cluster, self.site.rank
         return bool(residual_layout(plan, *where, self.feedback) or state_layout(plan, self.shapes, *where))
 
@@ -80,7 +80,7 @@ class Follower:
         self.trained, self._site = trained, trained.site
         self._numbers = itertools.count(number)
         self.now = self._entered(decision, trained.fresh(decision.plan))
-        """What is followed now."""
+        """The plan that is followed now, and its state."""
         self.racing: tuple[Followed, ...] = ()
         """The plans that take turns, the one that was in force first; empty if none do."""
 

@@ -36,7 +36,7 @@ class MicroBatchGroup:
         return self._sums.micro_batches > 0
 
     def ends(self, *, last: bool) -> bool:
-        """Tell if the next micro-batch is the last one."""
+        """Return whether the next micro-batch is the last one."""
         return last or self._sums.micro_batches + 1 >= self._length
 
     def check_scale(self) -> None:
@@ -48,7 +48,7 @@ class MicroBatchGroup:
         raise ScaleNotUpdated(
             f"the scale of the loss changed after {summed} of {self._length} micro-batches: what they have summed up is"
             " in the unit of the old one, and is forgotten.\n"
-            "  Call scaler.update(), or load a scaler's state, only behind the call that ends a group."
+            "  Call scaler.update(), or load a scaler's state, only after the call that ends a group."
         )
 
     def add(self, looks: Looks, unused: Sequence[str], *, is_like_first: bool) -> None:

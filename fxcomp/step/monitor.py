@@ -127,7 +127,7 @@ class Monitor:
         predicted, costs = self._predicted, self._force.decision.costs
         becomes_us = step_with(findings, predicted, costs.processors)
         said = "; ".join(describe(finding, costs, self._site.cluster) for finding in findings)
-        offer = " step.replan(), called by every rank, plans anew." if offers else ""
+        offer = " step.replan(), called by every rank, plans again." if offers else ""
         return (
             f"since step {step - self._calendar.judged_every}: {said}. With that the step is predicted"
             f" at {becomes_us / 1e3:.4g} ms, not {predicted.step_us / 1e3:.4g}.{offer}"

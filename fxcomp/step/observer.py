@@ -1,4 +1,4 @@
-"""What sees something of a running step, and acts between steps: verification, looks, timing, races, verdicts.
+"""Observe a running step and act between steps: verification, looks, timing, races, verdicts.
 
     for each in observers that want this step:   each.before(step)
     the emitted step runs

@@ -29,7 +29,7 @@ from fxcomp.step.programs import Programs
 
 
 class PlanInForce:
-    """What a step follows, and all that is made for it: warm-up stages, runtime, programs."""
+    """The plan that a step follows, and all that is made for it: warm-up stages, runtime, programs."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PlanInForce:
 
     @property
     def state(self) -> GradientState:
-        """What is kept of gradients under the plan that is followed."""
+        """Return the state of gradients under the plan that is followed."""
         return self._follower.state
 
     @property

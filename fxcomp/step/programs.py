@@ -157,7 +157,7 @@ class Programs:
 
     @property
     def options(self) -> Sequence[Hashable]:
-        """What the capture that was found last has baked in of each parameter group."""
+        """Return the options of each parameter group that the capture found last has baked in."""
         return () if self._latest is None else self._latest[1].key.options
 
     def adopt(self, kind: BatchType, plan: int, key: Key, program: Program) -> None:

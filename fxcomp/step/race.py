@@ -55,19 +55,19 @@ LEAST_SPREAD = 0.005
 """Steps are never taken to be steadier than this."""
 
 OUT = 3.0
-"""So many standard errors behind the best a runner is out."""
+"""A runner is out when it is slower than the best by so many standard errors."""
 
 OUT_AT_FIRST = 0.5
-"""Relative: a runner of which there is only a turn's first step is out if it is further behind the best."""
+"""Relative: a runner of which there is only a turn's first step is out if it is slower than the best by more."""
 
 FEW = 8
 """A runner with fewer counted steps is judged by the shortest of all its steps."""
 
 NEAR = 0.25
-"""Relative: a runner that is predicted to be no further behind the best is heard a second time."""
+"""Relative: a runner that is predicted to be slower than the best by no more is heard a second time."""
 
 TIE = 0.02
-"""Relative: a runner that is further behind the best never ties with it, however noisy the steps are."""
+"""Relative: a runner that is slower than the best by more never ties with it, however noisy the steps are."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Act on what runs and on what the monitor finds: let plans race, or plan anew. All ranks act at the same steps.
+"""Act on what runs and on what the monitor finds: let plans race, or plan again. All ranks act at the same steps.
 
 WARM_STEPS of the plan that stays ─► the race ─► its winner ─► judged against its prediction
                                         ▲                               │
@@ -58,7 +58,7 @@ class Steering(Observer):
         self._race: Race | None = None
         """The race that is on, or due."""
         self._planned_for: Plan | None = None
-        """The plan that was followed before it was planned anew, until the race after that is over."""
+        """The plan that was followed before ranks planned again, until the race after that is over."""
         self.raced: Raced | None = None
         """The last race that is over."""
         self.adaptation: Adaptation | None = None
@@ -71,7 +71,7 @@ class Steering(Observer):
         return self._race is not None
 
     def takes_turns(self, step: int) -> bool:
-        """Tell that a race is on after so many steps."""
+        """Return whether a race is on after so many steps."""
         return self._race is not None and step >= self._race.begins
 
     def note_on_race(self, step: int) -> str:
@@ -144,10 +144,10 @@ class Steering(Observer):
         if self.adaptation is not None:
             self.adaptation.drop(step)
 
-    # Planning anew
+    # Planning again
 
     def check_replan(self, step: int) -> None:
-        """Raise CannotReplan where planning anew is no option."""
+        """Raise CannotReplan where planning again is no option."""
         if self._monitor.watch is None:
             raise CannotReplan(
                 "nothing is timed here: with one rank, with replan='off', or with a given plan and no costs=.\n"
@@ -159,19 +159,19 @@ class Steering(Observer):
             last = self._calendar.warm_from[-1]
             raise CannotReplan(
                 f"the warm-up of error feedback lasts until step {last}, this is {step}.\n"
-                "  Plan anew once the plan itself is followed."
+                "  Plan again once the plan itself is followed."
             )
         if self.takes_turns(step):
             raise CannotReplan(
                 f"plans are racing, and this is step {step}: nothing has been compared with its prediction yet.\n"
-                "  Plan anew once a note says which plan stays."
+                "  Plan again once a note says which plan stays."
             )
 
     def replan(self, step: int) -> bool:
-        """Plan anew if a cost is wrong; every rank calls it. Returns whether the plan changed. Raises CannotReplan."""
+        """Plan again if a cost is wrong; every rank calls it. Returns whether the plan changed. Raises CannotReplan."""
         findings = self._monitor.compare(step)
         self._ranks.attempt("looking at what was timed", self._monitor.check_timed)
-        return self._plan_anew(findings, step) if findings else False
+        return self._plan_again(findings, step) if findings else False
 
     def _judge(self, step: int) -> None:
         """Compare steps with their prediction. What is wrong calls for another plan, or for another race."""
@@ -180,13 +180,13 @@ class Steering(Observer):
             self._note(drift.note)
             self._planner.measure_next_time()
         if drift.calls_for_another_plan:
-            self._plan_anew(drift.findings, step)
+            self._plan_again(drift.findings, step)
         elif drift.note:
             self._line_up(step, "racing again")
 
-    def _plan_anew(self, findings: Sequence[Finding], step: int) -> bool:
+    def _plan_again(self, findings: Sequence[Finding], step: int) -> bool:
         """Decide by a table that is put right, and follow that. Returns whether the plan changed."""
-        topic = "planning anew"
+        topic = "planning again"
         table = self._ranks.attempt(f"{topic}: correcting the costs", lambda: self._monitor.corrected_costs(findings))
         before = self._in_force.plan
         self._drop_adaptation(step)
@@ -205,10 +205,10 @@ class Steering(Observer):
 
 
 def _said_of(decision: Decision, findings: Sequence[Finding], step: int, predicted_us: float, *, changed: bool) -> str:
-    """Write the note on a plan that was made anew."""
+    """Write the note on a plan that was made again."""
     assert decision.choice is not None, "what is chosen has been compared"
     return (
-        f"planned anew at step {step}, for {', '.join(str(finding.cost) for finding in findings)}:"
+        f"planned again at step {step}, for {', '.join(str(finding.cost) for finding in findings)}:"
         f" {'another plan is followed' if changed else 'the plan stays'},"
         f" predicted at {predicted_us / 1e3:.4g} ms a step; dense at {decision.choice.dense_us / 1e3:.4g}."
     )

@@ -63,7 +63,7 @@ class StepTimes:
         return [known.get(number) for number in numbers]
 
     def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
-        """What these steps took on the slowest rank, in ms; None where some rank did not count it.
+        """Return the times of these steps on the slowest rank, in ms; None where some rank did not count it.
 
         Every rank calls it.
         """

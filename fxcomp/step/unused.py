@@ -99,7 +99,7 @@ class UnusedHere:
         self._state, self._runtime = state, runtime
         self.arriving: _ArrivingFlags | None = None
         self.held: dict[str, _Kept] = {}
-        """What no rank uses, by parameter."""
+        """Values of parameters that no rank uses, by parameter."""
 
     def hold(self, names: Sequence[str]) -> None:
         """Copy what belongs to these parameters, and let nothing of it be sent."""
@@ -146,7 +146,7 @@ class UnusedHere:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What belongs to one parameter."""
+    """The values that belong to one parameter."""
 
     parameter: Tensor
     optimizer_state: dict[str, Any]

@@ -7,4 +7,4 @@ from fxcomp.step.compiled_step import CompiledStep
 
 def plans_made(step: CompiledStep) -> int:
     """Count how often a step has been planned again."""
-    return sum(note.startswith("planned anew") for note in step.notes)
+    return sum(note.startswith("planned again") for note in step.notes)

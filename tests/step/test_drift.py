@@ -1,4 +1,4 @@
-"""A cost that has become wrong is named, and all ranks plan anew alike; with nothing wrong nothing is said."""
+"""A cost that has become wrong is named, and all ranks plan again alike; with nothing wrong nothing is said."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_link_that_becomes_slower_is_named_and_all_ranks_plan_anew(ranks: int,
     assert times is not None
     assert float(times[1]) == pytest.approx(10.0, rel=0.05)
     assert "mbit, not 2gbit" in found["notes"][0]
-    assert found["notes"][1].startswith("planned anew at step ")
+    assert found["notes"][1].startswith("planned again at step ")
     assert "another plan is followed" in found["notes"][1]
     speeds = [8 * fit.gb_per_s(kind) for (kind, _), fit in found["costs"].collectives.items() if fit.ranks == ranks]
     assert all(speed == pytest.approx(0.2, rel=0.03) for speed in speeds[:4]), "of every collective over that link"
@@ -98,7 +98,7 @@ def test_drift_is_seen_between_steps_that_are_verified(verify: int):
     """Every timed step would be a verified one, if it were the first of each `EVERY`."""
     found = same(run_ranks(2, train, table(2.0), WIRE, 3 * JUDGED, {**AUTO, "verify": verify}))
     assert "all_reduce@world" in found["notes"][0]
-    assert found["notes"][1].startswith(f"planned anew at step {2 * JUDGED}")
+    assert found["notes"][1].startswith(f"planned again at step {2 * JUDGED}")
 
 
 def reported(verify: int) -> str:

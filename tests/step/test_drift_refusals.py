@@ -123,7 +123,7 @@ def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
 def test_where_one_rank_cannot_plan_anew_all_keep_their_plan_and_none_hangs(what: str, when: str):
     one, other = run_ranks(2, failing_to_plan, what)
     assert one[0] == [
-        f"PeerFailed: rank 1 failed in planning anew: {when}: ZeroDivisionError: a mistake of ours",
+        f"PeerFailed: rank 1 failed in planning again: {when}: ZeroDivisionError: a mistake of ours",
         "True",
     ]
     assert other[0] == ["ZeroDivisionError: a mistake of ours", "True"]

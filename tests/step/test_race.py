@@ -288,7 +288,7 @@ def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dens
     assert found["notes"][0].startswith("raced ")
     assert found["notes"][-1].startswith("raced ")
     assert len(found["notes"]) >= 3
-    assert ("planned anew" in found["notes"]) is (replan == "auto")
+    assert ("planned again" in found["notes"]) is (replan == "auto")
     assert found["is dense"] is stays_dense
 
 

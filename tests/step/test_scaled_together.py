@@ -134,7 +134,7 @@ def planned_anew(seed: int) -> Found:
 @pytest.mark.slow
 def test_a_step_that_is_planned_anew_goes_on_with_its_scale():
     found = check(run_ranks(2, planned_anew, 9), 9)
-    assert any(note.startswith("planned anew") for note in found.notes)
+    assert any(note.startswith("planned again") for note in found.notes)
     assert len(found.plans) == 2
 
 

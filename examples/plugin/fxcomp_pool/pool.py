@@ -2,7 +2,7 @@
 
     payload = mean of v over each run        decoded = that mean, at every place of the run
 
-Payload: one fp32 a run, 4⌈n/width⌉ bytes. A run starts anew with each segment; its last one may be short. Linear: means
+Payload: one fp32 a run, 4⌈n/width⌉ bytes. Each segment starts a new run; its last one may be short. Linear: means
 can be summed on the wire.
 
 The mean is the projection of a run on a constant, so decoding is nearer to v than 0 is: error feedback is stable. For

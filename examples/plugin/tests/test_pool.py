@@ -1,4 +1,4 @@
-"""What fxcomp asks of every compressor, and what only this one promises."""
+"""The checks that fxcomp makes of every compressor, and those of this one alone."""
 
 import torch
 from fxcomp_pool import Pool

@@ -108,7 +108,7 @@ def _line(kind: CollectiveKind, level: Level, costs: CostTable, cluster: Cluster
 
 
 def _same_link(level: Level, other: Level, cluster: Cluster) -> bool:
-    """Tell whether collectives at two levels are limited by the same links."""
+    """Return whether collectives at two levels are limited by the same links."""
 
     def is_inside(it: Level) -> bool:
         return it is Level.INTRA or (it is Level.WORLD and cluster.hosts == 1)

@@ -55,7 +55,7 @@ _TOPIC = "following the gradients"
 
 
 class Errors(Protocol):
-    """What compressors lose of the gradients; `fxcomp.step.errors.watch.ErrorWatch` measures it."""
+    """The errors of compressors on the gradients; `fxcomp.step.errors.watch.ErrorWatch` measures them."""
 
     @property
     def table(self) -> ErrorTable: ...
@@ -122,7 +122,7 @@ class Adaptation:
 
     @property
     def table(self) -> ErrorTable:
-        """What compressors lose, as measured so far."""
+        """Return the errors of compressors, as measured so far."""
         return self._errors.table
 
     def act(self, step: int) -> None:
@@ -155,7 +155,7 @@ class Adaptation:
 
     @property
     def _limit(self) -> float:
-        """What plans may lose by the errors of now."""
+        """Return the plans' limit by the errors of now."""
         table = self._errors.table
         if self._known_limit is None or self._known_limit[0] is not table:
             self._known_limit = table, self._terms.by(table).limit(self._workload, self._site.cluster)
@@ -193,7 +193,7 @@ class Adaptation:
         """Say that the plan stays because of an error, once for one that comes again."""
         if failure != self._last_failure:
             self._last_failure = failure
-            self._note(f"step {step}: the plan stays; choosing it anew raised {failure}")
+            self._note(f"step {step}: the plan stays; choosing it again raised {failure}")
 
     def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
         """Let rank 0 solve, and meet it until it has an answer."""

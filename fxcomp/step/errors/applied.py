@@ -1,7 +1,7 @@
 """Measure what a step's plan really lost: of the mean that was applied, after all shots, over all ranks.
 
-    v       = gradient + what is owed before the step          applied = mean v - mean of what is owed behind it
-    error   = |sum over ranks of what is owed behind|² / |sum over ranks of v|²
+    v       = gradient + what is owed before the step          applied = mean v - mean of what is owed after it
+    error   = |sum over ranks of what is owed after|² / |sum over ranks of v|²
 
 No rank has these sums. Each takes a sketch of its own part, which adds up as the parts do: values get random signs, the
 same on all ranks, and every 256th one is added into the same place. The sketch's square is |x|² on average, and within
@@ -33,7 +33,7 @@ _ROUNDING = 1e-3
 
 
 class Applied(NamedTuple):
-    """What a step lost of a gradient, and its squares, summed over ranks."""
+    """The error of a step on a gradient, and its squares, summed over ranks."""
 
     error: float
     squares: float
@@ -103,9 +103,9 @@ class AppliedError:
         sums = torch.cat([left, self._given, self._squares, lacking], dim=1)
         all_reduce(sums)
         whole_sums: Any = sums.double()
-        behind, given, squares, lacking = whole_sums.split([_PLACES, _PLACES, 1, 1], dim=1)
+        left_out, given, squares, lacking = whole_sums.split([_PLACES, _PLACES, 1, 1], dim=1)
         self.is_void = self.is_void or bool((lacking > 0).any())
-        lost, whole, own = (each.tolist() for each in (behind.square().sum(1), given.square().sum(1), squares[:, 0]))
+        lost, whole, own = (each.tolist() for each in (left_out.square().sum(1), given.square().sum(1), squares[:, 0]))
         return {name: Applied(lost[k] / whole[k] if whole[k] > 0 else 0.0, own[k]) for name, k in self._number.items()}
 
     def _sketch(self, values: Mapping[str, Tensor]) -> Tensor:

@@ -96,7 +96,7 @@ class Look:
         """By parameter and start."""
         self._left_out: dict[str, Tensor] = {}
         self.table: ErrorTable | None = None
-        """What was measured, the same on all ranks, with shares of all squares; None if nothing was, or counts."""
+        """The errors as measured, the same on all ranks, with shares of all squares; None if nothing was, or counts."""
         self.was_taken = False
         """All ranks have measured, whether it counts or not."""
         self.some_lack_room = False

@@ -44,10 +44,10 @@ AT_ONCE, FIRST = 20.0, 2
 """Steps that the first looks may take to follow each other, and how far they are apart."""
 
 OUTLIER = 4.0
-"""What took longer than so many times the shortest look at a family was disturbed, and is not paid for in full."""
+"""A look that took so many times as long as the shortest at its family was disturbed, and is not paid for in full."""
 
 MOST_EXCESS = 3.0
-"""What is measured above it is taken for a disturbance."""
+"""Measurements above it are taken for a disturbance."""
 
 PLAN_DRIFT = 0.2
 """Three times the deviation of a plan's smoothed error between looks of a job whose errors stay (assumed)."""
@@ -117,9 +117,9 @@ class ErrorWatch(Observer):
         self._shares: dict[str, float] = {}
         """Of all squares, as checks have found them."""
         self.applied: float | None = None
-        """What the plan in force lost of the whole gradient, as measured last."""
+        """The error of the plan in force on the whole gradient, as measured last."""
         self.excess = 1.0
-        """What it loses over what the table says, 1 at least: v, and so its spectrum, depends on the plan."""
+        """Its error over the table's, 1 at least: v, and so its spectrum, depends on the plan."""
         self._marked = ASSUMED
         self._drift: tuple[ErrorTable, ErrorTable, Plan, str] | None = None
         self._under_way: Look | AppliedError | None = None
@@ -129,7 +129,7 @@ class ErrorWatch(Observer):
 
     @property
     def _checks(self) -> bool:
-        """What is owed tells what was lost, where there is a table to compare it with."""
+        """Return whether checks are taken: there is a table to compare with, and residuals hold all that is owed."""
         return self.table.is_measured and self._force.state.velocities is None
 
     # In a step
@@ -275,7 +275,7 @@ class ErrorWatch(Observer):
 
     @property
     def drift(self) -> str:
-        """What has changed since the mark, so that the plan should be chosen again; empty if nothing."""
+        """Describe a change since the mark for which the plan should be chosen again; empty if nothing."""
         before, now, plan = self._marked, self.table, self._force.plan
         known = self._drift
         if known is None or known[0] is not before or known[1] is not now or known[2] is not plan:

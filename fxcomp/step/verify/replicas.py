@@ -23,7 +23,7 @@ BITS = 32
 
 
 class Replicas:
-    """What must be the same on all ranks before a step: parameters, and what the optimizers keep for them."""
+    """The values that must be the same on all ranks before a step: parameters and what the optimizers keep for them."""
 
     def __init__(self, training: Training, ranks: Ranks) -> None:
         self._ranks, self._tensors = ranks, dict[str, Tensor]()

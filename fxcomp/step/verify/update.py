@@ -62,7 +62,7 @@ class UpdateCheck:
         self.largest = 0.0
         """The largest magnitude of all expected gradients."""
         self.rounding: Mapping[str, float] = {}
-        """How far gradients that are rounding alone may be off."""
+        """The tolerance of gradients that are rounding alone."""
         self.wrong: str = ""
         self.updated = 0
         """Number of parameters that were updated rightly."""
