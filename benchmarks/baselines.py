@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.commands.demo.hooks import with_bf16, with_powersgd
+from fxcomp.commands.demo.contest import with_bf16, with_powersgd
 from fxcomp.frontends.job import Job
 from fxcomp.runtime.transport import NullTransport
 

@@ -13,7 +13,7 @@ from tasks import Task
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.plan.shards import cut_points
+from fxcomp.plan.legs import cut_points
 from fxcomp.testing import Replica, average, average_in_two_shots, replicas_of, shards_of
 
 MOMENTUM = 0.9

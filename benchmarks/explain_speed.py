@@ -23,8 +23,7 @@ from typing import Any
 
 from records import Records, options, table
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose

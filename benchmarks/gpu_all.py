@@ -51,7 +51,7 @@ from fxcomp.frontends.job import Job
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.testing import SAMPLES, replicas_of
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import NOT_FINITE
 
 STEPS = 20

@@ -38,9 +38,9 @@ import fxcomp
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.errors import BadStrategy
 from fxcomp.frontends.job import Job
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.plan.streams import Stream
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.workload import Workload
 

@@ -3,7 +3,7 @@
 from fxcomp.gc_paused import gc_paused
 
 with gc_paused():
-    from fxcomp.capture.weighted_loss import WeightedLoss
+    from fxcomp.capture.training import WeightedLoss
     from fxcomp.cluster.cluster import Cluster
     from fxcomp.cluster.cluster_file import load_cluster
     from fxcomp.cluster.link import Link
@@ -18,11 +18,10 @@ with gc_paused():
     from fxcomp.frontends.read_checkpoint import read_checkpoint
     from fxcomp.options import Checks
     from fxcomp.plan.budget import like
-    from fxcomp.plan.compress import Compress
+    from fxcomp.plan.compress import Compress, Warmup
     from fxcomp.plan.error_feedback import ErrorFeedback
     from fxcomp.plan.plan import Plan
     from fxcomp.plan.strategy import Strategy
-    from fxcomp.plan.warmup import Warmup
     from fxcomp.ranks import cluster_of_group
     from fxcomp.state.checkpoint import saved_plan
     from fxcomp.step.compiled_step import CompiledStep

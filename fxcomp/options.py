@@ -17,8 +17,8 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, check_is_cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.plan.check_feedback import check_momentum, check_rates
 from fxcomp.plan.compress import BALANCED, Compress
+from fxcomp.plan.error_feedback import check_momentum, check_rates
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
 
 GivenCosts = CostTable | str | Path

@@ -40,10 +40,9 @@ from fxcomp.passes.sum_gradients import sum_gradients
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.passes.weigh_gradients import weigh_gradients
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.streams import Stream
-from fxcomp.search.graph_tasks import graph_tasks
-from fxcomp.search.read_workload import read_workload
+from fxcomp.search.read_workload import graph_tasks, read_workload
 from fxcomp.search.workload import Workload
 
 

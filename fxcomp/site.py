@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.beside import NOBODY, Beside
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.errors import LostTouch
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import ALONE, Ranks

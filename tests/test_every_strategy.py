@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import fxcomp
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
-from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.space import Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Device, Strategy
 

@@ -120,7 +120,7 @@ def test_emitted_code_needs_nothing_above_the_runtime():
         ("passes/one.py", "from fxcomp.passes.another import other"),
         (
             "search/tasks.py",
-            "def f():\n    from fxcomp.search.graph_tasks import graph_tasks\n    import fxcomp.pipeline",
+            "def f():\n    from fxcomp.search.read_workload import graph_tasks\n    import fxcomp.pipeline",
         ),
         ("step/compiled_step.py", "import fxcomp"),
     ],

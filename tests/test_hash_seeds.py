@@ -15,14 +15,13 @@ from helpers.graphs import COSTS, TWO_BY_TWO
 from helpers.jobs import captured_step
 from helpers.random_clusters import random_cluster, random_groups
 
-from fxcomp.cluster.cluster import Level
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Level, Processors
 from fxcomp.cost.collectives import FORMULAS, collective_us
 from fxcomp.cost.robust import Jitter, draw_steps
 from fxcomp.cost.timeline import Task
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.streams import Stream
 from fxcomp.search.choose import choose
 
 

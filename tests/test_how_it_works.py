@@ -11,9 +11,8 @@ from torch import nn
 
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.roofline import Roofline

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.modes import Mode

@@ -23,11 +23,11 @@ from describe_race import gate, race
 from helpers.optimum.oracle import EXACT, optimum
 
 from fxcomp.cost.timeline import Span, Timeline, simulate
-from fxcomp.plan.error_budget import plan_error, strategy_error
+from fxcomp.plan.budget import plan_error, strategy_error
 from fxcomp.plan.given import strategy_named
+from fxcomp.plan.kinds import WIRES, Stream
 from fxcomp.plan.modes import Content, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.streams import WIRES, Stream
 from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us

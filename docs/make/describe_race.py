@@ -17,8 +17,8 @@ from fxcomp.cost.measured import CompressorCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.search.choose import Choice
+from fxcomp.search.decision import Raced
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.raced import Raced
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, DrawnErrors
 from fxcomp.step.calendar import Calendar

@@ -18,8 +18,8 @@ from helpers.strategy_meaning import Holding, Slot, holdings_of, meaning
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import CANDIDATES, Library, steps
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import strategy_error
+from fxcomp.plan.budget import strategy_error
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode, Leg, Send
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Collective, Strategy

@@ -1,20 +1,180 @@
-"""The type of a batch: everything that a capture bakes in of it, and the plain values that it may hold."""
+"""The type of a batch: everything that a capture bakes in of it, and the plain values that it may hold.
+
+Kinds of tensors beside shape and dtype: layouts, subclasses, lazy views. Some are captured, some are refused.
+
+A difference between the step that was captured and the present one, as reports and errors show it.
+
+Notice tensors that share memory: a captured step takes each as an input of its own.
+
+mean    f32[8]   buffer
+tail    f32[4]   buffer, mean[4:]     if the forward pass writes mean, eager sees the change in tail, a graph does not
+"""
+
+# A sparse tensor's coalescing has no public name as an attribute.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from fxcomp.capture.change import Change
-from fxcomp.capture.shared_memory import memory_of
-from fxcomp.capture.tensor_kind import PLAIN, kind_of, why_not
-from fxcomp.errors import UnsupportedBatch
+from fxcomp import compat
+from fxcomp.errors import CaptureFailed, UnsupportedBatch, UnsupportedModel, UnsupportedParameter
+
+PLAIN: Hashable = None
+"""The kind of a strided tensor of torch's own class, as it lies in memory."""
+
+_NEITHER = (False, False)
+
+
+def kind_of(tensor: Tensor) -> Hashable:
+    """Read what a capture bakes in of a tensor's kind; PLAIN for most."""
+    lazily = tensor.is_conj(), tensor.is_neg()
+    if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
+        return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
+    if type(tensor) is nn.Parameter and tensor.layout is torch.strided and lazily == _NEITHER:
+        return "parameter"
+    entries = (tensor.is_coalesced(), tensor.sparse_dim(), tensor.dense_dim()) if tensor.is_sparse else ()
+    return type(tensor).__name__, str(tensor.layout), lazily, entries
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Say what a tensor is that no capture carries, and what to do; None for one that is captured."""
+    kind = type(tensor)
+    if compat.is_uninitialized(tensor):
+        return "is not initialised: a lazy module gives it its shape.\n  Call the model once before compile_step."
+    if kind is not Tensor and kind is not nn.Parameter:
+        return (
+            f"is a {kind.__module__}.{kind.__name__}, a subclass of torch.Tensor, which would be traced as a plain"
+            " tensor.\n  Pass a plain one: .as_subclass(torch.Tensor), or what it wraps; make it inside loss_fn."
+        )
+    if tensor.is_nested:
+        return "is nested, whose sizes are data.\n  Pad it, and pass lengths beside it."
+    if compat.is_without_memory(tensor):
+        return "is zero without any memory, as autograd makes it.\n  Pass its .clone()."
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}), which does not trace.\n  Pass its .dequantize()."
+    if compat.is_sparse_view(tensor):
+        return "is a view of a sparse tensor, as .t() makes it, which does not trace.\n  Pass its .clone()."
+    if tensor.layout is not torch.strided and not tensor.is_sparse:
+        name = str(tensor.layout).removeprefix("torch.")
+        return f"lies in memory as {name.strip('_')}, which does not trace.\n  Pass its .to_dense(), or a COO tensor."
+    return None
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse parameters and buffers of kinds that are not captured. Raises UnsupportedParameter, UnsupportedModel."""
+    for name, parameter in model.named_parameters():
+        if why := why_not(parameter):
+            raise UnsupportedParameter(f"the parameter {name!r} {why}")
+        if overlaps(parameter):
+            raise UnsupportedParameter(
+                f"several elements of the parameter {name!r} lie in one place of memory, as .expand() makes them: one"
+                " update would write them more than once.\n  Give each its own: nn.Parameter(value.clone())."
+            )
+    for name, buffer in cast("Iterable[tuple[str, Tensor]]", model.named_buffers()):
+        if why := why_not(buffer) or _sparse(buffer):
+            raise UnsupportedModel(f"the buffer {name!r} {why}")
+
+
+def _sparse(buffer: Tensor) -> str | None:
+    if not buffer.is_sparse:
+        return None
+    return "is sparse, and has no memory that ranks could share.\n  Keep it dense, or pass it in the batch."
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Ask if several elements share memory."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    reached = 0
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that differs between two snapshots, or two batches."""
+
+    what: str
+    before: str
+    after: str
+    remedy: str = "Pass it as a tensor in the batch, or keep it out of what the loss function and the model read."
+
+    def __str__(self) -> str:
+        return f"{self.what} changed from {self.before} to {self.after}"
+
+
+def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
+    """Refuse a graph that writes one of its inputs where another one lies; `inputs` are in the graph's order."""
+    places = [node for node in body.graph.nodes if node.op == "placeholder"]
+    tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
+    for node in body.graph.nodes:
+        if node.target is not torch.ops.aten.copy_.default or node.args[0] not in tensor_of:
+            continue
+        written, tensor = tensor_of[node.args[0]]
+        if overlaps(tensor):
+            raise CaptureFailed(
+                f"the forward pass writes {written}, several elements of which lie in one place of memory, as .expand()"
+                " makes them.\n  Give each its own: .clone()."
+            )
+        for name, other in tensor_of.values():
+            if name != written and _overlap(tensor, other):
+                raise CaptureFailed(
+                    f"the forward pass writes {written}, in whose memory {name} lies too: a captured step would not"
+                    " see the change there.\n  Give each its own memory (clone()), or register one tensor under both"
+                    " names."
+                )
+
+
+def first_places(leaves: Sequence[Any]) -> list[int]:
+    """Find the first place of each leaf's tensor: Python may ask if two are one, and writing into one changes both."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
+
+
+def distinct(batch: Any) -> list[tuple[str, Any]]:
+    """List the leaves of a batch with their paths; None instead of a tensor that came before."""
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    first = first_places([leaf for _, leaf in leaves])
+    return [(pytree.keystr(path), leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
+
+
+def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """List the parameters and buffers of a model that are one tensor, or share memory."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    places: dict[int, list[tuple[str, int]]] = {}
+    for name, tensor in named:
+        if tensor.layout is torch.strided and tensor.numel():
+            held = places.setdefault(tensor.untyped_storage().data_ptr(), [])
+            held.append((name, int(tensor.storage_offset())))
+    return tuple((f"the memory of {held[0][0]}", tuple(held)) for held in places.values() if len(held) > 1)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Number the memory that a tensor lies in, equal for its views; a tensor without any has a number of its own."""
+    address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return address or id(tensor)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if not one.numel() or not other.numel() or memory_of(one) != memory_of(other):
+        return False
+    ends = [
+        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (one, other)
+    ]
+    return one.storage_offset() <= ends[1] and other.storage_offset() <= ends[0]
+
 
 _SHOWN = 4
 """So many tensors of a batch are named."""

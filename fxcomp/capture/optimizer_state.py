@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxcomp.capture.first_step import first_step
 from fxcomp.capture.optimizer import Owned, is_kept, refused
-from fxcomp.capture.probe import Habits, copied
+from fxcomp.capture.probe import Habits, copied, first_step
 from fxcomp.capture.shadow import shadow_of, unseen
 
 

@@ -4,27 +4,141 @@ Tracing gives a number that only the data will tell a symbol. Where Python decid
 makes the number is copied, run on the real batch, and kept: as a *prelude* of the step (`fxcomp.graph.prelude`), asked
 again before each one. What is asked is the smallest thing that Python wants to know: `lengths.max().item() <= 16` is
 true or false, whatever the number.
+
+Find the part of a trace that a value was made by, with everything that was written into its memory before.
+
+%sum    = sum(%batch_0)
+add_(%count, 1)               count is a buffer: what it holds from here on is more than what came in
+%view   = view(%count, [1])
+%ge     = ge(%view, 3)        made by: add_, view, ge
+
+Put questions into stages: what cannot fail is computed together, and read at once.
 """
 
 # What is traced is of any type.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxcomp import compat
-from fxcomp.capture.ancestry import ancestry, storages, written
-from fxcomp.capture.staging import Asked, staged
-from fxcomp.graph.prelude import Feed, Prelude
+from fxcomp.graph.prelude import BatchQuestion, Feed, Prelude, QuestionStage
+
+
+def ancestry(end: Node) -> list[Node]:
+    """List the nodes that a node's value follows from, itself included, in order.
+
+    While tracing: operators write in place, and nodes carry fakes that share memory as the real tensors do.
+    """
+    needed: set[Node] = {end}
+    memory: set[StorageWeakRef] = set()
+    found: list[Node] = []
+    node = end
+    while node.op != "root":
+        if node in needed or any(place in memory for place in written(node)):
+            found.append(node)
+            for made_of in node.all_input_nodes:
+                needed.add(made_of)
+                memory.update(storages(made_of))
+        node = node.prev
+    return found[::-1]
+
+
+def storages(node: Node) -> Iterator[StorageWeakRef]:
+    """Name the memory of a node's value."""
+    return _storages_of(node.meta.get("val"))
+
+
+def written(node: Node) -> Iterator[StorageWeakRef]:
+    """Name the memory that a node writes."""
+    target: Any = node.target
+    if node.op != "call_function" or not compat.is_operator(target) or not compat.is_in_place(target):
+        return
+    named = compat.named_arguments(target, node.args, node.kwargs)
+    for name in compat.written_arguments(target):
+        for argument in pytree.tree_leaves(named.get(name)):
+            if isinstance(argument, Node):
+                yield from storages(argument)
+
+
+def _storages_of(value: Any) -> Iterator[StorageWeakRef]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield StorageWeakRef(leaf.untyped_storage())
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, and the nodes whose numbers answer it."""
+
+    where: str
+    text: str
+    answer_of: Callable[[Mapping[str, Any]], Any]
+    numbers: Mapping[str, Node]
+    answer: Any
+    nodes: Sequence[Node]
+    """Nodes that make the numbers, in order: keep all of them, because some write."""
+
+
+def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:
+    """Make the prelude of questions that were asked one after the other."""
+    computed: set[Node] = set(fed)
+    parts: list[tuple[list[Node], list[Asked]]] = []
+    for question in asked:
+        new = [node for node in question.nodes if node not in computed]
+        computed.update(new)
+        if not parts or any(map(compat.can_fail, new)):
+            parts.append(([], []))
+        nodes, questions = parts[-1]
+        nodes += new
+        questions.append(question)
+    places = {node: place for place, node in enumerate(fed)}
+    stages: list[QuestionStage] = []
+    for number, (nodes, questions) in enumerate(parts):
+        later = {node for part, others in parts[number + 1 :] for node in _used(part, others)}
+        stages.append(_stage(root, nodes, questions, [node for node in nodes if node in later], places))
+    return Prelude(list(fed.values()), stages)
+
+
+def _used(nodes: Sequence[Node], questions: Sequence[Asked]) -> list[Node]:
+    """List what the nodes of a stage are made of, and what is read of it."""
+    used = [made_of for node in nodes for made_of in node.all_input_nodes]
+    return used + [node for question in questions for node in question.numbers.values()]
+
+
+def _stage(
+    root: nn.Module, nodes: Sequence[Node], questions: Sequence[Asked], kept: Sequence[Node], places: dict[Node, int]
+) -> QuestionStage:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    taken = [node for node in dict.fromkeys(_used(nodes, questions)) if node in places]
+    for node in taken:
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    read = list(dict.fromkeys(node for question in questions for node in question.numbers.values()))
+    graph.output(tuple(copies[node] for node in (*read, *kept)))
+    takes = tuple(places[node] for node in taken)
+    for node in kept:
+        places[node] = len(places)
+    made = tuple(
+        BatchQuestion(q.where, q.text, q.answer_of, {name: read.index(n) for name, n in q.numbers.items()}, q.answer)
+        for q in questions
+    )
+    return QuestionStage(GraphModule(root, graph).forward, takes, made, len(read))
+
 
 aten = torch.ops.aten
 

@@ -1,21 +1,142 @@
-"""Capture a job's step: first to plan it, then again for batches and surroundings that differ."""
+"""Capture a job's step: first to plan it, then again for batches and surroundings that differ.
+
+Agree on the buffers that all ranks take from rank 0 at each step, and when they travel.
+
+DistributedDataParallel sends all buffers before each forward pass. Here only those travel that may have changed, hidden
+after the backward pass. A rank sees what its own capture writes, and captures again, alone, for batches of another
+shape. So the set is agreed once, while the step is compiled, and every capture follows it:
+
+    written by the first capture of any rank     ─┐
+    others, as many as cost next to nothing       ├─► the same for every rank and every batch
+    large constants, such as attention masks      ─► stay; to write one later is an error that names it
+
+Parameters that the loss does not reach: skipped with a warning, as eager PyTorch skips them, and watched.
+
+A parameter that a compiled call does not reach may be used outside of it; its gradient, which no rank reduces, is
+refused when it arrives.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.hooks import RemovableHandle
+
+from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, batch_type
+from fxcomp.capture.fake_mode import Varying
 from fxcomp.capture.optimizer import live_numbers
-from fxcomp.capture.shared_buffers import SharedBuffers, check_parameters_are_read
 from fxcomp.capture.step_guard import StepGuard, settled
-from fxcomp.capture.step_inputs import Varying
 from fxcomp.capture.training import Training
-from fxcomp.capture.unreached import warn_unreached
 from fxcomp.capture.whole_step import capture
-from fxcomp.errors import StepChanged
-from fxcomp.graph.captured import Captured
+from fxcomp.errors import CaptureFailed, StepChanged, UnsynchronizedGradient
+from fxcomp.graph.captured import Captured, buffers, is_known_early, last_writes, written_parameters
+from fxcomp.graph.info import Sharing, update_info
 from fxcomp.ranks import ALONE, Ranks
+
+SMALL_BYTES = 1 << 16
+"""Bytes of buffers that travel although no rank was seen to write them: as long as a few latencies (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBuffers:
+    """The names of the buffers that travel, and when they leave."""
+
+    names: frozenset[str]
+    sharing: Sharing
+
+    @classmethod
+    def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
+        """Agree with all ranks, each with its first capture."""
+        inputs = buffers(graph)
+        names = {node: name for name, node in inputs.items()}
+        mine: dict[str, Any] = {
+            "written": [names[node] for node in last_writes(graph)],
+            "early": is_known_early(graph),
+        }
+        everyone = ranks.gather("comparing buffers", mine)
+        written = {name for theirs in everyone for name in theirs["written"]}
+        early = all(theirs["early"] for theirs in everyone)
+        shared = frozenset(written | _small(inputs, written))
+        return cls(shared, Sharing.EARLY if early else Sharing.LATE)
+
+    def mark(self, graph: GraphModule) -> None:
+        """Label a capture's buffers. Raises StepChanged if it writes one that does not travel."""
+        inputs = buffers(graph)
+        writes = last_writes(graph)
+        for name, node in inputs.items():
+            if name in self.names:
+                update_info(node, sharing=self.sharing)
+            elif node in writes:
+                raise StepChanged(
+                    f"the buffer {name!r} ({_bytes(node) / 1e3:.3g} kB) is written for this batch, and was not on any"
+                    " rank when the step was compiled.\n"
+                    "  Ranks agree on the buffers that they share when they compile: pass compile_step an example batch"
+                    " for which the forward pass writes it, on one rank at least."
+                )
+
+
+def check_parameters_are_read(graph: GraphModule) -> None:
+    """Raise CaptureFailed if the forward pass writes a parameter: ranks would drift apart, each by its own batch."""
+    written = sorted(written_parameters(graph))
+    if written:
+        raise CaptureFailed(
+            f"the forward pass writes the parameter {written[0]!r}, as nn.Embedding(max_norm=...) does: of several"
+            " ranks each would write what follows from its own batch, and replicas would drift apart.\n"
+            "  Write it after the step, on all ranks alike: with torch.no_grad(): parameter.copy_(...)."
+        )
+
+
+def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
+    """Choose buffers that nobody was seen to write, in the model's order, up to SMALL_BYTES together."""
+    chosen: set[str] = set()
+    left = SMALL_BYTES
+    for name, node in inputs.items():
+        if name not in written and _bytes(node) <= left and not _overlaps(node.meta["val"]):
+            chosen.add(name)
+            left -= _bytes(node)
+    return chosen
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Ask if several elements share memory, as in an expanded tensor: nobody can write such a buffer."""
+    return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+
+
+def _bytes(node: Node) -> int:
+    return node.meta["val"].nbytes
+
+
+def warn_unreached(names: Iterable[str]) -> None:
+    """Warn of parameters that stay as they are."""
+    for name in names:
+        warnings.warn(
+            f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"
+            " skips it. Set requires_grad=False if that is meant.",
+            stacklevel=compat.users_level(),
+        )
+
+
+def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
+    """Raise when a gradient arrives at a parameter after all."""
+    return [_refuse_gradient(name, parameter) for name, parameter in parameters.items()]
+
+
+def _refuse_gradient(name: str, parameter: nn.Parameter) -> RemovableHandle:
+    def refuse(_: Tensor) -> None:
+        raise UnsynchronizedGradient(
+            f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it, and something"
+            " outside of it does.\n"
+            f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
+        )
+
+    register = cast("Callable[..., RemovableHandle]", parameter.register_hook)  # pyright: ignore[reportUnknownMemberType]
+    return register(refuse)
 
 
 def capture_first(training: Training, batch: Any) -> Captured:

@@ -1,25 +1,134 @@
-"""The user's own objects that a step trains: model, loss function and optimizer. Some are refused."""
+"""The user's own objects that a step trains: model, loss function and optimizer. Some are refused.
+
+The scale of the loss, which stays the user's GradScaler's: its settings, its growth, its state.
+
+    loss * scale ─backward─► gradients * scale ─pack, times 1 / scale─► gradients
+
+What is packed is in the unit of the gradient, and so is what compression leaves out, whatever the scale becomes.
+
+A loss that is a sum over some of a batch's elements: how many they are is counted over all ranks.
+"""
 
 # Tables of a module's tensors are private, and have no public way in.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxcomp import compat, errors
-from fxcomp.capture.loss_scale import LossScale
+from fxcomp.capture.batch_type import check_model
 from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
-from fxcomp.capture.tensor_kind import check_model
-from fxcomp.plan.element_type import check_is_trainable
+from fxcomp.errors import LossNotScalar, ScaleNotUpdated, UnsupportedParameter
+from fxcomp.plan.kinds import check_is_trainable
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """A GradScaler and the optimizers that it serves here."""
+
+    scaler: Any
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, scaler: Any, optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[Owned]) -> LossScale | None:
+        """Take an enabled GradScaler; None for none. Raises UnsupportedParameter, as `scaler.unscale_` refuses them."""
+        if scaler is None:
+            return None
+        for each in owned:
+            if each.parameter.dtype is torch.float16:
+                raise UnsupportedParameter(
+                    f"the parameter {each.name!r} is torch.float16, and so is its gradient: without the scale small"
+                    " values of it are zero, as they would be had the loss not been scaled.\n"
+                    "  Keep parameters in float32 and compute in float16 under torch.autocast, or leave scaler= out."
+                )
+        return cls(scaler, tuple(optimizers), owned[0].parameter.device)
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor on the loss: a scalar of fp32, on the device."""
+        return compat.scale_of(self.scaler, self.device)
+
+    @property
+    def inverse(self) -> Tensor:
+        """The factor on gradients, rounded as `scaler.unscale_` does."""
+        return self.scale.double().reciprocal().float()
+
+    def check_updated(self) -> None:
+        """Raise ScaleNotUpdated unless the scaler was told that the last step is over."""
+        if any(compat.awaits_update(self.scaler, optimizer) for optimizer in self.optimizers):
+            raise ScaleNotUpdated(
+                "scaler.update() was not called since the last step, or scaler.unscale_ or scaler.step was.\n"
+                "  Call scaler.update() once after each step that updates parameters. The step itself unscales, clips"
+                " and steps: leave scaler.scale, scaler.unscale_ and scaler.step out."
+            )
+
+    def changes(self) -> int:
+        """Count how often the scale was written, without reading it from the device."""
+        return self.scale._version
+
+    def tell(self, *, skipped: bool) -> None:
+        """Let `scaler.update` know whether the step was left out, on all ranks."""
+        with torch.inference_mode(False):  # `update` adds these up outside of it
+            found_inf = torch.full((), float(skipped), device=self.device)
+        for optimizer in self.optimizers:
+            compat.mark_stepped(self.scaler, optimizer, found_inf)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """A loss whose elements all count the same, in whatever rank or micro-batch they are.
+
+    The gradient is that of the sum of all ranks' sums over the sum of their counts. The number of ranks is no concern
+    of the loss function's; averaging knows it. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over
+    all tokens with a label. A step returns the mean over this rank's own batch.
+    """
+
+    sum: Tensor
+    count: Tensor | float
+    """The number of elements, or the sum of their weights: none are negative."""
+
+    @property
+    def counted(self) -> Tensor:
+        """The count as a tensor of one element in double precision, whole up to 2^53."""
+        if isinstance(self.count, Tensor):
+            if self.count.numel() != 1:
+                raise LossNotScalar(
+                    f"the count of a WeightedLoss has the shape {tuple(self.count.shape)}; it must be one number.\n"
+                    "  Sum it up in loss_fn: WeightedLoss(losses.sum(), weights.sum())."
+                )
+            return self.count.detach().to(self.sum.device, torch.float64).reshape(1)
+        if not isinstance(self.count, numbers.Real | torch.SymInt | torch.SymFloat):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LossNotScalar(
+                f"the count of a WeightedLoss is a {type(self.count).__name__}; it must be a tensor of one element or a"
+                " number."
+            )
+        return torch.full((1,), self.count, dtype=torch.float64, device=self.sum.device)
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of this batch alone; zero elements leave the sum."""
+        count = self.counted[0]
+        return torch.where(count > 0, self.sum.detach() / count, self.sum.detach()).to(self.sum.dtype)
+
+
+def split(result: Any) -> tuple[Any, Any, bool]:
+    """Take apart what a loss function returned: the loss, the auxiliary result, and whether there is one."""
+    parts: Any = result
+    has_aux = isinstance(result, tuple) and len(parts) == 2
+    loss, aux = parts if has_aux else (parts, ())
+    return loss, aux, has_aux
+
 
 LossFn = Callable[[nn.Module, Any], Any]
 """Takes the model and a batch; returns the scalar loss, or the loss and an auxiliary result."""

@@ -5,21 +5,40 @@
     rank ─ intra ── host ─ inter ─┴ rack ─ uplink ─ ...
 
 A tree: ranks are its leaves, and every unit (host, rack, what lies above) shares its uplink among its ranks.
+
+Describe the processors that one rank's work shares.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fxcomp.cluster.limits import MOST_RANKS, check_ranks, shortened
-from fxcomp.cluster.link import Link
-from fxcomp.cluster.seating import Level, Seating, Tier
-from fxcomp.cluster.shape import join_units, parse_clauses, parse_shape
+from fxcomp.cluster.link import MOST_RANKS, Link, check_ranks, shortened
+from fxcomp.cluster.seating import Level, Seating, Tier, join_units, parse_clauses, parse_shape
 from fxcomp.cluster.topology import GroupTopology, Tree
 from fxcomp.errors import BadCluster, BadOption
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """The processors of one rank, shared by compute, the compressor pool and the network's software."""
+
+    count: float = math.inf
+    """Processors, or on a GPU 1 for the device; infinite where nothing that runs beside compute slows it."""
+    compute: float = 1.0
+    """The processors that compute takes."""
+
+    @property
+    def has_spare(self) -> bool:
+        """Another thread finds a processor while compute runs."""
+        return self.count >= self.compute + 1
+
+
+UNSHARED = Processors()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,12 @@
-"""Describe a link: its latency and bandwidth, read from text like `25gbit@8us`."""
+"""Describe a link: its latency and bandwidth, read from text like `25gbit@8us`.
+
+List links that are sold under a name: text for `Link.parse`, with the source of every number.
+
+Bandwidths are what the maker promises for one direction; what a program gets is less. Latencies of NVLink, PCIe and
+InfiniBand are a ring step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
+
+Bound the numbers of a cluster, so that no text or file asks for more memory than there is.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +14,59 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from fxcomp.cluster.limits import MOST, MOST_RANKS, parse_digits, shortened
-from fxcomp.cluster.link_presets import LINK_PRESETS
 from fxcomp.errors import BadCluster
+
+
+class LinkPreset(NamedTuple):
+    link: str
+    source: str
+
+
+LINK_PRESETS: dict[str, LinkPreset] = {
+    "nvlink3": LinkPreset("300GB/s@3.4us", "NVIDIA A100: 600 GB/s, both directions together"),
+    "nvlink4": LinkPreset("450GB/s@3.4us", "NVIDIA H100 and H200: 900 GB/s, both directions together"),
+    "nvlink5": LinkPreset("900GB/s@3.4us", "NVIDIA B200: 1.8 TB/s, both directions together"),
+    "pcie3": LinkPreset("15.75GB/s@5.7us", "PCI Express 3.0 x16: 16 lanes of 8 GT/s in 128b/130b"),
+    "pcie4": LinkPreset("31.51GB/s@5.7us", "PCI Express 4.0 x16: 16 lanes of 16 GT/s in 128b/130b"),
+    "pcie5": LinkPreset("63.02GB/s@5.7us", "PCI Express 5.0 x16: 16 lanes of 32 GT/s in 128b/130b"),
+    "ethernet1": LinkPreset("1gbit@25us", "IEEE 802.3ab; latency assumed: TCP"),
+    "ethernet10": LinkPreset("10gbit@25us", "IEEE 802.3ae; latency assumed: TCP"),
+    "ethernet25": LinkPreset("25gbit@25us", "IEEE 802.3by; latency assumed: TCP"),
+    "ethernet100": LinkPreset("100gbit@25us", "IEEE 802.3ba; latency assumed: TCP"),
+    "infiniband-edr": LinkPreset("100gbit@9.6us", "InfiniBand EDR 4x: 4 lanes of 25 Gbit/s"),
+    "infiniband-hdr": LinkPreset("200gbit@9.6us", "InfiniBand HDR 4x: 4 lanes of 50 Gbit/s"),
+    "infiniband-ndr": LinkPreset("400gbit@9.6us", "InfiniBand NDR 4x: 4 lanes of 100 Gbit/s"),
+    "wan": LinkPreset("1gbit@20ms", "assumed: sites of one continent"),
+}
+
+MOST = 1e18
+"""Above every latency in µs and every bandwidth in GB/s; its inverse is below every bandwidth (assumed)."""
+
+MOST_RANKS = 1 << 20
+"""Several times what has ever run one job; lists of so many ranks still fit into memory (assumed)."""
+
+_DIGITS = 30
+
+
+def check_ranks(count: int) -> None:
+    """Raise BadCluster before anything is allocated for too many ranks."""
+    if count > MOST_RANKS:
+        raise BadCluster(f"a cluster may have {MOST_RANKS:,} ranks; this one would have {shortened(count)}")
+
+
+def parse_digits(digits: str) -> int:
+    """Parse digits, clamping over-long numbers."""
+    return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
+
+
+def shortened(value: object) -> str:
+    """Write a value for an error, in at most about 80 characters."""
+    if isinstance(value, int) and value >= 10**_DIGITS:
+        return f"10^{_DIGITS} or more"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +121,7 @@ class Link:
         """Read `25gbit`, `300mbit` or `12GB/s`, with a latency after `@` if given: `25gbit@8us`.
 
         The latency is `alpha_us` otherwise (default 25 µs: TCP over Ethernet, assumed). More can be said: `nvlink4` (a
-        name of link_presets.py), `8x25gbit` (eight of them), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (and 2 µs
+        name of link.py), `8x25gbit` (eight of them), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (and 2 µs
         per message), and at the end `half-duplex` and `shared`.
         """
         rest, flags = text.strip(), {"half-duplex": False, "shared": False}

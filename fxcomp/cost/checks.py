@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective
 from fxcomp.cost.reading import MOST, Reader, number, positive, wrong
 from fxcomp.cost.roofline import Measured, Roofline
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 _TIME, _RATE = number(), positive()
 _Readers = Mapping[str, Reader[float]]

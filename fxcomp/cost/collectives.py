@@ -25,7 +25,7 @@ import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 from fxcomp.cluster.link import format_gbit
 from fxcomp.cluster.topology import GroupTopology, TrafficPattern
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 _sympy = cast(Any, sympy)  # untyped
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from fxcomp.cluster.processors import UNSHARED
+from fxcomp.cluster.cluster import UNSHARED
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.timeline import Task, simulate, step_time_us
-from fxcomp.plan.streams import WIRES, Stream
+from fxcomp.plan.kinds import WIRES, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from fxcomp.cost.collectives import Library, large_algorithm
 from fxcomp.cost.fit import anchored, fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective, compressor_key, format_bytes
 from fxcomp.cost.roofline import Roofline
-from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
+from fxcomp.plan.kinds import IN_STEPS, CollectiveKind
 from fxcomp.plan.strategy import Device
 
 TimeCollective = Callable[[CollectiveKind, Level, int], float]

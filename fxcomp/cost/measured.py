@@ -14,14 +14,13 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from fxcomp.cluster.limits import MOST_RANKS
-from fxcomp.cluster.link import format_gbit
+from fxcomp.cluster.link import MOST_RANKS, format_gbit
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.fit import fit, left_out_errors
 from fxcomp.cost.piecewise import Fit, Sample, interpolate
 from fxcomp.cost.reading import TEXT, listed, null_or, number, record, whole, wrong
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 
 def compressor_key(compressor: str, device: str, threads: int | None) -> str:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fxcomp.cluster.processors import UNSHARED, Processors
+from fxcomp.cluster.cluster import UNSHARED, Processors
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_times_us
-from fxcomp.plan.streams import WIRES, Stream
+from fxcomp.plan.kinds import WIRES, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import UNSHARED, Cluster, Level, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import UNSHARED, Processors
 from fxcomp.cluster.topology import TOPOLOGY_TEXT
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
@@ -24,7 +23,7 @@ from fxcomp.cost.measured import CompressorCost, MeasuredCollective, exact_key, 
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.cost.roofline import ASSUMED, Measured, MemoryPrices, Roofline
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 VERSION = 4

@@ -21,9 +21,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cluster.processors import UNSHARED, Processors
+from fxcomp.cluster.cluster import UNSHARED, Processors
 from fxcomp.compressors import kernels
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.trace_events import RankTrace, read_trace
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 _LISTED = 12  # kinds of events that are listed by name, the longest ones
 _ANY_LINK = Link(0.0, 1.0)  # a cluster must have links; where ranks sit does not depend on them

@@ -24,9 +24,9 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverloadPacket
 
-from fxcomp.cluster.limits import MOST_RANKS
+from fxcomp.cluster.link import MOST_RANKS
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 _K = CollectiveKind
 _COLLECTIVES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fxcomp.capture.found_parameters import FoundParameters
+from fxcomp.capture.backward_graph import FoundParameters
 from fxcomp.errors import BadOption
 from fxcomp.options import StepOptions
 

@@ -27,8 +27,7 @@ from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.start import Start
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.search.decision import Decision
-from fxcomp.search.raced import Raced
+from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given

@@ -14,9 +14,8 @@ from torch import nn
 
 from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.optimizer import GivenOptimizers, all_optimizers
-from fxcomp.capture.shared_buffers import check_parameters_are_read
-from fxcomp.capture.step_capture import StepCapture, capture_first, facts_to_agree_on
-from fxcomp.capture.surroundings import surroundings
+from fxcomp.capture.step_capture import StepCapture, capture_first, check_parameters_are_read, facts_to_agree_on
+from fxcomp.capture.step_guard import surroundings
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadOption
@@ -25,7 +24,7 @@ from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.options import CHECKED, Checks, GivenCosts, StepOptions
 from fxcomp.plan.compress import Compress, GivenCompress
-from fxcomp.plan.update_kind import burst_share
+from fxcomp.plan.error_feedback import burst_share
 from fxcomp.ranks import Ranks
 from fxcomp.state.inputs import Example, Inputs
 from fxcomp.state.rank_0s_state import share_optimizer_state

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from fxcomp import compat
-from fxcomp.capture.unreached import refuse_gradients
+from fxcomp.capture.step_capture import refuse_gradients
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
 from fxcomp.errors import UnsynchronizedGradient

@@ -28,7 +28,7 @@ from fxcomp.frontends.planned_average import PlannedAverage
 from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
-from fxcomp.plan.element_type import check_is_trainable
+from fxcomp.plan.kinds import check_is_trainable
 from fxcomp.ranks import Ranks
 
 

@@ -16,10 +16,10 @@ from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import costs_as_given
-from fxcomp.planning.gather_costs import gathered_costs
+from fxcomp.planning.measure_machine import gathered_costs
 from fxcomp.report.scatter_report import ScatterFacts
 from fxcomp.search.by_module import ScatterChoice, choose_by_module
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.site import Site
 
 

@@ -20,7 +20,7 @@ from fxcomp import compat
 from fxcomp.errors import BadPlan, UnsupportedFeature
 from fxcomp.frontends.hook_program import DdpBucket
 from fxcomp.frontends.sharded_modules import called, checked_modules
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.by_module import SCATTERED, scattered_by
 

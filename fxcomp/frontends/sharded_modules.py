@@ -6,7 +6,7 @@ from torch import nn
 
 from fxcomp import compat
 from fxcomp.errors import BadOption, UnsupportedFeature, UnsupportedParameter
-from fxcomp.plan.element_type import check_is_trainable
+from fxcomp.plan.kinds import check_is_trainable
 
 
 def checked_modules(model: nn.Module, caller: str) -> list[compat.ShardedModule]:

@@ -20,14 +20,13 @@ from torch.fx import GraphModule
 from fxcomp.beside import Beside
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.check_feedback import check_plan
+from fxcomp.plan.error_feedback import UpdateKind, burst_share, check_plan
 from fxcomp.plan.given import is_named, is_path
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.update_kind import UpdateKind, burst_share
 from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.search.decision import Decision
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import Shapes
 from fxcomp.state.inputs import Example

@@ -39,9 +39,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.capture.backward_graph import label_backward
-from fxcomp.capture.found_parameters import FoundParameters
-from fxcomp.capture.unreached import warn_unreached
+from fxcomp.capture.backward_graph import FoundParameters, label_backward
+from fxcomp.capture.step_capture import warn_unreached
 from fxcomp.errors import (
     CaptureFailed,
     FxcompError,

@@ -18,12 +18,11 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture.shared_buffers import SharedBuffers
+from fxcomp.capture.step_capture import SharedBuffers
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.codegen.program import Program
 from fxcomp.compressors import Compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
@@ -38,10 +37,10 @@ from fxcomp.graph.work import Unknowns, unknowns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.budget import Budget
 from fxcomp.plan.compress import BALANCED, Compress
+from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.update_kind import burst_share
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.measure_machine import machine_costs
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step
@@ -50,7 +49,7 @@ from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.descent.engine import search_notes
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState

@@ -17,7 +17,7 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.graph.info import InputKind, NodeInfo, Role, has_info, info, set_info, update_info
 from fxcomp.graph.ops import COLLECTIVE_KINDS, D2H, H2D, MOVES, PACK, WAIT
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 
 def clone(gm: GraphModule) -> GraphModule:

@@ -29,7 +29,7 @@ from fxcomp.graph.lines import DECOMPRESS, Line, line_of
 from fxcomp.graph.memories import Memories
 from fxcomp.graph.ops import ALL_FINITE, D2H, H2D, WAIT
 from fxcomp.graph.regions import Region, cut
-from fxcomp.plan.streams import POOL, Stream
+from fxcomp.plan.kinds import POOL, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Node
 
 from fxcomp.graph.work import OperatorWork
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 KEY = "fxcomp"
 

@@ -48,8 +48,8 @@ from fxcomp.graph.ops import (
     WAIT,
 )
 from fxcomp.graph.work import is_sequence
+from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.strategy import Device
-from fxcomp.plan.streams import POOL, Stream
 from fxcomp.runtime.buffers import Numbers
 from fxcomp.runtime.moves import Cut
 

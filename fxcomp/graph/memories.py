@@ -26,8 +26,7 @@ from fxcomp.graph.ops import (
     ROLL_BACK,
     WAIT,
 )
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.streams import POOL
+from fxcomp.plan.kinds import POOL, CollectiveKind
 
 Names = frozenset[str]
 """Memories, each by the name of the line or value that it is made for. A value may lie in one of several."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.errors import BadTensor
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
 from fxcomp.runtime.moves import pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, rng_state, seed_rng, set_rng_state, slots

@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 
 from fxcomp import compat
 from fxcomp.graph.info import InputKind, Role, has_info, info
-from fxcomp.plan.update_kind import UpdateKind
+from fxcomp.plan.error_feedback import UpdateKind
 
 LISTED_ON_CPU = 2048
 """Elements of parameters that are updated at once on the CPU, where lists only save starting operators.

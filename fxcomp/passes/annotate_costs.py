@@ -34,7 +34,7 @@ from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
 from fxcomp.graph.regions import PLAIN
 from fxcomp.graph.update_kinds import LISTED_ON_CPU, shared_starts, update_lists
 from fxcomp.graph.work import Basis, OperatorWork, basis, work, work_key
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 

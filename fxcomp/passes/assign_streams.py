@@ -21,7 +21,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.edit import level_of, nodes_on_host
 from fxcomp.graph.info import info, update_info
 from fxcomp.graph.lines import LAUNCH, line_of
-from fxcomp.plan.streams import POOL, Stream, wire_of
+from fxcomp.plan.kinds import POOL, Stream, wire_of
 
 
 def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:

@@ -32,7 +32,7 @@ from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.graph.edit import call, collective_of, gradients, last_result, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, Plan, part_shape
 
 

@@ -31,7 +31,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.graph.edit import buckets, call, collective_of, refresh_value, wait_of
 from fxcomp.graph.info import NodeInfo, Role, update_info
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, OF_PARTS, TURN, WAIT
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode, Send
 from fxcomp.plan.lines import BucketLine, LineKind, lines_of, sent
 from fxcomp.plan.plan import Bucket, Plan

@@ -17,9 +17,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from fxcomp.plan.interpret import Device
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
-from fxcomp.plan.steps import Device
-from fxcomp.plan.streams import Stream
 
 FP32 = 4
 """Bytes of an element as compressors take and give it, and as velocities are kept."""

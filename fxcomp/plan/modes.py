@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import CastCompressor, Compressor, parse_compressor
 from fxcomp.errors import BadOption
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, ByLevel, Device, Strategy
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.errors import BadPlan, FxcompError
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.interpret import Standing
+from fxcomp.plan.kinds import CollectiveKind, ElementType
 from fxcomp.plan.strategy import Collective, Strategy
 
 

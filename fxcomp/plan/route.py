@@ -29,12 +29,22 @@ from itertools import accumulate
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.interpret import Standing
-from fxcomp.plan.legs import Cut, Decode, Encode, Leg, Route, Send, Turn, Unit, payload_elements_of
-from fxcomp.plan.shards import Piece, segments_of, shards
-from fxcomp.plan.steps import Collective, Compress, Decompress, Propose
+from fxcomp.plan.interpret import Collective, Compress, Decompress, Propose, Standing
+from fxcomp.plan.kinds import CollectiveKind, ElementType
+from fxcomp.plan.legs import (
+    Cut,
+    Decode,
+    Encode,
+    Leg,
+    Piece,
+    Route,
+    Send,
+    Turn,
+    Unit,
+    payload_elements_of,
+    segments_of,
+    shards,
+)
 from fxcomp.plan.strategy import Strategy
 
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.interpret import Standing, after, misfit
-from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose, Step
+from fxcomp.plan.interpret import Collective, Compress, Decompress, Device, Propose, Standing, Step, after, misfit
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Strategy
 
 INDIVISIBLE = tuple(kind for kind in CollectiveKind if (kind.sums or kind.gathers) and not kind.splits)

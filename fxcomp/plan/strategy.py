@@ -16,9 +16,20 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Level
 from fxcomp.cluster.seating import Axis
 from fxcomp.compressors import Compressor
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.interpret import EVERYWHERE, Standing, interpret
-from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose, Step, parse_steps, text_of
+from fxcomp.plan.interpret import (
+    EVERYWHERE,
+    Collective,
+    Compress,
+    Decompress,
+    Device,
+    Propose,
+    Standing,
+    Step,
+    interpret,
+    parse_steps,
+    text_of,
+)
+from fxcomp.plan.kinds import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
 from fxcomp.graph.work import work_key
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_machine import hardware, versions
 from fxcomp.site import Site
 

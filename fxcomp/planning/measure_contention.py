@@ -19,12 +19,12 @@ from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.graph.ops import ALL_REDUCE
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.transport import NullTransport, Transport
-from fxcomp.search.graph_tasks import graph_tasks
+from fxcomp.search.read_workload import graph_tasks
 
 GATHERED = 4
 """A gather sends one in so many bytes of the gradient: about what quantizing to 8 bits leaves."""

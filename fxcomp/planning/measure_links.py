@@ -21,7 +21,7 @@ from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import IN_STEPS, CollectiveKind
+from fxcomp.plan.kinds import IN_STEPS, CollectiveKind
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.moves import Move, from_first, pattern_of
 from fxcomp.runtime.transport import Groups, Transport, start_move

@@ -1,4 +1,7 @@
-"""Measure one machine's memory and compressors, kept in the user's cache."""
+"""Measure one machine's memory and compressors, kept in the user's cache.
+
+Gather the costs of a job: this machine's, the processors that its ranks share, and the live links'.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from fxcomp.cost.measure import measure_compressors, measure_copy, measure_memor
 from fxcomp.cost.measured import CompressorCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import cached_table
+from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.strategy import Device
+from fxcomp.planning.measure_links import with_live_links
+from fxcomp.runtime.transport import Groups
+from fxcomp.site import Site
 
 
 def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
@@ -93,3 +100,22 @@ def versions() -> str:
     """Name what else changes the numbers: torch, Python, and which kernels are built."""
     kernels = f"kernels {fingerprint()}" if kernels_available() else "no kernels"
     return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
+
+
+def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
+    """Measure what nobody told: compressors that a mode may choose or that are pinned, and the links.
+
+    A given cluster's links are not measured.
+    """
+    return with_ranks(machine_costs((*compressors_of(Mode.AGGRESSIVE), *pinned), site.device), site)
+
+
+def with_ranks(costs: CostTable, site: Site) -> CostTable:
+    """Add to a machine's costs the processors that its ranks share, and the live links. Every rank takes part, and
+    those of other groups that share them."""
+    if site.device.type == "cpu":
+        costs = replace(costs, processors=site.processors())
+    if not site.ranks.fits_links:
+        return costs
+    assert isinstance(site.transport, Groups), "several ranks have groups"
+    return with_live_links(costs, site.transport, site.cluster, site.device, site.beside)

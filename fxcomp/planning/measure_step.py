@@ -21,7 +21,7 @@ from fxcomp.cost.roofline import Measured
 from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free
 from fxcomp.passes.annotate_costs import cost_key
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
 from fxcomp.runtime.flight import Flight

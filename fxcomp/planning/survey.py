@@ -17,10 +17,9 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.measured import CompressorCost
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.planning.gather_costs import with_ranks
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import TimedCollectives
-from fxcomp.planning.measure_machine import compressor_costs, costs_of_memory, device_here
+from fxcomp.planning.measure_machine import compressor_costs, costs_of_memory, device_here, with_ranks
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.transport import Groups
 from fxcomp.site import Site

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxcomp.report.document import Block, Column, Table
+from fxcomp.report.document import Block, Column, Table, ms
 from fxcomp.report.explanation import Explanation
-from fxcomp.report.quantities import ms
 from fxcomp.search.choose import predict_us
 
 LENGTHS = (1, 2, 4, 8, 16)

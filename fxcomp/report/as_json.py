@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxcomp.cost.timeline import critical_path
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.report.accumulation import accumulated
-from fxcomp.report.attribution import exposed_by_bucket
 from fxcomp.report.by_layer import Layer, LayerPart, layers_of
-from fxcomp.report.explanation import Explanation, Variation, variation
-from fxcomp.report.moves import moves_json
+from fxcomp.report.explanation import Explanation, Variation, exposed_by_bucket, moves_json, variation
 from fxcomp.report.wire_arithmetic import formula_lines
 
 

@@ -20,9 +20,9 @@ from fxcomp.plan.plan import Bucket
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.wire_arithmetic import sent_by
-from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.losses import Losses
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
+from fxcomp.search.shared_draws import ExactPlans
 
 _SAME = 1e-9  # relative: errors that are closer are equal
 _NEXT = 2  # strategies in each direction: the next one may take another way

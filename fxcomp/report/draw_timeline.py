@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxcomp.cost.timeline import Span, Timeline
-from fxcomp.plan.streams import Stream
-from fxcomp.report.attribution import bucket_of, kind_of, parts_us
-from fxcomp.report.quantities import decimals, ms
+from fxcomp.plan.kinds import Stream
+from fxcomp.report.document import decimals, ms
+from fxcomp.report.explanation import bucket_of, kind_of, parts_us
 
 _ROWS = {
     Stream.COMPUTE: "compute",

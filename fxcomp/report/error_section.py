@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from fxcomp.plan.budget import Budget
-from fxcomp.report.attribution import exposed_by_bucket
 from fxcomp.report.by_layer import Instead, Layer, layers_of
-from fxcomp.report.document import Block, Column, Section, Table
-from fxcomp.report.explanation import Explanation
-from fxcomp.report.quantities import count, decimals, mb
-from fxcomp.report.short_names import short
+from fxcomp.report.document import Block, Column, Section, Table, count, decimals, mb, short
+from fxcomp.report.explanation import Explanation, exposed_by_bucket
 
 _FEW, _MOST_LAYERS = 8, 24
 _SMALL = 0.01  # the share of squares and of saved time below which a layer that spends next to nothing is not named

@@ -3,34 +3,167 @@
 To add a format, write one more file with a function of an `Explanation`. For people, lay out the blocks of
 `sections.report_of(explanation)`, which `document.py` defines, as `terminal.py` does; for programs, take the data
 itself, as `as_json.py` does.
+
+Write how a running step's plan has followed the gradients: each change, with the error and the step it was for.
+
+Attribute a predicted step's time to kinds of work and to buckets, by the names of the timeline's tasks.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.cost.timeline import Timeline, critical_path, exposed_by_task, simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
-from fxcomp.plan.budget import Budget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import Budget, plan_error
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.report.moves import Moved
-from fxcomp.report.quantities import count
+from fxcomp.report.document import Block, Column, Section, Table, count, decimals, ms
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
+from fxcomp.search.decision import Raced
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.raced import Raced
 from fxcomp.search.workload import Workload
+
+_NAMES = {
+    # The graph says corrected, proposal and mean for what the search calls accumulate, propose and decompress.
+    "compute": ("region", "arrive", "backward", "update", "finish", "accumulate", "corrected"),
+    "compression": ("mask", "propose", "proposal", "compress", "next", "decompress", "mean"),
+    "exchanges": ("exchange",),  # the loss function's own collectives
+}
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
+
+
+def kind_of(task: str) -> str:
+    """The kind of work of a task on the compute stream; packing includes starting collectives."""
+    return _KINDS.get(re.split(r"[ _]", task)[0], "packing")
+
+
+def bucket_of(task: str) -> int | None:
+    """`all_reduce 3`, `start all_gather_3_intra` and `d2h_3` belong to bucket 3."""
+    match = re.search(r"(?<![A-Za-z\d])\d+", task)
+    return int(match[0]) if match else None
+
+
+def parts_us(timeline: Timeline) -> dict[str, float]:
+    """Split the step into compute, packing, compression, the loss function's exchanges, contention with the network's
+    software, and exposed communication."""
+    parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
+    for span in timeline.spans:
+        if span.task.stream is Stream.COMPUTE:
+            kind = kind_of(span.task.name)
+            parts[kind] = parts.get(kind, 0.0) + span.task.duration_us
+    return {**parts, "contention": timeline.slowed_us(Stream.COMPUTE), "exposed": timeline.exposed_us}
+
+
+def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
+    """Split the exposed time, in µs, by the bucket that compute waits for. None is the broadcast of buffers."""
+    waits: dict[int | None, float] = {}
+    for name, us in exposed_by_task(timeline).items():
+        bucket = bucket_of(name)
+        waits[bucket] = waits.get(bucket, 0.0) + us
+    return waits
+
+
+def critical_shares(timeline: Timeline) -> list[tuple[str, float]]:
+    """The critical path as names and µs; consecutive compute of one kind is one entry."""
+    shares: list[tuple[str, float]] = []
+    for span in critical_path(timeline):
+        name = kind_of(span.task.name) if span.task.stream is Stream.COMPUTE else span.task.name
+        us = span.end_us - span.start_us
+        if shares and shares[-1][0] == name:
+            shares[-1] = (name, shares[-1][1] + us)
+        elif us:
+            shares.append((name, us))
+    return shares
+
+
+_MOST = 8
+
+
+class Moved(Protocol):
+    """One change of the plan."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def why(self) -> str: ...
+
+    @property
+    def error(self) -> tuple[float, float]:
+        """Of the plan before and the one after, by the errors of that time."""
+        ...
+
+    @property
+    def limit(self) -> float: ...
+
+    @property
+    def step_us(self) -> tuple[float, float]:
+        """Predicted, before and after."""
+        ...
+
+    @property
+    def changes(self) -> Sequence[str]: ...
+
+
+def moves_section(moves: Sequence[Moved]) -> Section:
+    """List the last changes, and what all of them made of the error and of the predicted step."""
+    digits = decimals(max(max(move.step_us) for move in moves))
+    columns = (
+        Column("step"),
+        Column("error", is_text=True),
+        Column("allowed", is_optional=True),
+        Column("predicted ms", is_text=True),
+        Column("why, and what changed", is_text=True, is_optional=True),
+    )
+    rows = [
+        (
+            str(move.step),
+            f"{move.error[0]:.3g} → {move.error[1]:.3g}",
+            f"{move.limit:.3g}",
+            f"{ms(move.step_us[0], digits)} → {ms(move.step_us[1], digits)}",
+            f"{move.why}: {'; '.join(move.changes)}",
+        )
+        for move in moves[-_MOST:]
+    ]
+    first, last = moves[0], moves[-1]
+    blocks: list[Block] = [
+        f"{count(len(moves), 'change')} of the plan since training began. The error went from {first.error[0]:.3g} of"
+        f" {first.limit:.3g} to {last.error[1]:.3g} of {last.limit:.3g}, the predicted step from"
+        f" {ms(first.step_us[0], digits)} to {ms(last.step_us[1], digits)} ms.",
+        Table(columns, rows),
+    ]
+    if len(moves) > len(rows):
+        blocks.append(f"and {count(len(moves) - len(rows), 'change')} before these")
+    return Section("How the plan moved", blocks)
+
+
+def moves_json(moves: Sequence[Moved]) -> list[dict[str, Any]]:
+    """Give every change, with times in ms."""
+    return [
+        {
+            "step": move.step,
+            "why": move.why,
+            "error": list(move.error),
+            "allowed": move.limit,
+            "step_ms": [us / 1e3 for us in move.step_us],
+            "changes": list(move.changes),
+        }
+        for move in moves
+    ]
 
 
 @dataclass(frozen=True, slots=True)

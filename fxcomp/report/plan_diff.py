@@ -16,12 +16,10 @@ from itertools import pairwise
 from typing import Any, cast
 
 from fxcomp.errors import BadPlan
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.report.document import Block, Column, Section, Table
-from fxcomp.report.quantities import count, mb
-from fxcomp.report.short_names import short
+from fxcomp.report.document import Block, Column, Section, Table, count, mb, short
 
 _MOST_ROWS = 8  # of a table, unless all are asked for
 _SHOWN = 2  # names in a row

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.plan import Plan
-from fxcomp.report.document import Column, Section, Table
-from fxcomp.report.quantities import count
+from fxcomp.report.document import Column, Section, Table, count
 from fxcomp.search.by_module import ScatterChoice
 
 

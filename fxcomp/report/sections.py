@@ -12,16 +12,33 @@ from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import kernels
 from fxcomp.plan.strategy import Compress
 from fxcomp.report.accumulation import accumulated, accumulation_blocks
-from fxcomp.report.attribution import critical_shares, exposed_by_bucket, parts_us
-from fxcomp.report.document import Block, Column, Pairs, Section, Table, Timelines
+from fxcomp.report.document import (
+    Block,
+    Column,
+    Pairs,
+    Section,
+    Table,
+    Timelines,
+    count,
+    decimals,
+    in_types,
+    mb,
+    members,
+    ms,
+    short,
+)
 from fxcomp.report.error_section import error_sections
-from fxcomp.report.explanation import Explanation, variation
-from fxcomp.report.moves import moves_section
-from fxcomp.report.quantities import count, decimals, mb, ms
-from fxcomp.report.short_names import in_types, members, short
+from fxcomp.report.explanation import (
+    Explanation,
+    critical_shares,
+    exposed_by_bucket,
+    moves_section,
+    parts_us,
+    variation,
+)
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
 from fxcomp.search.choose import Alternative, Choice
-from fxcomp.search.raced import JUDGED_STEPS, Raced
+from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE
 
 _LONGEST_PATH = 12  # entries of the critical path

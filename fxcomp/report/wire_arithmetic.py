@@ -18,8 +18,8 @@ from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.collectives import Algorithm, chosen_algorithm, counts, pattern_of
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.interpret import Standing
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode
 from fxcomp.plan.lines import BucketLine, lines_of, sent
 from fxcomp.plan.plan import Bucket, Plan

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.error_budget import is_bursty, strategy_error
+from fxcomp.plan.budget import is_bursty, strategy_error
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies, worth_offering
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy

@@ -21,16 +21,16 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, BadPlan
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.budget import is_bursty
 from fxcomp.plan.given import strategy_named
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.question import Terms
 from fxcomp.search.runners import DENSE, FASTEST, Runner
 from fxcomp.search.shared_draws import LEAST_GAIN
-from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 SCATTERED = Strategy.two_shots(None, None)

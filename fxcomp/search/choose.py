@@ -12,20 +12,19 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.gc_paused import gc_paused
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.given import strategy_named
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.descent.parts import Value
+from fxcomp.search.descent.cells import Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.question import Question
+from fxcomp.search.question import Question, Terms
 from fxcomp.search.runners import (
     BF16,
     DENSE,
@@ -35,8 +34,7 @@ from fxcomp.search.runners import (
     is_worth_following,
     pick_runners,
 )
-from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
-from fxcomp.search.terms import Terms
+from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, ExactPlans
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # how many of the best plans are priced exactly

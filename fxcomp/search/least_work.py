@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType, Stream, wire_of
 from fxcomp.plan.legs import Decode, Encode, Route
 from fxcomp.plan.lines import BucketLine, LineKind, lines_of
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.streams import Stream, wire_of
 
 _CANONICAL = ((1 << 15, 1 << 15),) * 16  # a bucket so large that what is rounded up in it hardly counts
 _ROUNDED = 8  # grains by which a shard's part may be rounded up, more than it is

@@ -16,7 +16,7 @@ import numpy as np
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.plan.error_budget import strategy_errors
+from fxcomp.plan.budget import strategy_errors
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom
 from fxcomp.search.workload import Gradient

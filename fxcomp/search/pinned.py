@@ -10,10 +10,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.budget import is_bursty
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.descent.parts import SAME
+from fxcomp.search.descent.cells import SAME
 from fxcomp.search.descent.problem import Bounds
 from fxcomp.search.losses import Losses
 from fxcomp.search.workload import Workload

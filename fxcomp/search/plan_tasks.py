@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import POOL, CollectiveKind, ElementType, Stream, wire_of
 from fxcomp.plan.legs import Encode, Leg, Route, Send
 from fxcomp.plan.lines import FP32, BucketLine, LineKind, lines_of
 from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.streams import POOL, Stream, wire_of
 from fxcomp.search.prices import Measure, Size, TaskPrices
 from fxcomp.search.workload import Gradient, Workload
 

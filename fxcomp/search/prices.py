@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 

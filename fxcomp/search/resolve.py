@@ -16,22 +16,20 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom
-from fxcomp.search.descent.cells import Lane
+from fxcomp.search.descent.cells import Lane, Limits, Part, Parts, Value
 from fxcomp.search.descent.engine import Engine, engine_of
-from fxcomp.search.descent.parts import Limits, Part, Parts, Value
 from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, option_of, pinned_option
 from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problems, TracedPrices
 from fxcomp.search.descent.templates import Setting
-from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned, elements_of
-from fxcomp.search.question import questions_of
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms, questions_of
+from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.search.workload import Workload
 
 WORTH_MOVING = 0.02

@@ -20,11 +20,10 @@ from typing import Any
 
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.exact_plans import ExactPlans
-from fxcomp.search.shared_draws import share_won, steps_in_draws
+from fxcomp.search.shared_draws import ExactPlans, share_won, steps_in_draws
 
 WORTH_TRYING = 0.1
 """The share of draws in which a plan must beat dense to race. Dense and bf16 race always."""

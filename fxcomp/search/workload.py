@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fxcomp.errors import BadOption
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import part_shape
 
 MOST_US = 1e18

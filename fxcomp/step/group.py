@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fxcomp.capture.loss_scale import LossScale
+from fxcomp.capture.training import LossScale
 from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
 from fxcomp.runtime.moves import Move
 from fxcomp.site import Site

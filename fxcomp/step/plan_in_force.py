@@ -14,9 +14,9 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.check_feedback import check_momentum, check_rates
+from fxcomp.plan.compress import NO_WARMUP, Stage, Warmup
+from fxcomp.plan.error_feedback import check_momentum, check_rates
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.warmup import NO_WARMUP, Stage, Warmup
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.state.gradient_state import GradientState

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fxcomp import compat
-from fxcomp.capture.batch_type import BatchType, batch_change
-from fxcomp.capture.change import Change
+from fxcomp.capture.batch_type import BatchType, Change, batch_change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
 from fxcomp.errors import CaptureFailed

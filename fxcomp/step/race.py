@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fxcomp.search.raced import Raced
+from fxcomp.search.decision import Raced
 from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import Calendar, Turn
 

@@ -9,7 +9,7 @@ import statistics
 import warnings
 
 from fxcomp import compat
-from fxcomp.capture.change import Change
+from fxcomp.capture.batch_type import Change
 
 VALUES = 4
 """So many different values in a row are worth a word."""

@@ -15,10 +15,9 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
-from fxcomp.search.decision import Decision
-from fxcomp.search.raced import Raced
+from fxcomp.search.decision import Decision, Raced
+from fxcomp.search.question import Terms
 from fxcomp.search.runners import Runner, lined_up
-from fxcomp.search.terms import Terms
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
 from fxcomp.step.drift.judge import Finding

@@ -12,7 +12,6 @@ import torch
 
 from fxcomp.compressors import CATALOGUE, Compressor, parse_compressor
 from fxcomp.errors import FxcompError
-from fxcomp.testing.bits import reference_of
 from fxcomp.testing.draws import (
     errors_of_ranks_average_out,
     mean_is_unbiased,
@@ -24,6 +23,7 @@ from fxcomp.testing.kernel_checks import (
     kernels_give_the_bits_of_the_reference_at_round_lengths,
     kernels_give_the_bits_of_the_reference_on_five_million_values,
     ops_compute_the_same_and_change_nothing,
+    reference_of,
     threads_change_no_bit,
     wrong_tensors_are_refused,
 )
@@ -41,8 +41,7 @@ from fxcomp.testing.result_checks import (
     the_next_step_is_finite_again,
     what_is_not_finite_is_seen_and_spares_the_residual,
 )
-from fxcomp.testing.samples import gaussian
-from fxcomp.testing.segments import ROUND_SEGMENTS, segments_to_try
+from fxcomp.testing.samples import ROUND_SEGMENTS, gaussian, segments_to_try
 
 
 def check_compressor(compressor: Compressor) -> None:

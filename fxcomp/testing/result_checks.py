@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Bias, Compressor
-from fxcomp.testing.bits import assert_close, assert_same_bits, clone, may_feed_back, plain_torch
+from fxcomp.testing.kernel_checks import assert_close, assert_same_bits, clone, may_feed_back, plain_torch
 from fxcomp.testing.rounds import Replica, agree, average, decode, encode, replicas_of
-from fxcomp.testing.samples import IN_RANGE, LARGEST, NOT_FINITE, SAMPLES, gaussian, heavy, laplace
-from fxcomp.testing.segments import LARGE_SEGMENTS, segments_to_try
+from fxcomp.testing.samples import (
+    IN_RANGE,
+    LARGE_SEGMENTS,
+    LARGEST,
+    NOT_FINITE,
+    SAMPLES,
+    gaussian,
+    heavy,
+    laplace,
+    segments_to_try,
+)
 
 
 def payload_and_residual_add_up(compressor: Compressor) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxcomp
 from fxcomp import errors
-from fxcomp.capture.surroundings import READ, surroundings
+from fxcomp.capture.step_guard import READ, surroundings
 
 ROWS = torch.linspace(-1, 1, 18).view(3, 6)
 

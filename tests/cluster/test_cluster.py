@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fxcomp.cluster.cluster import Cluster, Level, Tier
-from fxcomp.cluster.limits import MOST_RANKS
-from fxcomp.cluster.link import Link, format_gbit, parse_gb_per_s
+from fxcomp.cluster.link import MOST_RANKS, Link, format_gbit, parse_gb_per_s
 from fxcomp.cluster.topology import TrafficPattern
 from fxcomp.cost.collectives import collective_us
 from fxcomp.errors import BadCluster
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
 

@@ -8,8 +8,7 @@ import pytest
 
 from fxcomp.cluster.cluster import Cluster, Tier
 from fxcomp.cluster.cluster_file import load_cluster, parse_ratio
-from fxcomp.cluster.link import Link
-from fxcomp.cluster.link_presets import LINK_PRESETS
+from fxcomp.cluster.link import LINK_PRESETS, Link
 from fxcomp.commands.job_options import add_job_options, chosen_cluster
 from fxcomp.errors import BadCluster, BadOption
 

@@ -21,7 +21,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 from fxcomp.planning.decide import foreign_note
 from fxcomp.planning.measure_links import TimedCollectives

@@ -3,8 +3,7 @@
 import random
 from dataclasses import replace
 
-from fxcomp.commands.demo.chart import chart, describe
-from fxcomp.commands.demo.result import Contestant, best_hook, speedup
+from fxcomp.commands.demo.result import Contestant, best_hook, chart, describe, speedup
 
 
 def contestants(ddp_s: float, bf16_s: float, powersgd_s: float, fxcomp_s: float, free_s: float) -> list[Contestant]:

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from fxcomp.commands.demo.network_namespace import Rights
-from fxcomp.commands.demo.progress import Progress
-from fxcomp.commands.demo.run import MARK, Findings, place_for
+from fxcomp.commands.demo.run import MARK, Findings, Progress, place_for
+from fxcomp.commands.demo.shaped_hosts import Rights
 from fxcomp.errors import HostsUnavailable
 
 

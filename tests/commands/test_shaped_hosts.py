@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fxcomp.commands.demo.launch_ranks import run_ranks
-from fxcomp.commands.demo.network_namespace import Rights
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, rights_here, why_not
+from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here, why_not
 from fxcomp.errors import HostsUnavailable, RankFailed
 
 MEET = """
@@ -151,7 +150,7 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(script):
 def test_namespaces_end_with_a_process_that_is_killed():
     kills_itself = """
         import os, signal, sys
-        from fxcomp.commands.demo.network_namespace import NetworkNamespace, Rights
+        from fxcomp.commands.demo.shaped_hosts import NetworkNamespace, Rights
         held = NetworkNamespace(Rights[sys.argv[1]])
         print(held.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxcomp.commands.demo.training_text import draw_batch, load_text
+from fxcomp.commands.demo.gpt import draw_batch, load_text
 from fxcomp.errors import TextMissing
 
 

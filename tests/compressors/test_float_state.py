@@ -12,7 +12,7 @@ from fxcomp.compressors import Compressor, Feedback
 from fxcomp.runtime.host_pool import flushes_denormals
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
-from fxcomp.testing.bits import assert_same_bits
+from fxcomp.testing.kernel_checks import assert_same_bits
 from fxcomp.testing.rounds import agree, decode, encode, replicas_of
 from fxcomp.testing.samples import gaussian
 

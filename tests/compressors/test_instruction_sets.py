@@ -9,7 +9,7 @@ from helpers.compressor_cases import COMPRESSORS, WITH_KERNELS
 from helpers.instruction_sets import LEVELS, at_level, steps
 
 from fxcomp.compressors import Compressor, kernels
-from fxcomp.testing.bits import assert_same_bits
+from fxcomp.testing.kernel_checks import assert_same_bits
 
 
 @pytest.mark.one_in(4)

@@ -4,7 +4,7 @@ import torch
 from helpers.compressor_cases import decode, encode
 
 from fxcomp.compressors import Int4
-from fxcomp.testing.bits import plain_torch
+from fxcomp.testing.kernel_checks import plain_torch
 
 VALUES = torch.tensor([7.0, -7.0, 0.5, 1.5, -1.0, 14.0, 3.0])  # the second segment's step is 2, and 3 / 2 rounds to 2
 SEGMENTS = (5, 2)

@@ -12,7 +12,7 @@ from helpers.compressor_cases import COMPRESSORS, WITH_KERNELS
 from helpers.instruction_sets import LEVELS, at_level, steps
 
 from fxcomp.compressors import kernels
-from fxcomp.testing.bits import assert_same_bits
+from fxcomp.testing.kernel_checks import assert_same_bits
 
 ROOT = Path(__file__).parent.parent.parent
 OTHER_COMPILERS = [name for name in ("g++-11", "clang++") if shutil.which(name) is not None]

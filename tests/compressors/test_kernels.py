@@ -10,7 +10,7 @@ from helpers.compressor_cases import WITH_KERNELS
 from fxcomp.compressors import TopK, kernels
 from fxcomp.compressors.pack import scale_copy
 from fxcomp.errors import BadPayload
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import gaussian
 
 

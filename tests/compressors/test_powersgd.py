@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor
 
 from fxcomp.compressors import BadCompressor, PowerSGD, compressor_of, kernels, parse_compressor
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.rounds import Replica, agree, average, encode, fresh_state, replicas_of
 from fxcomp.testing.samples import gaussian
 

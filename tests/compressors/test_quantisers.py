@@ -18,7 +18,7 @@ from fxcomp.compressors import (
     Int8,
     Sign,
 )
-from fxcomp.testing.bits import plain_torch
+from fxcomp.testing.kernel_checks import plain_torch
 from fxcomp.testing.samples import gaussian, laplace
 
 SIZE = 131_072

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fxcomp.compressors import Bias, Feedback, RandomK, randomness
 from fxcomp.compressors.randomk import draw_places
-from fxcomp.testing.bits import assert_same_bits
+from fxcomp.testing.kernel_checks import assert_same_bits
 from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.rounds import average, replicas_of
 from fxcomp.testing.samples import gaussian, heavy

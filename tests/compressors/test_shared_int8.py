@@ -10,7 +10,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor
 
 from fxcomp.compressors import BadCompressor, Bias, Feedback, SharedInt8, parse_compressor
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import SAMPLES, gaussian, laplace
 
 SEGMENTS = (1000, 0, 1, 66_000, 513)

@@ -8,7 +8,7 @@ from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import TopK
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import gaussian
 
 SIZE = 400_000  # two parts, so that a cut goes through the segment

@@ -10,7 +10,7 @@ from torch import Tensor
 from fxcomp.compressors import TopK
 from fxcomp.compressors.places import bytes_of, form_of, read
 from fxcomp.errors import BadPayload
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.samples import SAMPLES, gaussian, laplace
 

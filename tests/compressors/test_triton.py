@@ -24,7 +24,7 @@ from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_c
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
 from fxcomp.testing import SAMPLES
-from fxcomp.testing.bits import assert_same_bits, plain_torch
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 
 FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
 

@@ -12,7 +12,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.collectives import CANDIDATES, FORMULAS, Algorithm, Library
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.report.wire_arithmetic import Compression, pays_at_gb_per_s
 
 K, A = CollectiveKind, Algorithm

@@ -10,7 +10,7 @@ from helpers.random_clusters import Group, random_cluster, random_groups
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.collectives import FORMULAS, Algorithm, collective_us
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 PAIRS = [(kind, algorithm) for kind, algorithms in FORMULAS.items() for algorithm in (*algorithms, None)]
 SEEDS = range(60)

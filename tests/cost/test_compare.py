@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.compare import diff, differences, merge
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
@@ -12,7 +12,7 @@ from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 KIND = CollectiveKind.ALL_REDUCE
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.contention import FACTORS, SeenStep, fit_contention, under_contention
 from fxcomp.cost.timeline import Task, simulate
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 ONE = Processors(1.0, 1.0)
 

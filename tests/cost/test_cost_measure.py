@@ -24,7 +24,7 @@ from fxcomp.cost.measure import (
     measure_memory,
 )
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 from fxcomp.planning import measure_machine
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import FASTEST_GB_PER_S, CompressorCost, CompressorPoint, MeasuredCollective
@@ -16,7 +15,7 @@ from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import cache_path, cached_table, load_table
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 CLUSTER = Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))

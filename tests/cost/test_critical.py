@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.timeline import Task, Timeline, critical_path, exposed_by_task, simulate
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 STEP = [
     Task("backward 0", Stream.COMPUTE, 10.0),

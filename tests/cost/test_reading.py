@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.fit import fit
@@ -24,9 +23,8 @@ from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.strategy import Device
-from fxcomp.plan.streams import Stream
 
 _K = CollectiveKind
 CLUSTERS = [Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1)), Cluster(2, 2, intra=Link(1, 10), inter=Link(10, 1))]

@@ -9,7 +9,7 @@ from fxcomp.cost.robust import Jitter, draw_steps, jitter_of
 from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_time_us
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 STEADY = Jitter(0.0, 0.0, 0.0)
 

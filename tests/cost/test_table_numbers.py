@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 from helpers.workloads import COSTS, cluster
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.piecewise import Fit
 from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadCluster, BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.search.workload import Gradient, Workload
 
 BAD = (math.nan, math.inf, -math.inf, -1.0)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxcomp.cluster.processors import UNSHARED, Processors
+from fxcomp.cluster.cluster import UNSHARED, Processors
 from fxcomp.compressors import kernels
 from fxcomp.cost.timeline import Task, Timeline, simulate, step_time_us, step_times_us
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 ONE = Processors(1.0, 1.0)
 WIRES = (Stream.INTRA, Stream.INTER)

@@ -20,7 +20,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.trace import table_from_traces
 from fxcomp.errors import BadOption
 from fxcomp.graph.work import work_key
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*acc_events:UserWarning")  # what torch before 2.13 warns of
 

@@ -7,7 +7,7 @@ from decision_example import CLUSTER, COSTS, MODE, WORKLOAD
 from describe_decisions import UNIFORM, describe, timeline_of
 from describe_race import right_costs, run_race, step_ms
 
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.modes import error_limit
 from fxcomp.search.choose import choose, predict_us, uniform
 

@@ -7,8 +7,8 @@ from describe_strategies import BROKEN, STEPS, describe
 from draw_strategies import cluster_of, picture, traffic_of
 from strategy_shapes import CHAPTERS
 
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.steps import Collective
+from fxcomp.plan.interpret import Collective
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import DENSE, Strategy
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"

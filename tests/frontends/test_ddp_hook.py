@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, BadState, FxcompError, StepClosed
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 

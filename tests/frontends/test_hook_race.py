@@ -19,8 +19,8 @@ from fxcomp.cost.table import CostTable
 from fxcomp.plan.plan import Plan
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
-from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.runners import Runner
+from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step.race import LONGEST
 from fxcomp.step.step_times import StepTimes
 

@@ -20,11 +20,11 @@ from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
 from fxcomp.frontends.what_if import WhatIf, capture_job, graph_after, rewritten, scaled, what_if
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.budget import plan_error, polluting_share
 from fxcomp.plan.compress import Compress
-from fxcomp.plan.error_budget import plan_error, polluting_share
+from fxcomp.plan.error_feedback import BURST_SHARES, UpdateKind
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.update_kind import BURST_SHARES, UpdateKind
 from fxcomp.planning.decide import plan_as_given
 from fxcomp.report.as_json import to_json
 from fxcomp.report.explanation import Explanation

@@ -17,9 +17,9 @@ from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.thread_state import thread_state
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
-from fxcomp.plan.streams import Stream
 
 aten = torch.ops.aten
 

@@ -22,8 +22,8 @@ from fxcomp.graph.ops import ALL_GATHER, D2H, H2D, PACK, WAIT
 from fxcomp.graph.run_passes import check
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.strategy import Strategy
-from fxcomp.plan.streams import Stream
 
 aten = torch.ops.aten
 

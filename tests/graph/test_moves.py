@@ -13,7 +13,7 @@ from fxcomp.graph.info import Role
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.ops import OF_PARTS, WAIT
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 CUT, ROOTED = [5, 3, 0], [8, 0, 0]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.capture.fake_mode import FIXED_SIZES, StepInputs
 from fxcomp.capture.optimizer import state_tensors
-from fxcomp.capture.step_inputs import FIXED_SIZES, StepInputs
 from fxcomp.capture.training import Training
 from fxcomp.capture.updates import trace_update
 from fxcomp.capture.whole_step import capture
 from fxcomp.graph.update_kinds import kind_of_update, update_kinds
-from fxcomp.plan.update_kind import UpdateKind, burst_share
+from fxcomp.plan.error_feedback import UpdateKind, burst_share
 
 PLAIN, MOMENTUM, SECOND_MOMENT = UpdateKind.PLAIN, UpdateKind.MOMENTUM, UpdateKind.SECOND_MOMENT
 BATCH = (torch.ones(2, 3),)

@@ -26,7 +26,7 @@ from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Content, Mode
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.losses import Losses
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 from helpers.drawn_cases import exact, on_device, workload_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fxcomp.capture.step_inputs import FIXED_SIZES, Varying
+from fxcomp.capture.fake_mode import FIXED_SIZES, Varying
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.graph.captured import Captured

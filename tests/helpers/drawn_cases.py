@@ -11,9 +11,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.devices import preset_named

@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 import fxcomp
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.virtual_time import scheduled

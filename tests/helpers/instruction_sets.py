@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor, Feedback
 from fxcomp.testing import SAMPLES
-from fxcomp.testing.bits import second_step
-from fxcomp.testing.segments import SMALL_SEGMENTS
+from fxcomp.testing.kernel_checks import second_step
+from fxcomp.testing.samples import SMALL_SEGMENTS
 
 LEVELS = {"baseline": 0, "AVX2": 1, "AVX-512": 2}
 

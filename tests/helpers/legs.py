@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode, Route, Send
 from fxcomp.testing.rounds import Replica, decode, encode
 

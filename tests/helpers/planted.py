@@ -29,8 +29,8 @@ from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.plan import route
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.pins import Pins
-from fxcomp.plan.streams import Stream
 from fxcomp.report import plan_diff, wire_arithmetic
 from fxcomp.runtime import flight
 from fxcomp.runtime.agree import Conversation

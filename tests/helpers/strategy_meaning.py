@@ -30,8 +30,8 @@ from torch import Tensor
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.shards import cut_points
+from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.plan.legs import cut_points
 from fxcomp.plan.strategy import Collective, Compress, Decompress, Propose, Step, Strategy
 
 Inside = Mapping[int, Fraction]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.lines import TIMED_METHODS, CostKind

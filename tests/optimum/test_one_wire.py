@@ -11,13 +11,13 @@ from helpers.optimum.one_wire import NotOneWire, fastest_on_one_wire
 from helpers.optimum.oracle import optimum
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.modes import Content, Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.choose import predict_us
 from fxcomp.search.losses import Losses
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 

@@ -8,8 +8,7 @@ import pytest
 from helpers.optimum.oracle import EXACT, TooLarge, bound_us, optimum
 from helpers.workloads import COSTS, cluster
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Bucket, Plan

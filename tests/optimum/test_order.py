@@ -7,16 +7,15 @@ import pytest
 from helpers.optimum.oracle import EXACT, TooLarge, optimum
 from helpers.workloads import COSTS, cluster
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import UNSHARED, Processors
+from fxcomp.cluster.cluster import UNSHARED, Cluster, Processors
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import plan_error, polluting_share
+from fxcomp.plan.budget import plan_error, polluting_share
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, predict_us
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 PROCESSORS = (UNSHARED, Processors(1.0, 1.0), Processors(2.0, 1.0), Processors(3.0, 1.0))

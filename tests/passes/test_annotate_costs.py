@@ -12,7 +12,7 @@ from fxcomp.graph.edit import is_collective
 from fxcomp.graph.info import info
 from fxcomp.graph.work import work_key
 from fxcomp.passes.annotate_costs import annotate_costs
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 
 
 def test_operators_cost_by_the_roofline(golden):

@@ -11,7 +11,7 @@ from fxcomp.graph.info import info
 from fxcomp.graph.ops import TURN
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.passes.assign_streams import assign_streams
-from fxcomp.plan.streams import Stream
+from fxcomp.plan.kinds import Stream
 
 HIERARCHICAL = "reduce_scatter@intra > compress(int8)@cpu > all_gather@inter > decompress@cpu > all_gather@intra"
 

@@ -17,8 +17,7 @@ from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, CAST, D2H, H2D, OF_PARTS, P
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.lower_strategies import lower_strategies
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import CollectiveKind, ElementType
 from fxcomp.plan.plan import Plan
 
 DENSE = "all_reduce@world"

@@ -2,11 +2,10 @@
 
 from helpers.workloads import cluster
 
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType, Stream
 from fxcomp.plan.lines import LineKind, lines_of, sent
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
-from fxcomp.plan.streams import Stream
 
 PAIRS = cluster(2, 2, "1gbit")
 AROUND_INT8 = "reduce_scatter@intra > compress(int8)@{0} > all_gather@inter > decompress@{0} > all_gather@intra"

@@ -8,11 +8,10 @@ import pytest
 
 from fxcomp.errors import BadOption, BadPlan, FxcompError
 from fxcomp.plan.budget import ErrorBudget, like
-from fxcomp.plan.compress import Compress
+from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.warmup import Warmup
 
 STRATEGY = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 

@@ -6,8 +6,7 @@ from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import BadOption
-from fxcomp.plan.budget import like, within_budget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import like, plan_error, within_budget
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.search.choose import uniform
 

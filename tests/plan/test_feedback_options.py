@@ -17,16 +17,14 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import BF16, Compressor, Int8, TopK, parse_compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, BadPlan, DivergingCombination
-from fxcomp.plan.check_feedback import check_experiment, check_plan
-from fxcomp.plan.error_budget import polluting_share
-from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.budget import polluting_share
+from fxcomp.plan.compress import Warmup
+from fxcomp.plan.error_feedback import BURST_SHARES, ErrorFeedback, UpdateKind, check_experiment, check_plan
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.plan.update_kind import BURST_SHARES, UpdateKind
-from fxcomp.plan.warmup import Warmup
 from fxcomp.search.choose import choose
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -15,11 +15,26 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.seating import Axis
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
-from fxcomp.plan.interpret import COLLECTIVES, EVERYWHERE, Standing, after, fitting, interpret, misfit
+from fxcomp.plan.interpret import (
+    COLLECTIVES,
+    EVERYWHERE,
+    Collective,
+    Compress,
+    Decompress,
+    Device,
+    Propose,
+    Standing,
+    Step,
+    after,
+    fitting,
+    interpret,
+    misfit,
+    parse_steps,
+    text_of,
+)
 from fxcomp.plan.legs import Route
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.steps import Collective, Compress, Decompress, Device, Propose, Step, parse_steps, text_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.testing.rounds import Replica, fresh_state
 

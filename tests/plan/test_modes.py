@@ -10,8 +10,8 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import Columns, ErrorRow, legal
 from fxcomp.errors import BadOption
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import is_bursty, plan_error, strategy_error, strategy_errors
+from fxcomp.plan.budget import is_bursty, plan_error, strategy_error, strategy_errors
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import ENTRIES, Content, Mode, compressors_of, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy

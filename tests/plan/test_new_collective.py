@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 PLANTED = {
-    "plan/collective_kind.py": {
+    "plan/kinds.py": {
         '    POINT_TO_POINT = "point_to_point"\n': '    POINT_TO_POINT = "point_to_point"\n    RELAY = "relay"\n',
         "CollectiveKind.ALL_TO_ALL)\n\n": "CollectiveKind.ALL_TO_ALL, CollectiveKind.RELAY)\n\n",
         "_JOINED_BY = {\n": "_JOINED_BY = {\n    CollectiveKind.RELAY: CollectiveKind.ALL_GATHER,\n",

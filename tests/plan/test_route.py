@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode, Route, Send, Turn
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy

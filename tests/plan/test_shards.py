@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxcomp.plan.shards import cut_points
+from fxcomp.plan.legs import cut_points
 
 SIZES = st.lists(st.integers(0, 3000), max_size=12)
 PARTS = st.integers(1, 9)

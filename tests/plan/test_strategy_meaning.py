@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Route
 from fxcomp.plan.route import route_of
 from fxcomp.plan.space import ROOTED, Phase, Space, published_space, strategies_in, ways_through

@@ -20,8 +20,8 @@ from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.planning import earlier_jobs, measure_job
+from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.planning import decide, earlier_jobs
 from fxcomp.planning.earlier_jobs import MOST_FILES, EarlierJobs, with_step_of
 from fxcomp.step.compiled_step import CompiledStep
 
@@ -109,13 +109,13 @@ def second_job(_: object = None) -> tuple[int, bool, bool, int]:
     """Compile the same step three times, at last with its file gone; return how often it was measured, and what of."""
     earlier_jobs.NOISE_US = math.inf  # of a small message on a busy machine
     asked: list[int] = []
-    measure = measure_job.measure_step
+    measure = decide.measure_step
 
     def measured(*arguments: Any) -> list[Any]:
         asked.append(1)
         return measure(*arguments)
 
-    measure_job.measure_step = measured
+    decide.measure_step = measured
     job = JOBS["mlp"]
 
     def compiled() -> CompiledStep:

@@ -19,7 +19,7 @@ from fxcomp import compat
 from fxcomp.beside import NOBODY, Beside
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.group import Work

@@ -22,9 +22,9 @@ from fxcomp.commands.demo import launch_ranks, shaped_hosts
 from fxcomp.cost.collectives import collective_us
 from fxcomp.cost.contention import FittedContention
 from fxcomp.errors import NoProcessGroup
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Strategy
-from fxcomp.planning import measure_job
+from fxcomp.planning import decide
 from fxcomp.ranks import LOCAL_LINK, Ranks, cluster_of_group
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.site import Site
@@ -175,7 +175,7 @@ def fitted_contention(_: object = None) -> tuple[int, float, float]:
         asked.append(1)
         return FittedContention(1.5 + dist.get_rank(), 0.1 + 0.1 * dist.get_rank())
 
-    measure_job.contention_of = fitted
+    decide.contention_of = fitted
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
@@ -190,12 +190,12 @@ def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
 def priced_starts(_: object = None) -> float:
     """Return a start's cost in the plan's table where one on this rank took 700 us, or 900."""
     forget_earlier_jobs()
-    measure = measure_job.measure_step
+    measure = decide.measure_step
 
     def measured(*arguments: Any) -> list[Any]:
         return [replace(on, launch_us=700.0 + 200 * dist.get_rank()) for on in measure(*arguments)]
 
-    measure_job.measure_step = measured
+    decide.measure_step = measured
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
@@ -209,7 +209,7 @@ def test_a_start_costs_what_it_took_in_the_step():
 def priced_feeding(_: object = None) -> float:
     """Return a step's cost around its nodes where it took 600 us on this rank, or 900."""
     forget_earlier_jobs()
-    measure_job.feed_us = lambda *_: 600.0 + 300 * dist.get_rank()
+    decide.feed_us = lambda *_: 600.0 + 300 * dist.get_rank()
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())

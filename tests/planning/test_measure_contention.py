@@ -15,18 +15,16 @@ from torch.fx import GraphModule
 
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.plan.streams import Stream
 from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (
     GATHERED,
@@ -40,7 +38,7 @@ from fxcomp.planning.measure_step import StepMeasurement, _LinesTimed  # pyright
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
-from fxcomp.search.graph_tasks import graph_tasks
+from fxcomp.search.read_workload import graph_tasks
 
 CLUSTER = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
 SHARED = replace(

@@ -14,8 +14,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.error_tables.columns import STANDARD
 from fxcomp.error_tables.table import ErrorRow
-from fxcomp.plan.budget import Budget, ErrorBudget, within_budget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import Budget, ErrorBudget, plan_error, within_budget
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
@@ -26,7 +25,7 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
 from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 from fxcomp.step.errors.adaptation import PlanMove
 

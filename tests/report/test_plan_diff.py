@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fxcomp.__main__ import main
-from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.given import strategy_named
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.report.document import Table

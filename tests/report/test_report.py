@@ -14,21 +14,19 @@ from fxcomp.compressors import kernels, parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Device, Strategy
-from fxcomp.plan.streams import Stream
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.as_json import to_json
-from fxcomp.report.attribution import exposed_by_bucket, parts_us
+from fxcomp.report.document import short
 from fxcomp.report.draw_timeline import draw_timelines
-from fxcomp.report.explanation import Explanation
-from fxcomp.report.short_names import short
+from fxcomp.report.explanation import Explanation, exposed_by_bucket, parts_us
 from fxcomp.report.terminal import encodable, to_text
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit, uniform
+from fxcomp.search.decision import Raced
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.raced import Raced
 from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Gradient, Workload
 

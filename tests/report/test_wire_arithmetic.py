@@ -13,7 +13,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of

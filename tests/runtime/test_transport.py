@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.errors import BadTensor
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.moves import Cut, Move, Pattern, from_first

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from helpers.workloads import COSTS, cluster, layers
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import plan_error, polluting_share
+from fxcomp.plan.budget import plan_error, polluting_share
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.bound import bound_us

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxcomp.error_tables import STANDARD, ErrorRow, ErrorTable, legal
-from fxcomp.plan.budget import Budget, ErrorBudget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose, predict_us
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 WHERE = cluster(4, 1, "1gbit")

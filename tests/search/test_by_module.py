@@ -9,7 +9,7 @@ import pytest
 from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.errors import BadOption, BadPlan
-from fxcomp.plan.error_budget import plan_error, polluting_share
+from fxcomp.plan.budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket
@@ -20,8 +20,8 @@ from fxcomp.search.by_module import (
     choose_by_module,
     scattered_by,
 )
+from fxcomp.search.question import Terms
 from fxcomp.search.shared_draws import LEAST_GAIN
-from fxcomp.search.terms import Terms
 
 MODULES = 4
 WORKLOAD = layers(MODULES)

@@ -8,13 +8,13 @@ from helpers.workloads import COSTS, cluster, layers, matrices
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.plan.error_budget import plan_error, polluting_share
+from fxcomp.plan.budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
+from fxcomp.search.question import Terms
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING
-from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 

@@ -9,21 +9,19 @@ import pytest
 from helpers.descent.descent import Descent
 from helpers.workloads import COSTS, cluster, layers
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import UNSHARED, Processors
+from fxcomp.cluster.cluster import UNSHARED, Cluster, Processors
 from fxcomp.compressors import BadCompressor, kernels
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Plan
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
+from fxcomp.search.descent.cells import Limits, Part
 from fxcomp.search.descent.engine import Compiled
-from fxcomp.search.descent.parts import Limits, Part
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.question import Question
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Question, Terms
 from fxcomp.search.workload import Gradient, Workload
 
 WHERE = cluster(2, 1, "1gbit")

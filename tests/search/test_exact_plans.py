@@ -8,8 +8,8 @@ from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import predict_us
 from fxcomp.search.descent.plan_search import searches_of
 from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.exact_plans import ExactPlans
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
+from fxcomp.search.shared_draws import ExactPlans
 
 
 def test_exact_plans_price_as_the_tasks_do():

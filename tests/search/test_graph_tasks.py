@@ -14,21 +14,18 @@ from torch import Tensor, nn
 
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cluster.link import Link
-from fxcomp.cluster.processors import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.dump import dump
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.element_type import ElementType
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import HOSTS, RACKS, Device, Strategy
-from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 
 SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))

@@ -5,7 +5,7 @@ from helpers.drawn_errors import drawn_table
 from helpers.workloads import cluster, layers
 
 from fxcomp.error_tables import ASSUMED
-from fxcomp.plan.error_budget import plan_error, strategy_error
+from fxcomp.plan.budget import plan_error, strategy_error
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Content, strategies_within
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.atoms import atoms_of

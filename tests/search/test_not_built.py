@@ -10,15 +10,14 @@ from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.__main__ import main
 from fxcomp.compressors import kernels
-from fxcomp.plan.budget import Budget, ErrorBudget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
 from fxcomp.search.descent.engine import search_notes
 from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
-from fxcomp.search.terms import Terms
 
 WHERE = cluster(2, 2, "1gbit")
 WORKLOAD = layers(6)

@@ -5,7 +5,7 @@ import math
 import pytest
 from helpers.workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.modes import Mode, error_limit
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Plan
@@ -14,7 +14,7 @@ from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, bf16_everywhere, choose, flip_gbit, predict_us
 from fxcomp.search.descent.plan_search import searches_of
 from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 
 WORKLOAD = layers(5)
 SLOW = cluster(2, 1, "100mbit")

@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 from helpers.workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate, step_time_us
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.modes import Mode, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Device, Strategy
-from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Gradient, Workload
 

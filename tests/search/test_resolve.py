@@ -6,20 +6,19 @@ import pytest
 from helpers.drawn_errors import drawn_table
 from helpers.workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.error_tables import ASSUMED, ErrorRow, ErrorTable, legal
-from fxcomp.plan.budget import Budget, ErrorBudget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.choose import choose, predict_us, uniform
 from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.question import Terms
 from fxcomp.search.resolve import WORTH_MOVING, Resolve
-from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 
 WORKLOAD, SLOW = layers(10), cluster(8, 1, "300mbit")

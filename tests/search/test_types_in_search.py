@@ -12,7 +12,7 @@ from helpers.workloads import cluster
 from fxcomp.compressors import CastCompressor, kernels
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadPlan
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
@@ -22,7 +22,7 @@ from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.descent.engine import Compiled
 from fxcomp.search.descent.plan_search import searches_of
 from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 F32, BF16, F16, F64 = ElementType

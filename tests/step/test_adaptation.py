@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.budget import ErrorBudget
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import ErrorBudget, plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.search.resolve import Resolve
 from fxcomp.step import calendar

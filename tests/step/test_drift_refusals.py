@@ -24,8 +24,8 @@ from fxcomp.errors import BadOption, CannotReplan
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.lines import TIMED_METHODS, CostKind
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.collective_kind import CollectiveKind
 from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
 from fxcomp.step.drift.correct import describe
 from fxcomp.step.drift.correct_links import link_factors, with_links

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.compressors import parse_compressor
+from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.strategy import Strategy
-from fxcomp.plan.warmup import Warmup
 
 JOB = JOBS["mlp"]
 

@@ -12,8 +12,8 @@ from helpers.scaled_jobs import Found, Job
 from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
+from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.warmup import Warmup
 
 FAST, LONG = 40, 300
 

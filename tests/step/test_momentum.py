@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.compressors import Compressor, DecoderInput, EncoderInput, parse_compressor
+from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.warmup import Warmup
 
 JOB = JOBS["mlp"]
 MOMENTUM, RATE = 0.9, 0.05

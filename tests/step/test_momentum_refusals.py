@@ -8,8 +8,7 @@ from helpers.ranks import try_ranks
 
 import fxcomp
 from fxcomp.errors import BadOption
-from fxcomp.plan.check_feedback import check_momentum
-from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.error_feedback import ErrorFeedback, check_momentum
 
 JOB = JOBS["mlp"]
 

@@ -26,16 +26,16 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.graph.lines import CostKind
 from fxcomp.options import Checks
+from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.plan.verified_steps import VerifiedSteps
-from fxcomp.plan.warmup import Warmup
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
-from fxcomp.search.exact_plans import ExactPlans
-from fxcomp.search.raced import Raced
+from fxcomp.search.decision import Raced
 from fxcomp.search.runners import Runner
+from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import BUDGET, LONGEST, WARM_STEPS, Race
 

@@ -27,8 +27,8 @@ from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
-from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.runners import Runner
+from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step import calendar
 from fxcomp.step.errors import adaptation, watch
 

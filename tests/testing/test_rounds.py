@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, Int4, TopK, parse_compressor
-from fxcomp.plan.shards import cut_points
+from fxcomp.plan.legs import cut_points
 from fxcomp.testing import Shard, average_in_two_shots, shards_of
 
 SEGMENTS = (700, 3, 0, 1500, 130)

@@ -8,8 +8,7 @@ from functools import cached_property, partial, partialmethod
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
-from fxcomp.capture.reach.bytecode import is_library, named_in
-from fxcomp.capture.reach.places import Held, Names, Place, Slot, View, is_a, read
+from fxcomp.capture.reach.places import Held, Names, Place, Slot, View, is_a, is_library, named_in, read
 
 
 class FunctionPlace(Place):

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.reach.bytecode import is_library
 from fxcomp.capture.reach.callables import CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors
 from fxcomp.capture.reach.places import (
     COLLECTIONS,
@@ -36,6 +35,7 @@ from fxcomp.capture.reach.places import (
     ObjectPlace,
     Place,
     Signature,
+    is_library,
     slots_of,
 )
 

@@ -2,10 +2,15 @@
 
 All take turns in the same processes, so that a machine that drifts drifts for all. The last shows what a step would
 take without a network. `run.py` starts it as a module of its own; rank 0 prints lines for it.
+
+The communication hooks that DistributedDataParallel offers, for comparison.
 """
 
 # Much of torch has no types of its own:
 # pyright: reportUnknownMemberType=false
+# DDP reads a hook's annotations, so this file must not postpone them.
+# Much of torch has no types of its own, or not those that it has:
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -22,11 +27,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.commands.demo.gpt import GPTConfig, gpt_job, training_text, validation_loss
-from fxcomp.commands.demo.hooks import with_bf16, with_powersgd
 from fxcomp.commands.demo.launch_ranks import join
 from fxcomp.commands.demo.result import BLOCK_STEPS, FREE, FXCOMP, LABELS, Contestant
 from fxcomp.commands.demo.run import MARK
@@ -35,8 +40,41 @@ from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job
 from fxcomp.options import Checks
 from fxcomp.plan.plan import Plan
-from fxcomp.report.quantities import count
-from fxcomp.report.short_names import short
+from fxcomp.report.document import count, short
+
+POWERSGD_RANK = 4
+POWERSGD_STARTS = 2  # steps; the least that the hook takes with error feedback
+_ONE_BUCKET_MB = 1000
+
+
+def with_bf16(model: nn.Module) -> DistributedDataParallel:
+    """Wrap a model so that gradients travel as bf16."""
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(None, bf16_hook)
+    return parallel
+
+
+def with_powersgd(model: nn.Module) -> DistributedDataParallel:
+    """Wrap a model so that matrices travel as products of two thin ones.
+
+    With two PowerSGD buckets in flight gloo's threads wait for each other for ever, so there is one.
+    """
+    parallel = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB)
+    state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_STARTS)
+    parallel.register_comm_hook(state, powerSGD_hook)
+    return parallel
+
+
+def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Do what torch's bf16_compress_hook does, which refuses gloo although gloo can add bf16."""
+    payload = bucket.buffer().div(dist.get_world_size()).to(torch.bfloat16)
+
+    def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return bucket.buffer().copy_(future.value()[0])
+
+    work = cast(dist.Work, dist.all_reduce(payload, async_op=True))
+    return work.get_future().then(decompress)
+
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
 WARM_UP_STEPS = 4  # whole blocks; training, but not measured: hooks start late, DDP lays its buckets out again

@@ -1,4 +1,7 @@
-"""Hold what the demo measured: each contestant's steps, bytes and losses; compare two of them."""
+"""Hold what the demo measured: each contestant's steps, bytes and losses; compare two of them.
+
+Write the demo's result: a few sentences, then a bar for each contestant's step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+
+from fxcomp.report.document import count
 
 DDP, FXCOMP, FREE = "ddp", "fxcomp", "free"
 HOOKS = ("bf16_hook", "powersgd_hook")
@@ -83,3 +88,90 @@ def _blocks(step_s: Sequence[float]) -> list[Sequence[float]]:
 
 def _median_of(blocks: Sequence[Sequence[float]]) -> float:
     return statistics.median(step for block in blocks for step in block)
+
+
+WIDTH = 110  # columns that the widest chart needs
+_BAR = 36  # characters, for the longest step
+_LEAST_BAR = 8
+_FEW_STEPS = 8  # of each; with fewer nothing is compared, and one verified step could decide
+_GAP = "  "
+_LEAST_COST = 0.03  # of DDP's step: a network that costs less has nothing to recover
+
+
+def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:
+    """Write what was found. The chart is last, and no wider than `width` columns."""
+    named = {each.name: each for each in contestants}
+    hook = best_hook(contestants)
+    other = next(each for each in contestants if each.name in HOOKS and each is not hook)
+    shown = [named[DDP], hook, named[FXCOMP], named[FREE]]
+    steps = len(named[DDP].step_s)
+    compared = [f"{count(steps, 'step')} of each are too few to compare; {_FEW_STEPS} are the least."]
+    if steps >= _FEW_STEPS:
+        compared = [
+            _against(speedup(named[FXCOMP], named[DDP]), "DDP"),
+            _recovered(*(named[name] for name in (DDP, FXCOMP, FREE))),
+            _against(speedup(named[FXCOMP], hook), f"{_spoken(hook)}, the faster hook here"),
+        ]
+    sentences = [
+        *compared,
+        f"{_spoken(other)} took {other.median_ms:.0f} ms a step.",
+        f"fxcomp's plan: {plan}." if plan else "",
+    ]
+    foot = (
+        f"Medians of {steps} steps, taken in turns, and what a host sent in one; losses after the same number of steps"
+        " on the same batches."
+    )
+    return "\n".join([title, "", *filter(None, sentences), foot, "", *chart(shown, width)])
+
+
+def chart(contestants: Sequence[Contestant], width: int = WIDTH) -> list[str]:
+    """Draw a bar for each contestant's step, with its bytes and losses as far as `width` columns have room."""
+    rows = [("", "ms a step", "", "MB sent", "train loss", "validation loss")]
+    for each in contestants:
+        sent = "–" if each.name == FREE else f"{each.wire_bytes / 1e6:.2f}"
+        losses = ["–" if loss is None else f"{loss:.3f}" for loss in (each.train_loss, each.validation_loss)]
+        rows.append((LABELS[each.name], f"{each.median_ms:.0f}", "", sent, losses[0], losses[1]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while len(widths) > 3 and _rest(widths) + _LEAST_BAR > width:
+        widths.pop()
+    widths[2] = max(_LEAST_BAR, min(_BAR, width - _rest(widths)))
+    longest = max(each.median_ms for each in contestants)
+    bars = ["", *("█" * max(round(widths[2] * each.median_ms / longest), 1) for each in contestants)]
+    are_left = (True, False, True, False, False, False)
+    return [
+        _GAP.join(
+            cell.ljust(size) if is_left else cell.rjust(size)
+            for cell, size, is_left in zip((*row[:2], bar, *row[3:]), widths, are_left, strict=False)
+        ).rstrip()
+        for row, bar in zip(rows, bars, strict=True)
+    ]
+
+
+def _rest(widths: Sequence[int]) -> int:
+    """Count the columns beside the bars, which are the third."""
+    return sum(widths) - widths[2] + len(_GAP) * (len(widths) - 1)
+
+
+def _against(found: Speedup, whom: str) -> str:
+    interval = f"95 % interval {found.low:.2f} to {found.high:.2f}"
+    if found.is_faster:
+        return f"fxcomp makes a step {found.ratio:.2f} times as fast as {whom} ({interval})."
+    if found.is_slower:
+        return f"fxcomp is SLOWER here than {whom}: {found.ratio:.2f} times as fast ({interval})."
+    return (
+        f"fxcomp is not faster here than {whom}, as far as can be told: {found.ratio:.2f} times as fast ({interval})."
+    )
+
+
+def _recovered(ddp: Contestant, fxcomp: Contestant, free: Contestant) -> str:
+    cost = ddp.median_ms - free.median_ms
+    if cost < _LEAST_COST * ddp.median_ms:
+        return "The network costs DDP next to nothing here, so there is nothing to win."
+    if not speedup(fxcomp, ddp).is_faster:
+        return ""
+    share = 100 * (ddp.median_ms - fxcomp.median_ms) / cost
+    return f"It recovers {share:.0f} % of the {cost:.0f} ms that the network costs DDP."
+
+
+def _spoken(contestant: Contestant) -> str:
+    return LABELS[contestant.name].replace(", ", " with the ")

@@ -3,6 +3,8 @@
 Two ranks on this machine, over a link of 300 Mbit/s between two network namespaces, learn the source of Python's
 standard library. Where no link can be shaped they talk over loopback. This process starts the ranks, which run
 `contest.py`, and prints what they found.
+
+Say what is being done and for how long: in place on a terminal, else as a line every few seconds.
 """
 
 from __future__ import annotations
@@ -10,22 +12,79 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TextIO
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands.demo.chart import WIDTH, describe
 from fxcomp.commands.demo.launch_ranks import run_ranks
-from fxcomp.commands.demo.network_namespace import Rights
-from fxcomp.commands.demo.progress import Progress
-from fxcomp.commands.demo.result import Contestant
-from fxcomp.commands.demo.shaped_hosts import ShapedHosts, rights_here
+from fxcomp.commands.demo.result import WIDTH, Contestant, describe
+from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here
 from fxcomp.errors import BadOption, HostsUnavailable
 from fxcomp.report.terminal import encodable, width_of
+
+EVERY_S = 4.0  # between lines
+_LOOK_S = 0.5
+
+
+class Progress:
+    """The latest of what `say` was told, with the seconds since the `with` block began."""
+
+    def __init__(self, out: TextIO, *, in_place: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out = out
+        self._in_place = in_place
+        self._clock = clock
+        self._began = clock()
+        self._shown_at: float | None = None
+        self._text = ""
+        self._lock = threading.Lock()  # ranks are heard in threads of their own
+        self._done = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._ticker.join()
+        if self._in_place:
+            print("\r\x1b[K", end="", file=self._out, flush=True)
+
+    def say(self, text: str) -> None:
+        """Show this now if a line is due, and until something else is said."""
+        with self._lock:
+            self._text = text
+        self.show_if_due()
+
+    def show_if_due(self) -> None:
+        """Show the latest text if it is time for a line."""
+        with self._lock:
+            now = self._clock()
+            pause = _LOOK_S if self._in_place else EVERY_S
+            if not self._text or (self._shown_at is not None and now - self._shown_at < pause):
+                return
+            self._shown_at = now
+            line = f"{now - self._began:4.0f} s  {self._text}"
+            if self._in_place:  # cut, because a line that wraps cannot be written over
+                cut = line[: shutil.get_terminal_size().columns - 1]
+                print(f"\r\x1b[K{cut}", end="", file=self._out, flush=True)
+            else:
+                print(line, file=self._out, flush=True)
+
+    def _tick(self) -> None:
+        while not self._done.wait(_LOOK_S):
+            self.show_if_due()
+
 
 NAME = "demo"
 HELP = "train a small GPT with DDP, with its hooks and with fxcomp, in turns"

@@ -1,16 +1,77 @@
-"""Join atoms into cells, the least that a search moves between buckets, and add up their sizes."""
+"""Join atoms into cells, the least that a search moves between buckets, and add up their sizes.
+
+Number buckets and plans for a search.
+
+Find the buckets that a strategy cannot carry.
+
+    a vector of 3e9 elements, topk(0.01)       its places do not fit into 31 bits: no bucket that holds it
+    a matrix of 3e9 elements in four atoms     no bucket that holds three of them
+
+A compressor says so by BadCompressor, for each parameter alone. One that carries a parameter carries smaller ones.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.plan import part_shape
 from fxcomp.search.atoms import Atom
-from fxcomp.search.descent.templates import Feature, feature_sizes
+from fxcomp.search.descent.templates import Feature, Template, feature_sizes, size_of
+from fxcomp.search.workload import Gradient
+
+SAME = 1e-9
+"""Times that are relatively closer than this are equal."""
+
+
+class Part(NamedTuple):
+    """A bucket in the search: cells start to stop of a lane, and the number of one of its options."""
+
+    lane: int
+    start: int
+    stop: int
+    option: int
+
+
+Parts = tuple[Part, ...]
+"""A plan in the search: buckets in the order in which their last gradients are ready."""
+
+
+class Value(NamedTuple):
+    """A plan's step, infinite for one that loses too much, and what it loses, in elements."""
+
+    us: float
+    lost: float
+
+    def beats(self, other: Value) -> bool:
+        """Return whether a plan is faster, or as fast and loses less."""
+        if self.us > other.us * (1 + SAME):
+            return False
+        return self.us < other.us * (1 - SAME) or self.lost < other.lost
+
+
+class Limits(NamedTuple):
+    """The effort of a descent. All are counts: every rank must stop at the same plan."""
+
+    evaluations: int = 4000
+    """Simulated plans."""
+    options: int = 6
+    """The best options of a bucket, which are tried together with another change, and its own."""
+    apart: int = 3
+    """Two buckets that are changed together are no further apart."""
+    dense_only: bool = False
+    pairs: bool = True
+    """Change two buckets together, where no single change helps."""
+    borders: bool = True
+    """Change the buckets themselves, and not their options alone."""
+    price: float = 0.0
+    """The time that an element's loss counts for, in us: what is least is the step and that."""
+
 
 MOST_CELLS = 64
 """Of a lane, while a plan is looked for. A plan that was found is improved with a cell for each atom."""
@@ -107,3 +168,43 @@ def lane_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS
             heapq.heappush(pairs, (size[before[one]] + together, before[one], one))
     borders = (*(k for k in range(count) if is_there[k]), count)
     return Lane(tuple(atoms), tuple(places), borders)
+
+
+def reaches(templates: Sequence[Template], lane: Lane, ranks: int) -> list[list[int] | None]:
+    """Return for each template and cell where a bucket that starts there must end; None if any bucket is carried."""
+    gradients = {atom.number: atom.gradient for atom in lane.atoms}
+    if not gradients:
+        return [None] * len(templates)
+    largest = max(gradients, key=lambda number: gradients[number].elements)
+    return [_reach(template, lane, gradients, largest, ranks) for template in templates]
+
+
+def _reach(
+    template: Template, lane: Lane, gradients: Mapping[int, Gradient], largest: int, ranks: int
+) -> list[int] | None:
+
+    def refuses(shape: Sequence[int]) -> bool:
+        return any(size_of(feature, shape, ranks) is None for feature in compressed)
+
+    compressed = [feature for feature in template.features if feature.compressor is not None]
+    if not compressed or not refuses(gradients[largest].shape):
+        return None
+    found = [lane.cells] * lane.cells
+    for number, gradient in gradients.items():
+        if not refuses(gradient.shape):
+            continue
+        cells = [cell for cell in range(lane.cells) if _parts(lane, number, cell, cell + 1)]
+        for start in range(cells[-1] + 1):
+            first = max(start, cells[0])
+            for stop in range(first + 1, cells[-1] + 2):
+                parts = _parts(lane, number, first, stop)
+                extent = range(parts[0].extent.start, parts[-1].extent.stop)
+                if refuses(part_shape(gradient.shape, extent)):
+                    found[start] = min(found[start], stop - 1)
+                    break
+    return found
+
+
+def _parts(lane: Lane, number: int, start: int, stop: int) -> list[Atom]:
+    """List the atoms of one gradient in cells."""
+    return [atom for atom in lane.within(start, stop) if atom.number == number]

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from fxcomp.compressors import kernels
 from fxcomp.plan.plan import Plan
-from fxcomp.search.descent.parts import Limits, Part, Parts, Value
+from fxcomp.search.descent.cells import Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import BURSTY, Problem
-from fxcomp.search.exact_plans import ExactPlans
+from fxcomp.search.shared_draws import ExactPlans
 
 
 class Engine(Protocol):

@@ -14,24 +14,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.budget import is_bursty
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
-from fxcomp.search.descent.cells import Lane, lane_of
-from fxcomp.search.descent.effort import ALONE, QUICK, SHARED
+from fxcomp.search.descent.cells import Lane, Limits, Part, Parts, Value, lane_of
 from fxcomp.search.descent.engine import Engine, engine_of
-from fxcomp.search.descent.kicks import kicks
-from fxcomp.search.descent.parts import Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import Option, Problem, Problems, TracedPrices
-from fxcomp.search.descent.spent_starts import spent_starts
+from fxcomp.search.descent.spent_starts import ALONE, QUICK, SHARED, kicks, spent_starts
 from fxcomp.search.descent.templates import Setting
-from fxcomp.search.exact_plans import ExactPlans
 from fxcomp.search.losses import Losses
-from fxcomp.search.question import Question, questions_of
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Question, Terms, questions_of
+from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.search.workload import Workload
 
 MIB = 1 << 20

@@ -19,10 +19,9 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import NO_TIME_US
 from fxcomp.cost.piecewise import Curve, trace
 from fxcomp.cost.table import CostTable
+from fxcomp.plan.kinds import Stream
 from fxcomp.plan.strategy import Strategy
-from fxcomp.plan.streams import Stream
-from fxcomp.search.descent.carried import reaches
-from fxcomp.search.descent.cells import Lane
+from fxcomp.search.descent.cells import Lane, reaches
 from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import broadcast_task

@@ -6,19 +6,108 @@ A descent changes one or two neighbours at a time, and every step of it keeps th
 more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds it, on a
 timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute together.
 `tests/helpers/optimum/one_wire.py` does the same exactly, where the timeline is indeed one queue.
+
+The number of tries before a search is content.
+
+Change a plan as no single change of a descent does, to get out of where that ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fxcomp.plan.streams import Stream
-from fxcomp.search.descent.parts import Part, Parts
+from fxcomp.plan.kinds import Stream
+from fxcomp.search.descent.cells import Lane, Limits, Part, Parts
 from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
+
+
+class Effort(NamedTuple):
+    """The effort of a search; all are counts."""
+
+    starts: int
+    """Starts that are improved."""
+    first: Limits
+    improved: int
+    """Ends that are improved further, two changes at a time."""
+    then: Limits
+    in_full: Limits
+    """With a cell for each atom, of the best end and of as many starts as ends are improved."""
+    kicked: Limits
+    rounds: int
+    """Times that kicks are tried."""
+    tails: int
+    """Options that a kick gives to the end of the last bucket."""
+    prices: int
+    """Prices of what is lost that are tried."""
+
+
+ALONE = Effort(
+    8,
+    Limits(evaluations=2500, options=5, pairs=False),
+    2,
+    Limits(evaluations=4000),
+    Limits(evaluations=6000, options=5),
+    Limits(evaluations=500, options=3, pairs=False),
+    2,
+    2,
+    6,
+)
+SHARED = Effort(
+    4,
+    Limits(evaluations=1000, options=4, pairs=False),
+    1,
+    Limits(evaluations=2000),
+    Limits(evaluations=1200, options=4, pairs=False),
+    Limits(evaluations=250, options=2, pairs=False),
+    1,
+    1,
+    4,
+)
+"""Where processors are shared a simulation takes ten times as long."""
+
+QUICK = Limits(evaluations=300, pairs=False)
+
+_KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
+"""Of a bucket, at its end or start."""
+
+
+def kicks(parts: Parts, lanes: Sequence[Lane], tails: Sequence[int]) -> list[Parts]:
+    """Change a plan as no single change does: halves, pairs, and other options at the end or the start."""
+
+    def ordered(found: Iterable[Part]) -> Parts:
+        return tuple(sorted(found, key=lambda part: lanes[part.lane].last(part.stop - 1)))
+
+    def halves(part: Part) -> tuple[Part, ...]:
+        middle = (part.start + part.stop) // 2
+        return (part._replace(stop=middle), part._replace(start=middle)) if middle > part.start else (part,)
+
+    by_lane = [[part for part in parts if part.lane == lane] for lane in range(len(lanes))]
+    found = [
+        ordered(half for part in parts for half in halves(part)),
+        ordered(
+            pair[-1]._replace(start=pair[0].start)
+            for each in by_lane
+            for pair in (each[k : k + 2] for k in range(0, len(each), 2))
+        ),
+    ]
+    if not by_lane[0]:
+        return found
+    last, first = by_lane[0][-1], by_lane[0][0]
+    rest_of_last, rest_of_first = ([part for part in parts if part != one] for one in (last, first))
+    for share in _KICKED_SHARES:
+        cut = last.stop - max(1, int((last.stop - last.start) * share))
+        if cut > last.start:
+            for option in tails:
+                found.append(ordered([*rest_of_last, last._replace(stop=cut), last._replace(start=cut, option=option)]))
+        cut = first.start + max(1, int((first.stop - first.start) * share))
+        if cut < first.stop:
+            found.append(ordered([*rest_of_first, first._replace(stop=cut), first._replace(start=cut)]))
+    return [each for each in dict.fromkeys(found) if each != parts]
+
 
 GRID = 128
 """Steps from no error to the limit."""

@@ -26,10 +26,8 @@ from typing import Any, NamedTuple, Self
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.cost.timeline import Task
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.element_type import ElementType
+from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.plan.streams import Stream
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
 from fxcomp.search.prices import Measure, Size, TaskPrices
 from fxcomp.search.workload import Gradient, Workload

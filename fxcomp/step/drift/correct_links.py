@@ -11,7 +11,7 @@ from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.piecewise import Fit
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.lines import CostKind
-from fxcomp.plan.collective_kind import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.step.drift.judge import NOISE, Finding
 
 SOURCE = "measured while training"

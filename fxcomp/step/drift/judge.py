@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.lines import CostKind
 from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts

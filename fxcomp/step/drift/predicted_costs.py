@@ -15,8 +15,8 @@ from fxcomp.graph.edit import collective_kind, level_of, sent_bytes, value_bytes
 from fxcomp.graph.info import info
 from fxcomp.graph.lines import CostKind, Line, compressed_elements, compressor_at, line_of
 from fxcomp.graph.regions import Region, cut
+from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.strategy import Device
-from fxcomp.plan.streams import POOL, Stream
 from fxcomp.runtime.stopwatch import Call, Reading
 
 BLOCKED_US = 50.0

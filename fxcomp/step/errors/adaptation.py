@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeVar
 
 from fxcomp.error_tables import ErrorTable
 from fxcomp.plan.plan import Plan
+from fxcomp.report.document import mb
 from fxcomp.report.plan_diff import PlanFile, diff_plans
-from fxcomp.report.quantities import mb
 from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
-from fxcomp.search.terms import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.step.plan_in_force import PlanInForce

@@ -23,7 +23,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorRow, ErrorTable, cut, families, joined, smoothed
 from fxcomp.error_tables.table import LAG
 from fxcomp.errors import BadErrorTable, BadState
-from fxcomp.plan.error_budget import plan_error
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.capture.training import Training
-from fxcomp.capture.weighted_loss import WeightedLoss
+from fxcomp.capture.training import Training, WeightedLoss
 from fxcomp.graph.captured import Captured, written_parameters
 from fxcomp.step.verify.compare import largest
 

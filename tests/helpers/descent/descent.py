@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fxcomp.search.descent.parts import SAME, Limits, Part, Parts, Value
+from fxcomp.search.descent.cells import SAME, Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import DENSE, Problem
 from helpers.descent.plan_clock import PlanClock
 from helpers.descent.priced_parts import PricedParts, Record

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Processors
 from fxcomp.cost.timeline import Task, simulate
+from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.plan import launch_order
-from fxcomp.plan.streams import POOL, Stream
 from fxcomp.search.descent.problem import NOTHING, PLACE, Problem
 from fxcomp.search.descent.templates import BACKWARD, REGION
 from fxcomp.search.plan_tasks import ROUNDING_US

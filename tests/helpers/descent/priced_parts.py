@@ -7,8 +7,8 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from fxcomp.cost.contention import NO_TIME_US
-from fxcomp.plan.streams import Stream
-from fxcomp.search.descent.parts import Part
+from fxcomp.plan.kinds import Stream
+from fxcomp.search.descent.cells import Part
 from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
 
 

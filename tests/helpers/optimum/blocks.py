@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from fxcomp.cost.timeline import Task
-from fxcomp.plan.streams import POOL, Stream
+from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.search.least_work import COMPUTE, STREAMS
 from fxcomp.search.plan_tasks import BucketTasks
 

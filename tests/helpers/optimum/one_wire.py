@@ -30,7 +30,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.search.least_work import COMPUTE
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from helpers.optimum.labels import Option, plan_of
 from helpers.optimum.oracle import Optimum, TooLarge

@@ -29,7 +29,7 @@ from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
 from fxcomp.search.bound import bound_us
 from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from helpers.optimum.labels import Label, Option, plan_of
 from helpers.optimum.rest import Rest

@@ -12,15 +12,15 @@ import numpy as np
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.element_type import ElementType
-from fxcomp.plan.error_budget import is_bursty
+from fxcomp.plan.budget import is_bursty
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.pins import NO_PINS
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import price_bucket
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from helpers.optimum.blocks import Blocks
 from helpers.optimum.labels import Option

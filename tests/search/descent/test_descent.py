@@ -11,22 +11,20 @@ import pytest
 from helpers.descent.descent import Descent
 from helpers.workloads import COSTS, cluster, layers, matrices
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.processors import Processors
+from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.compressors import kernels
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.collective_kind import CollectiveKind
-from fxcomp.plan.error_budget import strategy_error
+from fxcomp.plan.budget import strategy_error
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import predict_us
+from fxcomp.search.descent.cells import Limits, Part, Parts
 from fxcomp.search.descent.engine import Compiled
-from fxcomp.search.descent.parts import Limits, Part, Parts
 from fxcomp.search.descent.plan_search import Found, PlanSearch
 from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.question import Question, questions_of
-from fxcomp.search.terms import Terms
+from fxcomp.search.question import Question, Terms, questions_of
 from fxcomp.search.workload import Workload
 
 TRANSPORT = {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0, 0.8, 20.0)}

@@ -10,7 +10,7 @@ import pytest
 from helpers.budget_cases import drawn
 from helpers.descent.descent import Descent
 
-from fxcomp.search.descent.parts import Limits
+from fxcomp.search.descent.cells import Limits
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.descent.spent_starts import spent_starts

@@ -1,8 +1,84 @@
-"""Name the collectives, in torch's spelling, and the facts about each that more than one file needs."""
+"""Name the kinds that plans and prices speak of: collectives with their facts, element types, and streams.
+
+Collectives have torch's spelling, and the facts about each that more than one file needs. A stream is a queue in which
+a step's work runs. Element types are those that gradients may have.
+"""
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, StrEnum
+
+import torch
+
+from fxcomp.cluster.cluster import Level
+from fxcomp.errors import UnsupportedParameter
+
+
+class Stream(Enum):
+    """A queue in which work runs in order."""
+
+    COMPUTE = "compute"  # the device; compressors placed on it run here too
+    INTRA = "intra"  # the links inside a host
+    INTER = "inter"  # the links between hosts
+    D2H = "d2h"
+    H2D = "h2d"
+    CPU = "cpu"  # the pool's thread that compresses and launches
+    CPU_ARRIVING = "arriving"  # the pool's thread that waits and decompresses
+
+    # Members are single objects; Enum's own hash runs in Python and took a third of the simulator's time.
+    __hash__ = object.__hash__
+
+
+WIRES = (Stream.INTRA, Stream.INTER)
+POOL = (Stream.CPU, Stream.CPU_ARRIVING)
+
+
+def wire_of(level: Level, hosts: int) -> Stream:
+    """Return a collective's stream: a flat one is limited by the links between hosts, if there are several."""
+    return Stream.INTRA if level is Level.INTRA or hosts == 1 else Stream.INTER
+
+
+class ElementType(StrEnum):
+    """The type of a gradient's elements: its parameter's. Dense gradients travel in it; compressors are given fp32."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    F16 = "f16"
+    F64 = "f64"
+
+    __hash__ = str.__hash__  # Enum's own runs in Python
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> ElementType:
+        """Name a type of torch that a trained parameter may have."""
+        return _BY_DTYPE[dtype]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _DTYPES[self].itemsize
+
+
+_DTYPES = {
+    ElementType.F32: torch.float32,
+    ElementType.BF16: torch.bfloat16,
+    ElementType.F16: torch.float16,
+    ElementType.F64: torch.float64,
+}
+_BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
+
+
+def check_is_trainable(name: str, dtype: torch.dtype) -> None:
+    """Raise UnsupportedParameter for a parameter of a type that no gradient may have."""
+    if dtype not in _BY_DTYPE:
+        raise UnsupportedParameter(
+            f"the parameter {name!r} is {dtype}; only real floating-point numbers of 16 bits or more can be trained.\n"
+            "  Keep it in float32, or set requires_grad=False."
+        )
 
 
 class CollectiveKind(Enum):
