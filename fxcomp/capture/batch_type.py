@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.errors import CaptureFailed, UnsupportedBatch, UnsupportedModel, UnsupportedParameter
+from fxcomp.graph.captured import written_nodes
 
 PLAIN: Hashable = None
 """The kind of a strided tensor of torch's own class, as it lies in memory."""
@@ -116,24 +117,26 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Refuse a graph that writes one of its inputs where another one lies; `inputs` are in the graph's order."""
+    """Refuse a graph that writes one of its inputs or constants where another one lies; `inputs` are in its order."""
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
-    for node in body.graph.nodes:
-        if node.target is not torch.ops.aten.copy_.default or node.args[0] not in tensor_of:
-            continue
-        written, tensor = tensor_of[node.args[0]]
+    for node in body.graph.find_nodes(op="get_attr"):
+        constant = getattr(body, str(node.target))
+        if isinstance(constant, Tensor):
+            tensor_of[node] = f"a tensor outside the model (of shape {list(constant.shape)})", constant
+    places = [place for node in body.graph.nodes for place in written_nodes(node) if place in tensor_of]
+    for written, tensor in map(tensor_of.__getitem__, dict.fromkeys(places)):
         if overlaps(tensor):
             raise CaptureFailed(
                 f"the forward pass writes {written}, several elements of which lie in one place of memory, as .expand()"
                 " makes them.\n  Give each its own: .clone()."
             )
         for name, other in tensor_of.values():
-            if name != written and _overlap(tensor, other):
+            if other is not tensor and _overlap(tensor, other):
                 raise CaptureFailed(
                     f"the forward pass writes {written}, in whose memory {name} lies too: a captured step would not"
-                    " see the change there.\n  Give each its own memory (clone()), or register one tensor under both"
-                    " names."
+                    " see the change there.\n  Give each its own memory (clone()), or use one tensor, and views of it"
+                    " that loss_fn makes."
                 )
 
 

@@ -19,13 +19,16 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxcomp import compat
 from fxcomp.capture.fake_mode import StepFakes, Unknown
 from fxcomp.capture.pythons_numbers import NumberReader, pythons_numbers
 from fxcomp.errors import CaptureFailed, FxcompError
+
+_READ_MEMORY = ("argument of type: <class 'torch.storage", "its data is not allocated yet")
+"""torch's words where the memory of a fake tensor is read."""
 
 
 @contextmanager
@@ -53,6 +56,12 @@ def explaining(fakes: StepFakes) -> Generator[None]:
             raise CaptureFailed(
                 "the step changes the shape of a tensor that does not belong to the model, which a compiled step would"
                 f" not do again.\n{at}  Work with a view or a copy of it, as .t() and .unsqueeze() make them."
+            ) from error
+        if any(text in str(error) for text in _READ_MEMORY):
+            raise CaptureFailed(
+                "the step reads or copies a tensor's memory past torch's operators, which one graph cannot follow: by"
+                f" its storage, copy.deepcopy, pickle, or torch.tensor of other tensors.\n{at}"
+                "  Copy with .clone(), put tensors together with torch.stack, or do it outside of loss_fn."
             ) from error
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
@@ -125,7 +134,7 @@ def faithful(names: Mapping[int, str], fakes: StepFakes, *, caches_casts: bool) 
         torch.set_autocast_cache_enabled(before)
 
 
-_VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+_VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_, Tensor.map2_)
 """Ways to a tensor's memory past all operators; a traced tensor has none."""
 
 
@@ -145,6 +154,7 @@ _READS = (Tensor.item, Tensor.tolist)
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
 
 _COMPARES = (torch.equal, Tensor.equal)
+_COMPARES_ROUGHLY = (torch.allclose, Tensor.allclose)
 """Functions that ask about values, in one operator that has no fake."""
 
 
@@ -187,26 +197,51 @@ class _Refusing(TorchFunctionMode):
                 f" precision.\n{_at()}"
                 "  Run it outside: with torch.autocast(..., enabled=False), on inputs in float32."
             )
+        if func in (*_READS, *_WRITES_TEXT) and compat.is_traced_here():
+            _check_is_traced(args[0])
+            if func in _WRITES_TEXT:
+                return self._text(func, *args)
         if func in _READS:
-            return self._reader.read(func, args[0])
-        if func in _WRITES_TEXT and compat.is_fake(args[0]):
-            if func is Tensor.__format__ and args[0].dim() == 0:
-                return format(self._reader.number(args[0]), args[1])
-            raise CaptureFailed(
-                f"the step makes a text of a tensor's values, which a graph does not have.\n{_at()}"
-                "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the"
-                " batch (.item()) is captured."
-            )
+            return self._reader.read(func.__name__, args[0])
         if func in _COMPARES and not kwargs and _are_alike(*args):
             return bool((args[0] == args[1]).all())
+        if func in _COMPARES_ROUGHLY:
+            return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func in _TAKES_NUMBERS and args:
             numbers, named = pytree.tree_map_only(Tensor, int, (tuple(args[1:]), kwargs or {}))
             return func(args[0], *numbers, **named)
+        if func is torch.arange:
+            args, kwargs = pytree.tree_map_only(
+                (Tensor, torch.SymFloat), self._reader.number, (tuple(args), kwargs or {})
+            )
         if func in _LOOKS_UP and kwargs and kwargs.get("sparse"):
             name = self._names.get(id(args[1]))
             self.densified += [name] if name and name not in self.densified else []
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
+
+    def _text(self, func: Callable[..., Any], tensor: Tensor, *form: str) -> str:
+        """Make the text of a tensor from outside the model, or of a tensor's one number."""
+        if (known := self._reader.known(tensor)) is not None:
+            with compat.plain_values():
+                shown = nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
+                return func(shown, *form)
+        if func is Tensor.__format__ and tensor.dim() == 0:
+            return format(self._reader.number(tensor), *form)
+        raise CaptureFailed(
+            f"the step makes a text of a tensor's values, which a graph does not have.\n{_at()}"
+            "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the batch"
+            " (.item()) is captured."
+        )
+
+
+def _check_is_traced(tensor: Tensor) -> None:
+    """Refuse to read a tensor from outside that does not come into the graph: a new value of it would not be seen."""
+    if not compat.is_fake(compat.traced(tensor)):
+        raise CaptureFailed(
+            f"the step reads the values of a {type(tensor).__name__} from outside the model, which one graph cannot"
+            f" follow.\n{_at()}  Read them from a plain tensor: .as_subclass(torch.Tensor), made outside of loss_fn."
+        )
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -40,9 +40,11 @@ class NumberReader:
         self.open: set[str] = set()
         """Symbols of floats of which it is not known if they are nan, infinite or -0.0."""
 
-    def read(self, read: Callable[..., Any], tensor: Tensor) -> Any:
+    def read(self, how: str, tensor: Tensor) -> Any:
         """Take `item` or `tolist` of a tensor."""
-        found = read(tensor)
+        if how == "tolist" and (known := self.known(tensor)) is not None:
+            return known.tolist()
+        found = getattr(compat.traced(tensor), how)()
         symbols = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, compat.SYMBOLS)]
         if not symbols:
             return found
@@ -51,10 +53,19 @@ class NumberReader:
             return pytree.tree_map_only(compat.SYMBOLS, _number if asks else _number_if_known, found)
         return found
 
-    def number(self, tensor: Tensor) -> Any:
-        """Ask for a tensor's one number."""
-        found = self.read(Tensor.item, tensor)
+    def number(self, value: Tensor | torch.SymFloat) -> Any:
+        """Ask for a tensor's one number, or for one that a symbol stands for."""
+        found = self.read("item", value) if isinstance(value, Tensor) else value
         return _number(found) if isinstance(found, compat.SYMBOLS) else found
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Ask for all values, as one, of a tensor that follows from tensors outside the model; None for others."""
+        traced, questions = compat.traced(tensor), self._fakes.questions
+        if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):
+            return None
+        now = traced.detach().clone()
+        values = questions.value_from_outside(now)
+        return values if values is not None and _is_same(now, values) else None
 
     def _is_special(self, tensor: Tensor, symbols: list[Any]) -> bool:
         """Ask if one of the values is nan, infinite or -0.0."""
@@ -73,6 +84,16 @@ def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
     reader = NumberReader(fakes)
     with compat.attributes_instead({kind: _attributes(kind, reader) for kind in _KINDS}):
         yield reader
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Ask if two tensors have the same numbers: nan is nan, and -0.0 is not 0.0."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    same = one == other
+    if one.is_floating_point():
+        same = (same & (one.signbit() == other.signbit())) | (one.isnan() & other.isnan())
+    return bool(same.all())
 
 
 def _number(symbol: Any) -> Any:

@@ -34,6 +34,7 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxcomp import compat
+from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.prelude import BatchQuestion, Feed, Prelude, QuestionStage
 
 
@@ -63,14 +64,8 @@ def storages(node: Node) -> Iterator[StorageWeakRef]:
 
 def written(node: Node) -> Iterator[StorageWeakRef]:
     """Name the memory that a node writes."""
-    target: Any = node.target
-    if node.op != "call_function" or not compat.is_operator(target) or not compat.is_in_place(target):
-        return
-    named = compat.named_arguments(target, node.args, node.kwargs)
-    for name in compat.written_arguments(target):
-        for argument in pytree.tree_leaves(named.get(name)):
-            if isinstance(argument, Node):
-                yield from storages(argument)
+    for argument in written_nodes(node):
+        yield from storages(argument)
 
 
 def _storages_of(value: Any) -> Iterator[StorageWeakRef]:
@@ -203,6 +198,13 @@ class Questions:
             nodes = self._made_by(numbers.values())
             self._asked[key] = Asked(where, text, answer_of, numbers, answer, nodes)
         return answer
+
+    def value_from_outside(self, tensor: Tensor) -> Tensor | None:
+        """Compute what a traced tensor holds; None if it follows from anything but tensors outside the model."""
+        node = compat.node_of(tensor)
+        nodes = ancestry(node)
+        copy = None if any(each.op == "placeholder" for each in nodes) else self._copy_of(node, nodes)
+        return None if copy is None else self._values[copy]
 
     def prelude(self) -> Prelude | None:
         """Make what asks all of it again."""

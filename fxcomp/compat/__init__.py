@@ -13,11 +13,12 @@
 # pyright: reportUnusedImport=false
 # fmt: off
 from fxcomp.compat.answers import (
-    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, symbols_of, unknown_size,
+    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, node_of, symbols_of, unknown_size,
 )
 from fxcomp.compat.collectives import (
     OBJECTS, carries_objects, finished_work, is_functional_collective, reduction, without_hidden_communication,
 )
+from fxcomp.compat.constants import traced
 from fxcomp.compat.ddp import GradBucket, Wrapper, wrapper_of
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, backward_call, backward_node, before_backward, compile_training, gradient_places, graph_break,
@@ -68,6 +69,7 @@ from fxcomp.compat.tensors import (
     is_subclass,
     is_uninitialized,
     is_without_memory,
+    knows_values,
     strides,
     suggested_format,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import (
     SYMPY_INTERP,
     GuardOnDataDependentSymNode,
@@ -54,6 +54,11 @@ def current_tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None, "only what is being traced asks for its tracer"
     return mode.tracer
+
+
+def node_of(tensor: torch.Tensor) -> Node:
+    """Find the node that a traced tensor is."""
+    return get_proxy_slot(tensor, current_tracer()).proxy.node
 
 
 def symbols_of(expression: Expression) -> list[str]:

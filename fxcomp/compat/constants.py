@@ -7,7 +7,7 @@
    %mul_  f32[3]  mul_(%c, 0.5)
 """
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators whose argument was made in the trace: by torch.tensor(...)."""
@@ -47,10 +47,11 @@ class Constants(TorchDispatchMode):
     ) -> Any:
         given: Any = (args, kwargs or {})
         if not _is_torchs_own(func) and any(map(_is_real, pytree.tree_leaves(given))):
-            given = pytree.tree_map_only(Tensor, self._traced, given)
+            given = pytree.tree_map_only(Tensor, self.traced, given)
         return func(*given[0], **given[1])
 
-    def _traced(self, tensor: Tensor) -> Tensor:
+    def traced(self, tensor: Tensor) -> Tensor:
+        """Exchange a real tensor for its fake; others pass."""
         if self._fakes is None or not _is_real(tensor):
             return tensor
         if id(tensor) not in self._known:
@@ -59,6 +60,12 @@ class Constants(TorchDispatchMode):
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = tensor, fake
         return self._known[id(tensor)][1]
+
+
+def traced(tensor: Tensor) -> Tensor:
+    """Exchange a tensor that comes in from outside for its fake, if a trace is under way; others pass."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Constants)]
+    return modes[-1].traced(tensor) if modes else tensor
 
 
 def _is_torchs_own(func: Any) -> bool:

@@ -26,6 +26,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def knows_values(tensor: Tensor) -> bool:
+    """Ask if a fake knows what it stands for, as what torch.tensor([1, 2]) makes in a trace."""
+    return getattr(tensor, "constant", None) is not None
+
+
 def is_uninitialized(tensor: Tensor) -> bool:
     """Ask if a lazy module has not given a tensor its shape yet."""
     return is_lazy(tensor)

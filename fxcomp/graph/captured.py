@@ -59,7 +59,7 @@ def last_writes(gm: GraphModule) -> dict[Node, Write]:
     own = set(buffers(gm).values())
     writes: dict[Node, Write] = {}
     for node in gm.graph.nodes:
-        for buffer in written(node):
+        for buffer in written_nodes(node):
             if buffer in own:
                 writes[buffer] = Write(node, _value_of(node, buffer))
     return writes
@@ -80,18 +80,15 @@ def _value_of(node: Node, buffer: Node) -> Node:
     return value if copied.dtype is there.dtype and copied.shape == there.shape else buffer
 
 
-def written(node: Node) -> Iterator[Node]:
+def written_nodes(node: Node) -> Iterator[Node]:
     """Find the nodes that a node writes into."""
     target = node.target
     if target in _BATCH_NORMS and node.args[5]:
         yield from (argument for argument in node.args[3:5] if isinstance(argument, Node))
     if compat.is_operator(target) and compat.is_in_place(target):
-        places = compat.places_of_arguments(target)
+        named = compat.named_arguments(target, node.args, node.kwargs)
         for name in compat.written_arguments(target):
-            place = places[name]
-            argument = node.args[place] if place < len(node.args) else node.kwargs.get(name)
-            if isinstance(argument, Node):
-                yield argument
+            yield from (argument for argument in pytree.tree_leaves(named.get(name)) if isinstance(argument, Node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.graph.captured import written
+from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import is_collective, is_exchange, result_of
 from fxcomp.graph.info import InputKind, info
 from fxcomp.graph.lines import DECOMPRESS, Line, line_of
@@ -170,7 +170,7 @@ class _EventWriter:
             if not _only_looks(node):
                 seen = (_looked_at(source, inside) for source in node.all_input_nodes)
                 reads.update((source, None) for source in seen if source not in inside)
-            for place in written(node):
+            for place in written_nodes(node):
                 writes |= self.memories.of(place)
         given = self.memories.of_all(region.inputs)
         for node in region.outputs:

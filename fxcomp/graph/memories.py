@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.graph.captured import written
+from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import collective_kind, is_collective
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.lines import line_of
@@ -122,7 +122,7 @@ class Memories:
 
     def _plain(self, node: Node) -> Names:
         target: Any = node.target
-        places = [place for place in written(node) if place in self._known]
+        places = [place for place in written_nodes(node) if place in self._known]
         if places:
             return self.of_all(places)
         sources = node.all_input_nodes  # none where an operator that also serves as a view is given numbers alone

@@ -147,12 +147,17 @@ def with_number() -> tuple[Any, Callable[[Any], None]]:
 @pytest.mark.parametrize(
     "made",
     [with_closure, with_criterion, with_teacher, with_partial, with_default, with_method, with_callable, with_module,
-     with_array, with_number],
+     with_array],
 )  # fmt: skip
 def test_what_a_loss_function_reads_is_followed(made: Callable[[], tuple[Any, Callable[[Any], None]]]):
     loss, change = made()
     done: list[None] = []
     assert_followed(small(), loss, lambda model: done or (change(model), done.append(None)))
+
+
+def test_a_number_read_from_a_tensor_is_read_in_each_step_and_captures_nothing():
+    loss, change = with_number()
+    assert_followed(small(), loss, change, captures=0)
 
 
 def test_what_a_trainer_notes_beside_the_loss_is_not_the_steps_business():

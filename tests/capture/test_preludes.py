@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -350,3 +351,32 @@ def test_ranks_may_answer_otherwise_and_an_error_on_one_reaches_all():
         assert all(same), same
         assert raised == ("BadLabel" if is_first else "PeerFailed"), text
         assert "of one rank" in text
+
+
+def by_moved_statistics(model: Any, batch: Tensor) -> Tensor:
+    loss = (model.layer(model.norm(batch))).square().mean()
+    return loss * 2 if model.norm.running_mean.sum().item() > 0.15 else loss
+
+
+def normalized(*, affine: bool) -> nn.Module:
+    model = nn.Module()
+    model.norm, model.layer = nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 3)
+    return model
+
+
+def test_statistics_that_the_step_has_moved_decide_as_they_are_then():
+    torch.manual_seed(0)
+    reference, batches = normalized(affine=False), [torch.rand(5, 4) for _ in range(4)]
+    model = copy.deepcopy(reference)
+    optimizer, checks = torch.optim.SGD(model.parameters(), lr=0.0), fxcomp.Checks(verify="never")
+    step = fxcomp.compile_step(model, by_moved_statistics, optimizer, batches[0], compress="dense", checks=checks)
+    expected = [by_moved_statistics(reference, batch).item() for batch in batches]
+    assert [step(batch).item() for batch in batches] == pytest.approx(expected)
+
+
+def test_statistics_that_an_operator_with_trained_weights_has_moved_decide_nothing():
+    model = normalized(affine=True)
+    with pytest.raises(CaptureFailed, match=r"decides by the values(?s:.*)test_preludes\.py:\d+"):
+        fxcomp.compile_step(
+            model, by_moved_statistics, torch.optim.SGD(model.parameters(), lr=0.0), torch.rand(5, 4), compress="dense"
+        )

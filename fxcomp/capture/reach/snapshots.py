@@ -57,7 +57,7 @@ class ObjectWatch:
         self._tables, self._keys, self._place_of_key = _columns(tables)
         self._owners, self._names, self._place_of_name = _columns(others)
         self._tensors = tuple(tensor for tensor in reach.tensors if has_memory(tensor))
-        self._arrays = (*(array for array in reach.arrays if array.size <= LARGE), *reach.numbers.values())
+        self._arrays = tuple(array for array in reach.arrays if array.size <= LARGE)
 
     def look(self) -> Seen:
         """Read everything as it is now."""

@@ -120,8 +120,6 @@ class Reach:
     facts: list[Facts] = field(default_factory=list[Facts])
     tensors: list[Tensor] = field(default_factory=list[Tensor])
     arrays: list[np.ndarray[Any, Any]] = field(default_factory=list["np.ndarray[Any, Any]"])
-    numbers: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict[int, "np.ndarray[Any, Any]"])
-    """The bytes of tensors that Python may read as a number, by the tensor's id."""
     generators: dict[str, Any] = field(default_factory=dict[str, Any])
     names: Names = field(default_factory=lambda: Names(set()))
     known: dict[int, Hashable] = field(default_factory=dict[int, Hashable])
@@ -141,22 +139,10 @@ class Reach:
         if known is None:
             raise NeedsWalk
         if isinstance(value, Tensor):
-            if id(value) in self.numbers:
-                number = value.item()
-                return known, Signature.of(value), Plain(type(number), repr(number))
             return known, Signature.of(value)
         if isinstance(value, np.ndarray):
             return known, _content(cast("np.ndarray[Any, Any]", value))
         return known
-
-
-def _is_number(tensor: Tensor) -> bool:
-    """Ask if Python may read a tensor outside the model while it is traced, by .item() or as a condition.
-
-    Tracing takes the number for a constant. Parameters and buffers are left out: they are data.
-    """
-    is_ordinary = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
-    return is_ordinary and tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
 def _content(array: np.ndarray[Any, Any]) -> Hashable:
@@ -192,7 +178,6 @@ class _ReachWalk:
         self._model = model
         self._queue: deque[_FoundObject] = deque()
         self._others = 0
-        self._buffers: set[int] = set()
 
     def run(self, roots: Mapping[str, Any]) -> Reach:
         for name, value in {"model": self._model, **roots}.items():
@@ -222,8 +207,6 @@ class _ReachWalk:
         reach = self._reach
         if isinstance(value, Tensor):
             reach.tensors.append(value)
-            if _is_number(value) and id(value) not in self._buffers:
-                reach.numbers[id(value)] = value.detach().reshape(1).view(torch.uint8).numpy()
             return Same(value)
         if isinstance(value, np.ndarray):
             array = cast("np.ndarray[Any, Any]", value)
@@ -236,8 +219,6 @@ class _ReachWalk:
         place = None if is_opaque else place_of(value, name, reach.names, self._trained)
         if place is None or not self._may_follow(place, holder):
             return Same(value)
-        if isinstance(place, ModulePlace):
-            self._buffers.update(id(buffer) for buffer in place.owner.buffers())
         if isinstance(place, ModulePlace | ClassPlace):
             self._queue.append(_FoundObject(place, 0, holder.calls))
         elif isinstance(place, FunctionPlace):
