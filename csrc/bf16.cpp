@@ -1,4 +1,4 @@
-// The upper half of each fp32: fxcomp/compressors/bf16.py has the formulas and the layout.
+// The upper half of each fp32: fxcomp/compressors/casts.py has the formulas and the layout.
 //
 // One pass. Written out with integers, which every compiler vectorises, because C++17 has no bf16.
 #include "common.h"
@@ -47,11 +47,6 @@ FXCOMP_BODY void decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks,
     }
 }
 
-FXCOMP_BODY void scale_copy(const float* FXCOMP_RESTRICT source, float scale, uint16_t* FXCOMP_RESTRICT out,
-                            int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) out[i] = round_to_bf16(source[i] * scale);
-}
-
 FXCOMP_EXPORT void fxcomp_bf16_encode(const float* bucket, float* residual, uint16_t* payload, const void*,
                                       const void*, int64_t elements) {
     in_parallel(elements, kGrain, [=](int64_t begin, int64_t end) {
@@ -64,9 +59,4 @@ FXCOMP_EXPORT int32_t fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks
     in_parallel(elements, kGrain / ranks,
                 [=](int64_t begin, int64_t end) { widest<decode>(payloads, ranks, elements, out, begin, end); });
     return 1;
-}
-
-FXCOMP_EXPORT void fxcomp_bf16_scale_copy(const float* source, float scale, uint16_t* out, int64_t elements) {
-    in_parallel(elements, kGrain,
-                [=](int64_t begin, int64_t end) { widest<scale_copy>(source, scale, out, begin, end); });
 }

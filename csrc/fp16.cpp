@@ -1,4 +1,4 @@
-// IEEE half precision: fxcomp/compressors/fp16.py has the formulas and the layout.
+// IEEE half precision: fxcomp/compressors/casts.py has the formulas and the layout.
 //
 // One pass. Written out with integers, which every compiler vectorises, because C++17 has no fp16.
 #include "fp8.h"

@@ -1,8 +1,8 @@
 // Compile a body for several instruction sets, and call it for the widest that the processor has.
 //
-//     FXCOMP_BODY void scale_copy(const float* source, float scale, float* out, int64_t begin, int64_t end) { ... }
+//     FXCOMP_BODY void encode(const float* bucket, uint16_t* payload, int64_t begin, int64_t end) { ... }
 //
-//     widest<scale_copy>(source, scale, out, begin, end);
+//     widest<encode>(bucket, payload, begin, end);
 //
 // A kernel is an exported function that checks nothing, cuts its work with in_parallel (threads.h), and calls a body for
 // each range. The lambda between them, and whatever a body calls that is not inlined, is compiled for the baseline.

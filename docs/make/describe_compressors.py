@@ -128,7 +128,7 @@ def _paragraph(compressor: Compressor) -> str:
 
 def _range(compressor: Compressor, parameter: Parameter) -> str:
     field = next(field for field in fields(cast(Any, compressor)) if field.name == parameter.name)
-    text = "true or false" if field.type == "bool" else f"{parameter.low:g} to {parameter.high:g}"
+    text = "true or false" if field.type == "bool" else parameter.range
     return text if field.default is MISSING else f"{text}, {str(field.default).lower()} unless given"
 
 

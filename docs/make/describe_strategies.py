@@ -64,7 +64,8 @@ STEPS = {
 LEVELS = """
 `@gpu` or `@cpu` is the device of a compression or a decompression: the one that computes gradients, or the host's
 processor, which works beside it. Values are copied there and back. Without a GPU, `gpu` is the main thread and `cpu`
-the pool. After the name of a collective stands its level: the ranks that meet in it.
+the pool: reports print `@main` and `@pool` there, and both spellings are read everywhere. Saved plans have `@gpu` and
+`@cpu`. After the name of a collective stands its level: the ranks that meet in it.
 
 A bucket holds gradients of one type, in which its dense values travel, before compressors and after them.
 

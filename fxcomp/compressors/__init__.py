@@ -12,15 +12,12 @@
 
 from fxcomp.compressors import triton
 from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
-from fxcomp.compressors.bf16 import BF16
-from fxcomp.compressors.casts import CastCompressor
+from fxcomp.compressors.casts import BF16, FP16, CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.dgc import DGC
 from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
-from fxcomp.compressors.fp8_e4m3 import FP8E4M3
-from fxcomp.compressors.fp8_e5m2 import FP8E5M2
-from fxcomp.compressors.fp16 import FP16
+from fxcomp.compressors.fp8 import FP8E4M3, FP8E5M2
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
@@ -29,7 +26,7 @@ from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.powersgd import PowerSGD
 from fxcomp.compressors.randomk import RandomK
 from fxcomp.compressors.shared_int8 import SharedInt8
-from fxcomp.compressors.sidco import Sidco, SidcoE, SidcoGP
+from fxcomp.compressors.sidco import Sidco
 from fxcomp.compressors.sign import Sign
 from fxcomp.compressors.threshold import Threshold
 from fxcomp.compressors.topk import TopK
@@ -60,8 +57,6 @@ __all__ = [
     "RandomK",
     "SharedInt8",
     "Sidco",
-    "SidcoE",
-    "SidcoGP",
     "Sign",
     "Threshold",
     "TopK",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fxcomp.compressors import kernels
-from fxcomp.compressors.declared import Declared
+from fxcomp.compressors.facts import Declared
 from fxcomp.compressors.inputs import (
     DecoderInput,
     EncoderInput,

@@ -13,6 +13,14 @@ Other scales are at most `most_scale`, so that what codes decode to is finite, a
 
 A random compressor draws u in [0, 1) for each value, at the value's place in its segment; ranks have streams of their
 own, so their errors do not add up.
+
+Cut a bucket into blocks and put it together again, for references that work block by block.
+
+    segments (5, 3), block 4:   a b c d e | x y z   -->   a b c d
+                                                          e 0 0 0
+                                                          x y z 0
+
+No block holds values of two segments; the last block of a segment may be short and is filled with zeros.
 """
 
 from __future__ import annotations
@@ -27,9 +35,42 @@ from torch.nn.functional import pad
 
 from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, split, to_blocks
 from fxcomp.compressors.facts import BadCompressor, Bias, Feedback
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+
+
+def count_blocks(segments: Sequence[int], block: int) -> int:
+    return sum(-(-size // block) for size in segments)
+
+
+def split(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return torch.split_with_sizes(flat, list(sizes))
+
+
+def to_blocks(flat: Tensor, segments: Sequence[int], block: int) -> Tensor:
+    """One row a block."""
+    rows = [pad(piece, (0, -len(piece) % block)).view(-1, block) for piece in split(flat, segments)]
+    return torch.cat([flat.new_empty(0, block), *rows])
+
+
+def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
+    """Undo `to_blocks`."""
+    pieces = split(rows, [-(-size // block) for size in segments])
+    return torch.cat(
+        [rows.new_empty(0), *(piece.flatten()[:size] for piece, size in zip(pieces, segments, strict=True))]
+    )
+
+
+def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) -> Tensor:
+    """Count the values of each row that are no filling, as a column."""
+    sizes = torch.full((count_blocks(segments, block), 1), block, dtype=torch.int64, device=device)
+    end = 0
+    for size in segments:
+        end += count_blocks((size,), block)
+        if size % block:
+            sizes[end - 1].fill_(size % block)
+    return sizes
+
 
 _LANES = 64  # the same number as in csrc/blocks.h
 

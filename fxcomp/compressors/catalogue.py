@@ -223,6 +223,7 @@ def _check_dataclass(kind: type[Compressor]) -> None:
 def _check_fields(kind: type[Compressor]) -> None:
     declared, facts = fields_of(kind), kind.facts
     named = [parameter.name for parameter in facts.parameters]
+    chosen = [parameter.name for parameter in facts.parameters if parameter.choices]
     for name in [*named, *facts.filled_in]:
         if name not in declared:
             there = ", ".join(declared) or "none"
@@ -241,6 +242,12 @@ def _check_fields(kind: type[Compressor]) -> None:
         allowed = PARAMETER_TYPES if field.name in named else tuple(SCHEMA)
         if info.type not in allowed:
             raise _refusal(kind, f"the field {str(info)!r} has a type that does not travel", f"Use {_or(allowed)}.")
+        if (info.type == "str") != (field.name in chosen):
+            raise _refusal(
+                kind,
+                f"the field {str(info)!r} does not fit its facts: choices are for a str, ranges for numbers",
+                f"Write Parameter({field.name!r}, ..., choices=(...)), or make the field a number.",
+            )
         if not field.init or field.kw_only or field.default_factory is not MISSING:
             raise _refusal(
                 kind,

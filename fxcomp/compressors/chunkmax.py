@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.blocks import count_blocks, split, to_blocks
+from fxcomp.compressors.block_codes import count_blocks, split, to_blocks
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput

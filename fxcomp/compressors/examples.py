@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, cast
 
@@ -15,12 +15,12 @@ TYPICAL: dict[str, float] = {"ratio": 0.01, "value": 2.6, "rank": 4}
 
 
 def examples() -> list[Compressor]:
-    """One of each of our compressors with typical parameters, and one more for each switch that it has, turned."""
+    """One of each of our compressors with typical parameters, and one more for each switch turned and other choice."""
     found: list[Compressor] = []
     for kind in sorted(ours(), key=lambda kind: kind.facts.name):
         first = example_of(kind)
         found.append(first)
-        found += [_with_flipped(first, field.name) for field in fields(cast(Any, first)) if _is_switch(first, field)]
+        found += [_with(first, {name: value}) for name, value in _other_choices(first)]
     return found
 
 
@@ -47,13 +47,17 @@ def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
     return 8 * (bound.payload_bytes((size,)) + bound.proposal_bytes((size,))) / size
 
 
-def _is_switch(compressor: Compressor, field: Any) -> bool:
-    return field.type == "bool" and any(field.name == parameter.name for parameter in compressor.facts.parameters)
+def _other_choices(compressor: Compressor) -> Iterator[tuple[str, Any]]:
+    """Walk the parameters that are one of a few, with the values that they do not have."""
+    for parameter in compressor.facts.parameters:
+        value = getattr(compressor, parameter.name)
+        others = (not value,) if isinstance(value, bool) else parameter.choices
+        yield from ((parameter.name, other) for other in others if other != value)
 
 
-def _with_flipped(compressor: Compressor, switch: str) -> Compressor:
+def _with(compressor: Compressor, other: dict[str, Any]) -> Compressor:
     values = {field.name: getattr(compressor, field.name) for field in fields(cast(Any, compressor))}
-    return cast(Callable[..., Compressor], type(compressor))(**values | {switch: not values[switch]})
+    return cast(Callable[..., Compressor], type(compressor))(**values | other)
 
 
 def _middle(parameter: Parameter) -> float:

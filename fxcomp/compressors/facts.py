@@ -4,18 +4,22 @@ field's type        values and their text
 int                 512         whole: no bool, no 512.0
 float               0.01, 1e-3   an int will do
 bool                true, True
+str                 pareto       one of the parameter's choices
 tuple[int, ...]     only in fields that `bound_to` fills in, which have no text
+
+Declare a compressor with its parameters: sizes, state, bias, feedback and text. No tensor is touched.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -68,11 +72,20 @@ class Parameter:
 
     name: str
     meaning: str
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = 0.0
+    choices: tuple[str, ...] = ()
+    """The words that it may be, where it is no number."""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.meaning}, {self.low:g} to {self.high:g}"
+        return f"{self.name}: {self.meaning}, {self.range}"
+
+    @property
+    def range(self) -> str:
+        return ", ".join(self.choices) if self.choices else f"{self.low:g} to {self.high:g}"
+
+    def allows(self, value: Any) -> bool:
+        return value in self.choices if self.choices else self.low <= value <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +136,13 @@ class Facts:
     case: Case = Case.CHOICE
 
 
-SCHEMA = {"int": "int", "float": "float", "bool": "bool", "tuple[int, ...]": "int[]"}
+SCHEMA = {"int": "int", "float": "float", "bool": "bool", "str": "str", "tuple[int, ...]": "int[]"}
 """Names of Python types in an op's schema."""
 
-PARAMETER_TYPES = ("int", "float", "bool")
+PARAMETER_TYPES = ("int", "float", "bool", "str")
 """The types with a text form."""
 
-_MEANING = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_MEANING = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
 
 
 class FieldInfo(NamedTuple):
@@ -163,7 +176,7 @@ def _type_name(annotation: Any) -> str:
 def checked(field: FieldInfo, value: Any) -> Any:
     """A parameter's value, an int made a float where the field is one. Raises ValueError if it has another type."""
     match field.type, value:
-        case ("bool", bool()) | ("float", float()):
+        case ("bool", bool()) | ("float", float()) | ("str", str()):
             return value
         case "float", int() if not isinstance(value, bool):
             return float(value)
@@ -195,4 +208,119 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": (r"[+-]?[0-9]+", int),
     "float": (r"[+-]?(?:[0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf|nan)", float),
     "bool": (r"[tT]rue|[fF]alse", _is_true),
+    "str": (r"[A-Za-z]\w*", str),
 }
+
+
+class Declared(ABC):
+    """A frozen dataclass whose `str` parses back with `parse_compressor`.
+
+    A field is a parameter if `facts.parameters` names it; other fields are what `bound_to` filled in.
+    """
+
+    __slots__ = ()
+
+    facts: ClassVar[Facts]
+
+    @abstractmethod
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        """Size of the payload in elements of `payload_dtype`."""
+
+    def proposal_elements(self, segments: Sequence[int]) -> int:
+        """Size of what ranks reduce before they compress, in elements of `facts.proposal_dtype`."""
+        return 0
+
+    def state_elements(self, size: int) -> int:
+        """State of one segment of `size` values, in elements of `facts.state_dtype`; segments' states lie in order."""
+        return 0
+
+    def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
+        """The compressor for a bucket of parameters of these shapes, averaged over so many ranks."""
+        return self
+
+    def of_segment(self, index: int) -> Self:
+        """The compressor for one segment of the bucket that it was bound to: ask it for that segment's state."""
+        return self
+
+    # A subclass overrides these where they depend on its parameters in another way.
+
+    @property
+    def feedback(self) -> Feedback:
+        return self.facts.feedback
+
+    @property
+    def bias(self) -> Bias:
+        return self.facts.bias
+
+    @property
+    def sends_values(self) -> bool:
+        return self.facts.sends_values
+
+    @property
+    def has_state(self) -> bool:
+        return self.facts.state != "none"
+
+    @property
+    def grain(self) -> int:
+        """The number of values that share something, such as a scale: no shard cuts between them."""
+        return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
+
+    # What follows
+
+    def __post_init__(self) -> None:
+        declared = fields_of(type(self))
+        for parameter in self.facts.parameters:
+            try:
+                value = checked(declared[parameter.name], getattr(self, parameter.name))
+            except ValueError as error:
+                raise BadCompressor(f"{self.name}: {error}") from None
+            object.__setattr__(self, parameter.name, value)
+            if not parameter.allows(value):
+                which = f"to be one of {parameter.range}" if parameter.choices else f"from {parameter.range}"
+                raise BadCompressor(f"{self.name} needs {parameter.name} {which}, not {value}")
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def is_linear(self) -> bool:
+        return self.facts.is_linear
+
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        return self.facts.payload_dtype
+
+    @property
+    def needs_error_feedback(self) -> bool:
+        return self.feedback is Feedback.REQUIRED
+
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """The values after `segments` in the ops' schemas: all fields, in order."""
+        this: Any = self
+        return tuple(getattr(self, field.name) for field in fields(this))
+
+    def payload_bytes(self, segments: Sequence[int]) -> int:
+        """Size of the payload in bytes, exactly."""
+        return self.payload_elements(segments) * self.payload_dtype.itemsize
+
+    def proposal_bytes(self, segments: Sequence[int]) -> int:
+        return self.proposal_elements(segments) * self.facts.proposal_dtype.itemsize
+
+    def state_bytes(self, segments: Sequence[int]) -> int:
+        """Bytes kept from step to step besides the residual."""
+        return self.all_state_elements(segments) * self.facts.state_dtype.itemsize
+
+    def all_state_elements(self, segments: Sequence[int]) -> int:
+        """The state of a bucket: its segments' states, one after the other."""
+        return sum(self.of_segment(index).state_elements(size) for index, size in enumerate(segments))
+
+    def __str__(self) -> str:
+        public = {parameter.name for parameter in self.facts.parameters}
+        parts: list[str] = []
+        for field in fields_of(type(self)).values():
+            value = getattr(self, field.name)
+            if field.name in public and value != field.default:
+                parts.append(f"{field.name}={text_of(value)}" if field.has_default else text_of(value))
+        return f"{self.name}({', '.join(parts)})" if parts else self.name

@@ -8,16 +8,34 @@ Payload and blocks as in `block_codes.py`, one byte a code: torch's own float8 o
 
 The clamp comes before the cast, for e4m3 has no infinity to round to and 1 / scale may be rounded up. A block with a
 value that is not finite decodes to NaN, and its residual stays as it was.
+
+Send each value as fp8 with four bits of exponent and three of mantissa, and one fp32 scale a block.
+
+`fp8.py` has the formulas and the layout. The format ends at 448 and has no infinity.
+
+The relative squared error is 6.6e-4 for Gaussian values and 6.3e-4 for Laplace, whatever their spread within a block:
+more than int8's on values of one size, less where a few are a hundred times the others.
+
+Send each value as fp8 with five bits of exponent and two of mantissa, and one fp32 scale a block.
+
+`fp8.py` has the formulas and the layout. The format ends at 57344; its infinity and NaN are never used.
+
+The relative squared error is 2.6e-3 for Gaussian values and 2.4e-3 for Laplace, four times that of e4m3, over a range
+within a block of nine powers of ten instead of five.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fxcomp.compressors.block_codes import BlockCompressor
+from fxcomp.compressors.catalogue import register
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
 DEFAULT_BLOCK = 128  # 1/32 byte a value for scales; a block's small values keep their precision
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # 1 / scale must be finite
@@ -52,3 +70,53 @@ class FP8(BlockCompressor):
 
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.view(self.float8).float() * scale
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class FP8E4M3(FP8):
+    """A quarter of the bytes; small values beside large ones keep three bits."""
+
+    block: int = DEFAULT_BLOCK
+
+    facts: ClassVar[Facts] = Facts(
+        name="fp8_e4m3",
+        summary="fp8 with three bits of mantissa, a scale a block",
+        payload="n + 4⌈n/B⌉, up to a multiple of 4",
+        bias=Bias.ROUNDING,
+        feedback=Feedback.OPTIONAL,
+        parameters=(Parameter("block", "values that share a scale", 1, 65536),),
+        grain="block",
+        use="Gradients whose sizes differ much within a block; hardware that reads fp8.",
+        avoid="Gaussian gradients: int8 is ten times as exact for the same bytes.",
+        source="OCP 8-bit floating point, E4M3; a scale a block",
+    )
+
+    @property
+    def float8(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class FP8E5M2(FP8):
+    """A quarter of the bytes; values a billion times smaller than the largest keep two bits."""
+
+    block: int = DEFAULT_BLOCK
+
+    facts: ClassVar[Facts] = Facts(
+        name="fp8_e5m2",
+        summary="fp8 with two bits of mantissa, a scale a block",
+        payload="n + 4⌈n/B⌉, up to a multiple of 4",
+        bias=Bias.ROUNDING,
+        feedback=Feedback.OPTIONAL,
+        parameters=(Parameter("block", "values that share a scale", 1, 65536),),
+        grain="block",
+        use="Without error feedback, values of which some are 400,000 times the others: e4m3 rounds those to 0.",
+        avoid="Elsewhere: fp8_e4m3 has half its error for the same bytes.",
+        source="OCP 8-bit floating point, E5M2; a scale a block",
+    )
+
+    @property
+    def float8(self) -> torch.dtype:
+        return torch.float8_e5m2

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.declared import Declared
+from fxcomp.compressors.facts import Declared
 from fxcomp.errors import BadPayload, BadTensor
 
 

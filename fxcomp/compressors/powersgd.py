@@ -57,7 +57,7 @@ from torch.nn.functional import pad
 
 from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.blocks import split
+from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput

@@ -10,7 +10,7 @@ Proposal: one fp32 a block. Payload: one int8 a value, n bytes; the scales are n
 Each segment starts a new block; the last block of a segment may be short.
 
 With nearest = round(v / scale), ties to even, and d = v / scale - nearest, the code is nearest + 1 if u < d,
-nearest - 1 if u < -d, and nearest otherwise, where u in [0, 1) comes from the rank's own stream (randomness.py). Its
+nearest - 1 if u < -d, and nearest otherwise, where u in [0, 1) comes from the rank's own stream (language.py). Its
 mean is v / scale, and the ranks' errors average out. With `stochastic=false` the code is nearest, without state.
 
 A rank proposes infinity for a block that holds a value which is not finite: infinity survives every maximum, where a
@@ -35,8 +35,7 @@ from torch import Tensor
 
 from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.block_codes import most_scale
-from fxcomp.compressors.blocks import count_blocks, from_blocks, to_blocks
+from fxcomp.compressors.block_codes import count_blocks, from_blocks, most_scale, to_blocks
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput

@@ -5,8 +5,8 @@
     threshold = fit, or the sample's own quantile where the sample contradicts the fit
     decoded   = v where |v| >= threshold, 0 elsewhere
 
-Payload: fxcomp/compressors/survivors.py. Three compressors differ in the distribution: `sidco_e` exponential,
-`sidco_gp` gamma and then generalised Pareto, `sidco` generalised Pareto.
+Payload: fxcomp/compressors/survivors.py. `fit` names the distribution: `exponential`, `gamma` and then
+generalised Pareto, or `pareto`, generalised Pareto from the start.
 
 The check: t = k / n of the sample should reach the threshold. If the number that does is off by more than 5 %, and by
 more than chance explains (sqrt(t), its standard deviation; 0 where the sample is everything), the threshold is the t-th
@@ -50,6 +50,7 @@ from fxcomp.compressors.topk import counts
 RUN = 16
 WINDOW = 5
 _CALLS = 1 << 20  # the counter of calls starts again here, so that fp32 holds it
+FITS = tuple(fit.name.lower() for fit in TailFit)
 _FAR = 1e30  # as the deviation before the first window: nothing is worse
 
 _SAMPLE_REACHED = 256
@@ -155,12 +156,39 @@ def _round_to_bits(threshold: float) -> int:
     return min(max(bits, 1), INFINITY_BITS - 1)
 
 
-class _SidcoFamily(SurvivorCompressor):
-    """A subclass says which distribution it fits."""
+@register
+@dataclass(frozen=True, slots=True)
+class Sidco(SurvivorCompressor):
+    """About k values for one pass, from fits of a distribution."""
 
-    __slots__ = ()
+    ratio: float
+    fit: str = "pareto"
 
-    fit: ClassVar[TailFit]
+    facts: ClassVar[Facts] = Facts(
+        name="sidco",
+        summary="the values above a threshold from a fitted distribution",
+        payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
+        bias=Bias.BIASED,
+        feedback=Feedback.REQUIRED,
+        sends_values=True,
+        parameters=(
+            Parameter("ratio", "share of values to send", 1e-6, 1.0),
+            Parameter(
+                "fit",
+                "the distribution: pareto fits most gradients, gamma those with most values near zero",
+                choices=FITS,
+            ),
+        ),
+        state="36",
+        use="As topk, where its selection costs too much.",
+        avoid="Where ratio is above one over the number of ranks.",
+        source="Abdelmoniem et al. 2021, SIDCo; with a sampled check",
+        case=Case.MODE,
+    )
+
+    @property
+    def tail_fit(self) -> TailFit:
+        return TailFit[self.fit.upper()]
 
     def state_elements(self, size: int) -> int:
         return STATE_ELEMENTS
@@ -198,7 +226,7 @@ class _SidcoFamily(SurvivorCompressor):
         if k == 0 or not bool((sample > 0).any()):
             return FitChoice(Cut(1, 1))
         reaching = k * len(sample) / len(piece)
-        bits = _round_to_bits(fit_threshold(sample, reaching, int(controller.stages), self.fit))
+        bits = _round_to_bits(fit_threshold(sample, reaching, int(controller.stages), self.tail_fit))
         reached = int((survivors.magnitude_bits(sample) >= bits).sum())
         if controller.resamples > 0:
             bits = sampled_cut(piece, k, dgc_stride, int(randomness.mix(torch.tensor(calls)))).bits
@@ -212,70 +240,4 @@ class _SidcoFamily(SurvivorCompressor):
 
     def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         both = strides(segments, self.ratio), dgc_strides(segments, self.ratio)
-        return *both, self.fit.value, most_stages(self.ratio)
-
-
-def _facts(name: str, summary: str, use: str, avoid: str, case: Case = Case.SYSTEM) -> Facts:
-    return Facts(
-        name=name,
-        summary=summary,
-        payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
-        bias=Bias.BIASED,
-        feedback=Feedback.REQUIRED,
-        sends_values=True,
-        parameters=(Parameter("ratio", "share of values to send", 1e-6, 1.0),),
-        state="36",
-        use=use,
-        avoid=avoid,
-        source="Abdelmoniem et al. 2021, SIDCo; with a sampled check",
-        case=case,
-    )
-
-
-@register
-@dataclass(frozen=True, slots=True)
-class Sidco(_SidcoFamily):
-    """About k values for one pass, from generalised Pareto fits."""
-
-    ratio: float
-
-    fit: ClassVar[TailFit] = TailFit.PARETO
-    facts: ClassVar[Facts] = _facts(
-        "sidco",
-        "the values above a threshold from generalised Pareto fits",
-        "As topk, where its selection costs too much: the best fit for most gradients.",
-        "Where ratio is above one over the number of ranks.",
-        Case.MODE,
-    )
-
-
-@register
-@dataclass(frozen=True, slots=True)
-class SidcoE(_SidcoFamily):
-    """About k values for one pass, from exponential fits."""
-
-    ratio: float
-
-    fit: ClassVar[TailFit] = TailFit.EXPONENTIAL
-    facts: ClassVar[Facts] = _facts(
-        "sidco_e",
-        "the values above a threshold from exponential fits",
-        "As sidco, where magnitudes are known to be exponential.",
-        "Where tails are heavier or lighter than exponential: the check does the work then, and sidco needs it less.",
-    )
-
-
-@register
-@dataclass(frozen=True, slots=True)
-class SidcoGP(_SidcoFamily):
-    """About k values for one pass, from a gamma and then generalised Pareto fits."""
-
-    ratio: float
-
-    fit: ClassVar[TailFit] = TailFit.GAMMA
-    facts: ClassVar[Facts] = _facts(
-        "sidco_gp",
-        "the values above a threshold from a gamma fit, then generalised Pareto",
-        "As sidco, where most values are close to zero, yet not zero.",
-        "Where sidco does as well: the gamma fit costs more.",
-    )
+        return *both, self.tail_fit.value, most_stages(self.ratio)

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from fxcomp.compressors import places
 from fxcomp.compressors.base import Compressor, mean_over_ranks
-from fxcomp.compressors.blocks import split
+from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import counts
 

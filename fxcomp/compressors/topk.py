@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.blocks import split
+from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import BadCompressor, Bias, Case, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput

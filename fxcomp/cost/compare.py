@@ -105,7 +105,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
             yield _of_collectives(f"{key[0].value}@{key[1]}", mine, second.collectives[key])
     for key, mine in first.compressors.items():
         if key in second.compressors:
-            yield from _of_compressors(key, mine, second.compressors[key])
+            yield from _of_compressors(first.shown(key), mine, second.compressors[key])
     for key, mine in first.compute.items():
         if key in second.compute:
             theirs = second.compute[key]

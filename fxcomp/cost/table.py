@@ -19,12 +19,19 @@ from fxcomp.cost import collectives as formulas
 from fxcomp.cost.checks import check_numbers
 from fxcomp.cost.collectives import Library
 from fxcomp.cost.contention import NO_TIME_US, TransportCost
-from fxcomp.cost.measured import CompressorCost, MeasuredCollective, exact_key, nearest_key, parse_compressor_key
+from fxcomp.cost.measured import (
+    CompressorCost,
+    MeasuredCollective,
+    compressor_key,
+    exact_key,
+    nearest_key,
+    parse_compressor_key,
+)
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
 from fxcomp.cost.roofline import ASSUMED, Measured, MemoryPrices, Roofline
 from fxcomp.errors import BadOption
+from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
-from fxcomp.plan.strategy import Device
 
 VERSION = 4
 OLDER = 3
@@ -72,6 +79,10 @@ class CostTable(MemoryPrices):
 
     def __post_init__(self) -> None:
         check_numbers(self)
+
+    def shown(self, text: str) -> str:
+        """Write a strategy or a key of compressors with the devices of this machine."""
+        return text if self.copy_gb_per_s is not None else without_gpu(text)
 
     # Estimates
 
@@ -204,7 +215,7 @@ class CostTable(MemoryPrices):
         if self.has_measured(compressor, device):
             return f"estimated: {self.estimate}" if self.estimate else "measured"
         key = self._key(compressor, device)
-        return f"{ASSUMED}, as {key}" if key else f"{ASSUMED}, by memory bandwidth"
+        return f"{ASSUMED}, as {self.shown(key)}" if key else f"{ASSUMED}, by memory bandwidth"
 
     def error_of(self, free_us: float, step_us: float) -> float:
         """Return the relative error of a predicted step that takes `free_us` without communication."""
@@ -337,13 +348,12 @@ def _collective_key(value: Any, place: str) -> tuple[CollectiveKind, str]:
 
 def _compressor_key(value: Any, place: str) -> str:
     try:
-        _, device, threads = parse_compressor_key(TEXT(value, place))
-        is_good = device in [device.value for device in Device] and threads != 0
+        compressor, device, threads = parse_compressor_key(TEXT(value, place))
+        if threads != 0:
+            return compressor_key(compressor, Device(device).value, threads)
     except ValueError:
-        is_good = False
-    if not is_good:
-        raise wrong(place, "a compressor on a device, like int8@gpu or int8@cpu*2", value)
-    return value
+        pass
+    raise wrong(place, "a compressor on a device, like int8@gpu or int8@cpu*2", value)
 
 
 _BY_KIND = keyed(record(_Factors, load=positive(), speed=positive()), key=_kind)

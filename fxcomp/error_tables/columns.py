@@ -1,7 +1,7 @@
 """Say what an error table has an entry for, and which entry a compressor finds.
 
     family      entry                       serves
-    largest     share of values kept        topk; dgc, sidco, sidco_e and sidco_gp, which send about as many
+    largest     share of values kept        topk; dgc and sidco, which send about as many
     low rank    rank of the best matrix     powersgd
     codecs      the compressor itself       whatever rounds: bf16, fp16, fp8, int8, int4, int2, sign, chunkmax
 
@@ -18,7 +18,7 @@ from itertools import pairwise
 from math import prod
 from typing import TypeGuard
 
-from fxcomp.compressors import DGC, Compressor, Int2, PowerSGD, Sidco, SidcoE, SidcoGP, TopK, parse_compressor
+from fxcomp.compressors import DGC, Compressor, Int2, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.compressors.block_codes import BlockCompressor, SymmetricCompressor
 from fxcomp.compressors.topk import counts
 from fxcomp.errors import BadErrorTable
@@ -28,7 +28,7 @@ RANKS = (1, 2, 4, 8, 16)
 CODECS = ("bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2", "sign")
 
 _LEAST_DENSITY = 1e-5
-_ABOUT_K = (TopK, DGC, Sidco, SidcoE, SidcoGP)
+_ABOUT_K = (TopK, DGC, Sidco)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp.compressors import Compressor, compressor_of
-from fxcomp.compressors.pieces import in_pieces
+from fxcomp.compressors.operators import in_pieces
 from fxcomp.graph.edit import collective_kind, value_bytes
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import (

@@ -10,7 +10,7 @@ bound to sizes by `route.py`, and from there lowered to nodes, priced, and laid 
 
 The steps that strategies are made of, and their text.
 
-compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu
+compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu; without a GPU, @main and @pool
 all_gather@world        a collective, and the ranks that meet in it
 decompress@gpu
 propose(powersgd(4))@gpu > all_reduce@world      what ranks agree on before they compress
@@ -32,10 +32,23 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 class Device(Enum):
-    """The place where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool."""
+    """The place where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool.
+
+    Both have these words too: `main` and `pool` are read everywhere, and printed where there is no GPU. Plans and their
+    digests hold `gpu` and `cpu` alone.
+    """
 
     GPU = "gpu"
     CPU = "cpu"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Device | None:
+        return {"main": cls.GPU, "pool": cls.CPU}.get(str(value))
+
+
+def without_gpu(text: str) -> str:
+    """Write the devices in a strategy's text or short name, or in a key of costs, as where there is no GPU."""
+    return text.replace("@gpu", "@main").replace("@cpu", "@pool").replace(" on cpu", " on pool")
 
 
 @dataclass(frozen=True, slots=True)

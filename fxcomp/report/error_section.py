@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fxcomp.plan.budget import Budget
 from fxcomp.report.by_layer import Instead, Layer, layers_of
-from fxcomp.report.document import Block, Column, Section, Table, count, decimals, mb, short
+from fxcomp.report.document import Block, Column, Section, Table, count, decimals, mb
 from fxcomp.report.explanation import Explanation, exposed_by_bucket
 
 _FEW, _MOST_LAYERS = 8, 24
@@ -80,7 +80,7 @@ def _by_layer(layers: Sequence[Layer], rest: Sequence[Layer], explanation: Expla
             layer.name if len(layer.names) == 1 else f"{layer.name} ({len(layer.names)})",
             mb(layer.dense_bytes),
             f"{layer.squares:.1%}",
-            short(layer.strategy),
+            explanation.short(layer.strategy),
             "" if layer.error is None else f"{layer.error:.3g}",
             f"{layer.spent / allowed:.1%}" if allowed else "",
             f"{layer.saved_us / 1e3:.{digits}f}",
@@ -122,14 +122,14 @@ def reason(layer: Layer, explanation: Explanation, *, is_hidden: bool) -> str:
     digits = decimals(explanation.step_us)
     if layer.is_pinned:
         return "pinned by hand"
-    told = [_change(layer.dense, digits)] if layer.dense is not None else []
+    told = [_change(layer.dense, digits, explanation)] if layer.dense is not None else []
     finer, coarser = layer.finer, layer.coarser
     if finer is not None and finer != layer.dense:
-        told.append(f"finer: {_change(finer, digits)}")
+        told.append(f"finer: {_change(finer, digits, explanation)}")
     if coarser is None:
         told.append("nothing coarser is offered")
     elif _rounded(coarser, digits) < 0:
-        told.append(f"coarser: {_change(coarser, digits)}, {_price(coarser, explanation)}")
+        told.append(f"coarser: {_change(coarser, digits, explanation)}, {_price(coarser, explanation)}")
     elif not layer.strategy.is_dense:
         told.append("nothing coarser is faster")
     else:
@@ -137,8 +137,8 @@ def reason(layer: Layer, explanation: Explanation, *, is_hidden: bool) -> str:
     return "; ".join(told)
 
 
-def _change(instead: Instead, digits: int) -> str:
-    return f"{short(instead.strategy)} {_rounded(instead, digits):+.{digits}f} ms"
+def _change(instead: Instead, digits: int, explanation: Explanation) -> str:
+    return f"{explanation.short(instead.strategy)} {_rounded(instead, digits):+.{digits}f} ms"
 
 
 def _rounded(instead: Instead, digits: int) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
@@ -29,7 +30,8 @@ from fxcomp.plan.kinds import Stream
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.report.document import Block, Column, Section, Table, count, decimals, ms
+from fxcomp.plan.strategy import Compress, Strategy
+from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, decimals, ms, short
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
@@ -166,6 +168,9 @@ def moves_json(moves: Sequence[Moved]) -> list[dict[str, Any]]:
     ]
 
 
+_MOST_OPERATORS = 6  # by name; more are counted
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """A plan, its predicted step, and what both were computed from."""
@@ -233,6 +238,10 @@ class Explanation:
     def has_moved(self) -> bool:
         """The plan is what became of the chosen one while it followed the gradients."""
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
+
+    def short(self, strategy: Strategy) -> str:
+        """Name a strategy in a few words, with the devices of this machine."""
+        return self.costs.shown(short(strategy))
 
     @property
     def pins(self) -> Pins:
@@ -311,3 +320,33 @@ def variation(explanation: Explanation) -> Variation:
 def machine_of(costs: CostTable) -> str:
     """`NVIDIA H200, torch 2.13, 2026-11-20`: what a table was measured on, and when."""
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
+
+
+def sources_of(explanation: Explanation) -> Pairs:
+    """Say where each number of a report is from."""
+    costs, buckets, unknowns = explanation.costs, explanation.plan.buckets, explanation.unknowns
+    rows = [("compute", explanation.compute_source)]
+    if unknowns.unpriced:
+        rows.append(("unpriced", _operators(unknowns.unpriced)))
+    if unknowns.by_bytes:
+        rows.append(("priced by bytes alone", _operators(unknowns.by_bytes)))
+    if costs.collectives:
+        rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
+    else:
+        sent = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
+        rows += [(str(s), costs.collective_source(s.kind, s.level, explanation.cluster)) for s in sent]
+    steps = (step for bucket in buckets for step in bucket.strategy.steps)
+    for compressor, device in dict.fromkeys((s.compressor, s.device) for s in steps if isinstance(s, Compress)):
+        name = costs.shown(f"{compressor}@{device.value}")
+        rows.append((name, costs.compressor_source(compressor, device)))
+    if costs.hardware != "unknown":
+        rows.append(("machine", explanation.machine))
+    rows.append(("kernels", kernels.describe().removeprefix("compression on the CPU: ")))
+    return Pairs(rows)
+
+
+def _operators(operators: Sequence[tuple[str, int]]) -> str:
+    """`3 calls: mine.scan x 2, mine.log x 1`."""
+    shown = ", ".join(f"{name} x {calls}" for name, calls in operators[:_MOST_OPERATORS])
+    more = f", and {len(operators) - _MOST_OPERATORS} more" if len(operators) > _MOST_OPERATORS else ""
+    return f"{count(sum(calls for _, calls in operators), 'call')}: {shown}{more}"

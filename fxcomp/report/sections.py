@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fxcomp.cluster.link import format_gbit
-from fxcomp.compressors import kernels
-from fxcomp.plan.strategy import Compress
 from fxcomp.report.accumulation import accumulated, accumulation_blocks
 from fxcomp.report.document import (
     Block,
@@ -25,7 +23,6 @@ from fxcomp.report.document import (
     mb,
     members,
     ms,
-    short,
 )
 from fxcomp.report.error_section import error_sections
 from fxcomp.report.explanation import (
@@ -34,6 +31,7 @@ from fxcomp.report.explanation import (
     exposed_by_bucket,
     moves_section,
     parts_us,
+    sources_of,
     variation,
 )
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
@@ -42,7 +40,6 @@ from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE
 
 _LONGEST_PATH = 12  # entries of the critical path
-_MOST_OPERATORS = 6  # by name; more are counted
 
 
 class Tone(Enum):
@@ -90,7 +87,7 @@ def report_of(explanation: Explanation) -> Report:
     sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
     if choice is not None and cluster.hosts > 1:
         sections.append(Section("Break-even bandwidth", [_flip(explanation)]))
-    sections.append(Section("Sources of the numbers", [_sources(explanation)]))
+    sections.append(Section("Sources of the numbers", [sources_of(explanation)]))
     if explanation.notes:
         sections.append(Section("Notes", list(explanation.notes)))
     tone, verdict = _verdict(explanation)
@@ -281,7 +278,7 @@ def _plan(explanation: Explanation, digits: int) -> Table:
             (
                 str(k),
                 mb(bucket.dense_bytes),
-                short(bucket.strategy),
+                explanation.short(bucket.strategy),
                 sent,
                 exposed,
                 members(explanation.plan.labels(bucket)),
@@ -295,7 +292,7 @@ def _plan(explanation: Explanation, digits: int) -> Table:
 def _strategies(explanation: Explanation) -> Pairs:
     """Spell out the short names."""
     strategies = dict.fromkeys(bucket.strategy for bucket in explanation.plan.buckets)
-    return Pairs([(short(strategy), str(strategy)) for strategy in strategies])
+    return Pairs([(explanation.short(strategy), explanation.costs.shown(str(strategy))) for strategy in strategies])
 
 
 def _pinned(explanation: Explanation) -> Table:
@@ -328,11 +325,12 @@ def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Table:
         best = _best_other(others)
         limit = "mode's limit" if explanation.budget is None else "budget"
         why = "pinned by hand" if choice.pins.is_pinned(bucket) else f"nothing within the {limit}"
-        cells = (short(bucket.strategy), why, "", "")
+        taken = explanation.short(bucket.strategy)
+        cells = (taken, why, "", "")
         if best is not None:
             longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits) + 0.0
             step = f"{ms(best.step_us, digits)} ms"
-            cells = (short(bucket.strategy), short(best.strategy), step, f"{longer_ms:+.{digits}f} ms")
+            cells = (taken, explanation.short(best.strategy), step, f"{longer_ms:+.{digits}f} ms")
         first = runs.pop()[0] if runs and runs[-1][2] == cells else k
         runs.append((first, k, cells))
     rows = [(str(first) if first == last else f"{first}-{last}", *cells) for first, last, cells in runs]
@@ -379,31 +377,3 @@ def _flip(explanation: Explanation) -> str:
     if explanation.costs.collectives:
         return f"{text}, with latencies of {explanation.cluster.inter.alpha_us:g} us; the links here are listed below."
     return f"{text}; here it is {format_gbit(explanation.cluster.inter.gb_per_s)}."
-
-
-def _sources(explanation: Explanation) -> Pairs:
-    costs, buckets, unknowns = explanation.costs, explanation.plan.buckets, explanation.unknowns
-    rows = [("compute", explanation.compute_source)]
-    if unknowns.unpriced:
-        rows.append(("unpriced", _operators(unknowns.unpriced)))
-    if unknowns.by_bytes:
-        rows.append(("priced by bytes alone", _operators(unknowns.by_bytes)))
-    if costs.collectives:
-        rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
-    else:
-        sent = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
-        rows += [(str(s), costs.collective_source(s.kind, s.level, explanation.cluster)) for s in sent]
-    steps = (step for bucket in buckets for step in bucket.strategy.steps)
-    for compressor, device in dict.fromkeys((s.compressor, s.device) for s in steps if isinstance(s, Compress)):
-        rows.append((f"{compressor}@{device.value}", costs.compressor_source(compressor, device)))
-    if costs.hardware != "unknown":
-        rows.append(("machine", explanation.machine))
-    rows.append(("kernels", kernels.describe().removeprefix("compression on the CPU: ")))
-    return Pairs(rows)
-
-
-def _operators(operators: Sequence[tuple[str, int]]) -> str:
-    """`3 calls: mine.scan x 2, mine.log x 1`."""
-    shown = ", ".join(f"{name} x {calls}" for name, calls in operators[:_MOST_OPERATORS])
-    more = f", and {len(operators) - _MOST_OPERATORS} more" if len(operators) > _MOST_OPERATORS else ""
-    return f"{count(sum(calls for _, calls in operators), 'call')}: {shown}{more}"

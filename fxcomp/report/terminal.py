@@ -58,7 +58,7 @@ def _compressors(costs: CostTable) -> Table:
     names = ("elements", "encode us", "decode us", "8 payloads us", "lines", "off by")
     rows: list[Sequence[str]] = []
     for key, known in costs.compressors.items():
-        name, ends = key, _fit(known)
+        name, ends = costs.shown(key), _fit(known)
         for elements in sorted({known.points[0].elements, known.points[-1].elements}):
             prices = known.encode_us(elements), known.decode_us(elements), known.decode_us(elements, 8)
             times = [f"{us:.4g}" for us in prices]

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, pieces
+from fxcomp.compressors import Compressor, operators
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
-from fxcomp.compressors.pieces import Segments, as_pieces
+from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
 from fxcomp.runtime.clock import clock_of
@@ -177,10 +177,10 @@ class Runtime:
         parts = as_pieces(segments)
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            elements = pieces.payload_elements(compressor, parts)
+            elements = operators.payload_elements(compressor, parts)
             payload = self._buffers.take(name, elements, compressor.payload_dtype, value.device)
             given = EncoderInput(value, residual, tuple(chain.from_iterable(parts)), state, agreement)
-            pieces.encode(compressor, given, payload, parts)
+            operators.encode(compressor, given, payload, parts)
             return payload
 
         return self.pool.after(run, bucket) if agreed is None else self.pool.after(run, bucket, agreed)
@@ -225,7 +225,7 @@ class Runtime:
 
         def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
             mean = self._buffers.take(name, sum(sizes), torch.float32, value.device)
-            pieces.decode(compressor, DecoderInput(value, ranks, sizes, agreement, state), mean, parts)
+            operators.decode(compressor, DecoderInput(value, ranks, sizes, agreement, state), mean, parts)
             return mean
 
         given = (payloads,) if agreed is None else (payloads, agreed)

@@ -60,7 +60,7 @@ def declares_itself(compressor: Compressor) -> None:
     known = {field.name for field in fields(compressor)}  # pyright: ignore[reportArgumentType]
     for parameter in facts.parameters:
         assert parameter.name in known, f"facts name the parameter {parameter.name!r}, which it does not have"
-        assert parameter.low <= parameter.high, f"{parameter.name} has an empty range"
+        assert parameter.choices or parameter.low <= parameter.high, f"{parameter.name} has an empty range"
     assert compressor == compressor.bound_to((), 1).bound_to((), 1) or facts.agreement is not None, (
         "binding changes what needs no binding"
     )

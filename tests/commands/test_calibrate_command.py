@@ -104,7 +104,7 @@ def test_a_table_is_shown_with_its_errors(tmp_path: Path, capsys: pytest.Capture
     text = " ".join(capsys.readouterr().out.split())
     assert "Costs of a machine, 2026-11-20 (measured)" in text
     assert "all_reduce 2x1 30 1gbit 2.0% 0" in text
-    assert "int8(block=128)@cpu*1" in text
+    assert "int8(block=128)@pool*1" in text
     assert main(["calibrate", "--show", saved(tmp_path), "--json"]) == 0
     assert CostTable.from_json(json.loads(capsys.readouterr().out)) == TABLE
 

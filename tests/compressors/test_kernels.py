@@ -8,10 +8,7 @@ import torch
 from helpers.compressor_cases import WITH_KERNELS
 
 from fxcomp.compressors import TopK, kernels
-from fxcomp.compressors.pack import scale_copy
 from fxcomp.errors import BadPayload
-from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
-from fxcomp.testing.samples import gaussian
 
 
 @WITH_KERNELS
@@ -81,14 +78,3 @@ def test_a_payload_with_places_outside_its_segment_is_refused() -> None:
     payload[4:6] = torch.tensor([100, 1])  # behind the value: place 100 of 0..99, in the first block
     with pytest.raises(BadPayload, match="a payload names places outside its segment"):
         TopK(0.01).decode(payload, 1, (100,), torch.zeros(100))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scaled_copy_is_the_same_with_and_without_kernels(dtype: torch.dtype) -> None:
-    for source in (gaussian(0), gaussian(70_001), gaussian(60).view(6, 10).T):
-        by_kernel, by_torch = torch.empty(source.numel(), dtype=dtype), torch.empty(source.numel(), dtype=dtype)
-        scale_copy(source, 1 / 3, by_kernel)
-        with plain_torch():
-            scale_copy(source, 1 / 3, by_torch)
-        assert_same_bits(by_kernel, by_torch)
-        assert_same_bits(by_kernel, (source * (1 / 3)).flatten().to(dtype))

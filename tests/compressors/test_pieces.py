@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor, kernels, parse_compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
-from fxcomp.compressors.pieces import as_pieces, decode, encode, in_pieces, payload_elements
+from fxcomp.compressors.operators import as_pieces, decode, encode, in_pieces, payload_elements
 from fxcomp.plan.interpret import travels_whole
 from fxcomp.testing.rounds import fresh_state
 from fxcomp.testing.samples import gaussian

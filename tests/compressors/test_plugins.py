@@ -237,11 +237,12 @@ def _forgotten() -> Iterator[None]:
         ),
         (
             [(FIELD, "width: str = '8'")],
-            "the field 'width: str = 8' has a type that does not travel.\n  Use int, float or bool.",
+            "the field 'width: str = 8' does not fit its facts: choices are for a str, ranges for numbers.\n"
+            "  Write Parameter('width', ..., choices=(...)), or make the field a number.",
         ),
         (
             [(FIELD, "width: int | None = 8")],
-            "the field 'width: int | None = 8' has a type that does not travel.\n  Use int, float or bool.",
+            "the field 'width: int | None = 8' has a type that does not travel.\n  Use int, float, bool or str.",
         ),
         (
             [(FIELD, "width: int = field(default_factory=int)"), ("import dataclass", "import dataclass, field")],

@@ -15,7 +15,6 @@ from helpers.ranks import run_alone
 from torch import Tensor
 
 from fxcomp.compressors import DGC, PowerSGD, RandomK, SharedInt8, TopK, parse_compressor
-from fxcomp.compressors.pack import scale_copy
 from fxcomp.errors import BadPayload, BadTensor, FxcompError
 
 SELECTING = ("topk(0.01)", "randomk(0.01)", "dgc(0.01)", "sidco(0.01)", "threshold(1.0, 0.01)")
@@ -157,14 +156,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "columns of nothing": (
         lambda: PowerSGD(1, columns=(10,)).state_elements(0),
         "no matrix of 0 values has rows of 10",
-    ),
-    "a scaled copy": (
-        lambda: scale_copy(torch.zeros(9), 0.5, torch.zeros(8)),
-        "9 values on cpu cannot be copied to 8 contiguous elements on cpu.*as many elements",
-    ),
-    "a scaled copy of doubles": (
-        lambda: scale_copy(torch.zeros(9).double(), 0.5, torch.zeros(9)),
-        "a scaled copy is made of fp32, not of torch.float64",
     ),
 }
 

@@ -11,7 +11,7 @@ from helpers.compressor_cases import WITH_KERNELS
 from tasks import make_task
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, EncoderInput, Sidco, SidcoE, SidcoGP
+from fxcomp.compressors import Compressor, EncoderInput, Sidco
 from fxcomp.compressors.sidco import Controller, is_contradicted, most_stages, sample_of, strides
 from fxcomp.compressors.tail_fits import TailFit, fit_threshold, inverse_gamma, mean_log
 from fxcomp.compressors.topk import counts
@@ -51,7 +51,7 @@ def test_fits_select_what_is_known_of_them(
 @pytest.mark.one_in(3)
 def test_about_k_values_are_sent_from_the_first_call_on(distribution: str, ratio: float) -> None:
     samples = [distributions.draw(distribution, N, seed) for seed in range(12)]
-    for compressor in (SidcoE(ratio), SidcoGP(ratio), Sidco(ratio)):
+    for compressor in (Sidco(ratio, "exponential"), Sidco(ratio, "gamma"), Sidco(ratio)):
         first, *later = distributions.shares_sent(compressor, ratio, samples)
         assert 0.8 < first < 1.2, f"{compressor}: the first call sends {first:.2f} of the target"
         settled = statistics.mean(later[9:])
@@ -94,7 +94,7 @@ def test_a_quarter_or_more_takes_one_stage() -> None:
     assert level == pytest.approx(samples.mean().item() * math.log(1 / 0.3), rel=1e-6)
 
 
-@pytest.mark.parametrize("compressor", [Sidco(0.01), SidcoE(0.01), SidcoGP(0.01)], ids=str)
+@pytest.mark.parametrize("compressor", [Sidco(0.01), Sidco(0.01, "exponential"), Sidco(0.01, "gamma")], ids=str)
 @pytest.mark.parametrize(
     ("bucket", "sent"),
     [
@@ -157,7 +157,7 @@ def test_two_bad_windows_call_for_a_fresh_sample_and_a_fresh_start() -> None:
 
 
 @WITH_KERNELS
-@pytest.mark.parametrize("compressor", [Sidco(0.005), SidcoE(0.005), SidcoGP(0.005)], ids=str)
+@pytest.mark.parametrize("compressor", [Sidco(0.005), Sidco(0.005, "exponential"), Sidco(0.005, "gamma")], ids=str)
 def test_the_kernel_follows_the_reference_through_windows_and_resampling(compressor: Compressor) -> None:
     segments = (200_000, 3000)
     resampling = Controller(**{**_as_dict(Controller()), "resamples": 1.0, "calls_in_window": 3.0, "stages": 3.0})

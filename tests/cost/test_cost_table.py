@@ -122,7 +122,7 @@ def test_what_was_not_measured_is_assumed_and_says_so():
     other = parse_compressor("int8(block=128)")
     if str(other) != str(INT8):
         assert TABLE.encode_us(other, 1000) == 10.0
-        assert TABLE.compressor_source(other) == f"assumed, as {INT8}@gpu"
+        assert TABLE.compressor_source(other) == f"assumed, as {INT8}@main"
     assert TABLE.compressor_source(INT8) == "measured"
     assert TABLE.compute_us("aten.mm f32[2,2] f32[2,2]", 1e9, 1).us == 3.5
     assert TABLE.compute_us("aten.mm f32[9,9] f32[9,9]", 1e9, 1) == Measured(1e4)
@@ -253,7 +253,7 @@ def test_threads_that_are_not_measured_take_the_nearest_number_and_say_so():
     assert table.compressor_source(INT8, Device.CPU) == "measured"
     table = replace(table, threads=6)
     assert table.encode_us(INT8, 1000, Device.CPU) == 12.5
-    assert table.compressor_source(INT8, Device.CPU) == f"assumed, as {INT8}@cpu*8"
+    assert table.compressor_source(INT8, Device.CPU) == f"assumed, as {INT8}@pool*8"
     assert replace(table, threads=None).compressor_source(INT8, Device.CPU) == "measured"
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,13 @@ def test_a_table_that_holds_two_factors_by_kind_is_read(held: Any, factor: float
     assert CostTable.from_json({**WHOLE, "contention": held}).contention == factor
     with pytest.raises(BadOption, match=r"contention\.all_reduce\.load must be"):
         CostTable.from_json({**WHOLE, "contention": {"all_reduce": {"load": -1.0, "speed": 1.0}}})
+
+
+def test_a_table_without_a_gpu_may_say_main_and_pool():
+    data = CostTable(
+        compressors={"int8@cpu*1": CompressorCost(tuple(POINTS)), "int8@gpu": CompressorCost(tuple(POINTS))}
+    )
+    other = json.loads(json.dumps(data.to_json()).replace("int8@cpu*1", "int8@pool*1").replace("int8@gpu", "int8@main"))
+    assert CostTable.from_json(other) == data
+    assert data.shown("int8@gpu") == "int8@main"
+    assert replace(data, copy_gb_per_s=10.0).shown("int8@gpu") == "int8@gpu"

@@ -16,9 +16,7 @@ TYPICAL = {
     "chunkmax": ["chunkmax(0.01)", "chunkmax(0.3)", "chunkmax(0.002)", "chunkmax(0.0001)"],
     "dgc": ["dgc(0.01)", "dgc(0.3)"],
     "powersgd": ["powersgd(1)", "powersgd(6)"],
-    "sidco": ["sidco(0.01)", "sidco(1.0)"],
-    "sidco_e": ["sidco_e(0.01)"],
-    "sidco_gp": ["sidco_gp(0.01)"],
+    "sidco": ["sidco(0.01)", "sidco(1.0)", "sidco(0.01, fit=exponential)", "sidco(0.01, fit=gamma)"],
     "threshold": ["threshold(2.0, 0.01)", "threshold(0.001, 0.3)"],
     "topk": ["topk(0.01)", "topk(0.3)", "topk(1.0)"],
 }

@@ -11,6 +11,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.errors import BadPlan, BadStrategy
+from fxcomp.plan.interpret import without_gpu
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.space import Phase, Space, strategies_in
@@ -272,3 +273,21 @@ def test_a_file_that_is_no_plan_is_refused(content: bytes, tmp_path: Path):
     path.write_bytes(content)
     with pytest.raises(BadPlan, match=r"cannot read the plan .*plan\.json"):
         Plan.load(path)
+
+
+def test_both_words_for_a_device_are_read_and_saved_as_one():
+    offloaded = Strategy.flat(parse_compressor("int8"), Device.CPU)
+    words = "compress(int8)@pool > all_gather@world > decompress@pool"
+    assert without_gpu(str(offloaded)) == words
+    assert Strategy.parse(words) == Strategy.parse(str(offloaded)) == offloaded
+    saved = json.dumps(plan_of(offloaded, LEVELS).to_json())
+    other = Plan.from_json(json.loads(without_gpu(saved)))
+    assert "@pool" in without_gpu(saved)
+    assert other == plan_of(offloaded, LEVELS)
+    assert other.digest == plan_of(offloaded, LEVELS).digest
+    assert json.dumps(other.to_json()) == saved
+
+
+def test_a_device_of_no_name_is_refused():
+    with pytest.raises(BadStrategy, match="'host' is not a valid Device"):
+        Strategy.parse("compress(int8)@host > all_gather@world > decompress@host")

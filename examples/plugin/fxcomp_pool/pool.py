@@ -29,7 +29,7 @@ from fxcomp.compressors import (
     Parameter,
     register,
 )
-from fxcomp.compressors.blocks import block_sizes, count_blocks, from_blocks, to_blocks
+from fxcomp.compressors.block_codes import block_sizes, count_blocks, from_blocks, to_blocks
 
 
 @register

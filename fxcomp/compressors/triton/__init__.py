@@ -1,20 +1,21 @@
-"""Triton kernels for CUDA: `<name>.py` here makes `fxcomp/compressors/<name>.py` faster, as `csrc/<name>.cpp` does.
+"""Triton kernels for CUDA: `<name>.py` here makes the compressor `<name>` faster, as `csrc/<name>.cpp` does.
 
 A module holds `encode`, `decode` and `propose`, whichever it has kernels for; `dispatch.py` finds it by the file's name
-and every file can be imported where Triton is not installed. What has no kernel runs its reference on the device.
+and every file can be imported where Triton is not installed. What a mode or a budget offers has kernels; other
+compressors run their references on the device.
 
-    blocks       int8, int4, int2, sign, fp8    a codec of three functions: a block's scale, a code, its value
-    casts        bf16, fp16                     a codec of two functions: a code, its value
-    send, sparse topk, threshold, dgc, sidco    a policy, which finds a magnitude for each segment to send from
+    blocks       int8, int4, int2, sign         a codec of three functions: a block's scale, a code, its value
+    bf16         bf16                           a codec of two functions: a code, its value
+    send, sparse topk, sidco                    a policy, which finds a magnitude for each segment to send from
 
-So a fast compressor is one small file: for a quantiser, copy `sign.py`; for a sparsifier, `threshold.py`. chunkmax,
-randomk, powersgd and shared_int8 have kernels of their own.
+So a fast compressor is one small file: for a quantiser, copy `sign.py`; for a sparsifier, `topk.py`. powersgd has
+kernels of its own.
 
 - Many parameters in one launch: a table on the device says where each tile of a bucket lies (`tiles.py`), made once
   for each division of a bucket. Nothing waits for the device or asks it for a size.
 - Encoding adds the residual, compresses and writes the new residual in one kernel; decoding adds up all ranks and
   writes the mean in one kernel.
-- What selects by size (`send.py`, `select.py`) keeps its decisions on the device: counts, thresholds and places.
+- What selects by size (`send.py`) keeps its decisions on the device: counts, thresholds and places.
 - The payload is that of the reference. So are the bits: division rounds correctly (`div_rn`), multiplication and
   addition stay apart (`launch`), sums have the reference's order, and random bits come from the same counters. Where a
   file promises less, it says so.

@@ -1,7 +1,68 @@
-"""The upper half of each fp32: the codec of `fxcomp/compressors/bf16.py`."""
+"""The upper half of each fp32: the codec of `fxcomp/compressors/casts.py`.
 
-from fxcomp.compressors.triton.casts import cast_kernels
-from fxcomp.compressors.triton.language import jit, tl
+Send each value in 16 bits, by a codec of two functions.
+
+    code(value)    the format's nearest, ties to even, in an integer's lowest 16 bits
+    value(code)    fp32 again
+
+Both work with integers, for a cast's bits depend on where it runs: Triton's interpreter breaks ties downwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcomp.compressors.casts import CastCompressor
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
+from fxcomp.compressors.triton.tiles import TILE, compensated, is_finite
+
+
+def cast_kernels(
+    code: Any, value: Any
+) -> tuple[
+    Callable[[CastCompressor, EncoderInput, Tensor], None], Callable[[CastCompressor, DecoderInput, Tensor], None]
+]:
+    """Make `encode` and `decode` of a codec."""
+
+    def encode(compressor: CastCompressor, given: EncoderInput, payload: Tensor) -> None:
+        elements = len(given.bucket)
+        arguments = (given.bucket, given.residual, payload.view(torch.int16), elements)
+        launch(_encode, -(-elements // TILE), *arguments, CODE=code, VALUE=value, TILE=TILE)
+
+    def decode(compressor: CastCompressor, received: DecoderInput, out: Tensor) -> None:
+        elements = len(out)
+        arguments = (received.payloads.view(torch.int16), out, elements)
+        launch(_decode, -(-elements // TILE), *arguments, VALUE=value, RANKS=received.ranks, TILE=TILE)
+
+    return encode, decode
+
+
+@jit
+def _encode(bucket, residual, payload, elements, CODE: constexpr, VALUE: constexpr, TILE: constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_there = place < elements
+    value, old = compensated(bucket, residual, place, is_there)
+    code = CODE(value)
+    tl.store(payload + place, code.to(tl.int16), is_there)
+    if residual is not None:
+        sent = VALUE(code)
+        tl.store(residual + place, tl.where(is_finite(sent), value - sent, old), is_there)
+
+
+@jit
+def _decode(payloads, out, elements, VALUE: constexpr, RANKS: constexpr, TILE: constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_there = place < elements
+    total = VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
+    for _ in range(1, RANKS):
+        payloads += elements
+        total += VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
+    tl.store(out + place, total * (1.0 / RANKS), is_there)
 
 
 @jit

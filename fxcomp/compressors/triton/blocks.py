@@ -1,4 +1,4 @@
-"""Quantise a bucket block by block: int8, int4, int2, sign and fp8 are this with different codecs.
+"""Quantise a bucket block by block: int8, int4, int2 and sign are this with different codecs.
 
 A payload is that of `fxcomp/compressors/block_codes.py`: the fp32 scales of all blocks, the codes, 8 / BITS a byte, and
 zeros up to a multiple of four. A codec is three functions, which `block_kernels` makes kernels of:
@@ -20,12 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.block_codes import BlockCompressor, most_scale
-from fxcomp.compressors.blocks import count_blocks
+from fxcomp.compressors.block_codes import BlockCompressor, count_blocks, most_scale
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
-from fxcomp.compressors.triton.folds import sum_of_columns
-from fxcomp.compressors.triton.language import constant, constexpr, jit, tl
-from fxcomp.compressors.triton.randomness import raise_step
+from fxcomp.compressors.triton.language import constant, constexpr, jit, raise_step, sum_of_columns, tl
 from fxcomp.compressors.triton.tiles import (
     Tiles,
     blocks_of,

@@ -1,4 +1,4 @@
-"""Find a compressor's Triton kernels by the name of its file, and run them on its tensors' device."""
+"""Find a compressor's Triton kernels by its name, and run them on its tensors' device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from fxcomp.compressors.base import Compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
-_COMPRESSORS = "fxcomp.compressors."
+_OURS = "fxcomp.compressors."
+_SHARED = {"int4": "int8"}
+"""Compressors that another one's kernels serve."""
 
 
 @cache
@@ -48,10 +50,9 @@ def propose(compressor: Compressor, given: EncoderInput, out: Tensor) -> bool:
 
 @cache
 def _function(kind: type[Compressor], name: str) -> Callable[..., None] | None:
-    """Look into the file beside this one that is named as the compressor's own; a plug-in has none."""
-    file = kind.__module__.removeprefix(_COMPRESSORS)
-    module = f"{__package__}.{file}"
-    if _COMPRESSORS + file != kind.__module__ or find_spec(module) is None:
+    """Look into the file beside this one that is named as the compressor; a plug-in has none."""
+    module = f"{__package__}.{_SHARED.get(kind.facts.name, kind.facts.name)}"
+    if not kind.__module__.startswith(_OURS) or find_spec(module) is None:
         return None
     return getattr(import_module(module), name, None)
 

@@ -5,8 +5,7 @@ All in fp64, with the sums of `fxcomp/compressors/sidco.py`, which gives the for
 
 from __future__ import annotations
 
-from fxcomp.compressors.triton.folds import product_of_rows, sum_of
-from fxcomp.compressors.triton.language import constant, constexpr, jit, tl
+from fxcomp.compressors.triton.language import constant, constexpr, jit, product_of_rows, sum_of, tl
 
 # As in sidco.py.
 LANES = constant(512)

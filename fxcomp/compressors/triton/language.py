@@ -1,4 +1,9 @@
-"""Triton's language and how kernels are launched; stand-ins where Triton is not installed, so that files import."""
+"""Triton's language and how kernels are launched; stand-ins where Triton is not installed, so that files import.
+
+Add up and multiply in the order of the references: the upper half to the lower, until one is left.
+
+Random bits from counters: the bits of `fxcomp/compressors/randomness.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from fxcomp.compressors.randomness import STATE_ELEMENTS
 
 if TYPE_CHECKING:
     tl: Any
@@ -43,3 +50,74 @@ def start(
     kernel: Any, programs: tuple[int, int], arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
 ) -> None:
     kernel[programs](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+@jit
+def sum_of_columns(terms, ROWS: constexpr, WIDTH: constexpr):
+    """Add up each row."""
+    if WIDTH == 1:
+        return tl.reshape(terms, [ROWS])
+    else:  # noqa: RET505  Triton compiles one branch only
+        low, high = tl.split(tl.permute(tl.reshape(terms, [ROWS, 2, WIDTH // 2]), (0, 2, 1)))
+        return sum_of_columns(low + high, ROWS, WIDTH // 2)
+
+
+@jit
+def sum_of_rows(terms, HEIGHT: constexpr, WIDTH: constexpr):
+    """Add up each column."""
+    if HEIGHT == 1:
+        return tl.reshape(terms, [WIDTH])
+    else:  # noqa: RET505
+        low, high = tl.split(tl.permute(tl.reshape(terms, [2, HEIGHT // 2, WIDTH]), (1, 2, 0)))
+        return sum_of_rows(low + high, HEIGHT // 2, WIDTH)
+
+
+@jit
+def product_of_rows(factors, HEIGHT: constexpr, WIDTH: constexpr):
+    """Multiply each column."""
+    if HEIGHT == 1:
+        return tl.reshape(factors, [WIDTH])
+    else:  # noqa: RET505
+        low, high = tl.split(tl.permute(tl.reshape(factors, [2, HEIGHT // 2, WIDTH]), (1, 2, 0)))
+        return product_of_rows(low * high, HEIGHT // 2, WIDTH)
+
+
+@jit
+def sum_of(lanes, WIDTH: constexpr):
+    """Add up a vector."""
+    return tl.sum(sum_of_rows(tl.reshape(lanes, [WIDTH, 1]), WIDTH, 1), axis=0)
+
+
+@jit
+def mix(x):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@jit
+def stream_of(state, segment, STEPS_BACK: constexpr = 0):
+    """Return the two keys of a segment's stream, so many steps ago."""
+    key = tl.load(state + 2 * segment)
+    step = tl.load(state + 2 * segment + 1) - STEPS_BACK
+    low = mix((key ^ step).to(tl.uint32))
+    return low, mix((key >> 32).to(tl.uint32) ^ (step >> 32).to(tl.uint32) ^ low)
+
+
+@jit
+def bits_at(low, high, counter):
+    """Return the random bits at a counter, uint32."""
+    x = counter.to(tl.uint32) + low
+    return mix((x ^ (x >> 16)) * 0x7FEB352D + high)
+
+
+@jit
+def uniform(low, high, counter):
+    """Return a number in [0, 1), a multiple of 2^-24."""
+    return (bits_at(low, high, counter) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+def raise_step(state: Tensor | None) -> None:
+    """Advance all segments' streams, after the launch that drew from them."""
+    if state is not None:
+        state.view(-1, STATE_ELEMENTS)[:, 1].add_(1)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.triton.folds import sum_of, sum_of_rows
-from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.randomness import bits_at, mix
+from fxcomp.compressors.triton.language import bits_at, constant, constexpr, jit, launch, mix, sum_of, sum_of_rows, tl
 from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 
 _IN_REGISTERS = 8192  # products that a program folds at once  # assumed

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.powersgd import PowerSGD
-from fxcomp.compressors.triton.folds import sum_of_columns
-from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, sum_of_columns, tl
 from fxcomp.compressors.triton.orthonormal import (
     CHUNKS_AT,
     COLUMN_COUNT,

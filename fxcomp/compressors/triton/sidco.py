@@ -3,7 +3,7 @@
     take      copy the magnitudes of all segments' samples
     fit       a program a segment: the threshold by the fits (`fits.py`), and the check on the sample
     resample  dgc's sample, of segments whose own sample misleads
-    settle    the largest of a sample (`select.py`), where the sample contradicts the fit or was taken again
+    settle    the largest of a sample (`send.py`), where the sample contradicts the fit or was taken again
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
 
@@ -21,16 +21,13 @@ from torch import Tensor
 
 from fxcomp.compressors.dgc import strides as dgc_strides
 from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.compressors.sidco import RUN, Sidco, SidcoE, SidcoGP, most_stages, strides
+from fxcomp.compressors.sidco import RUN, Sidco, most_stages, strides
 from fxcomp.compressors.topk import counts
-from fxcomp.compressors.triton.dgc import copy_strided, rank_in_sample
 from fxcomp.compressors.triton.fits import count_reaching, fitted_level
-from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.layout import layout_of_survivors
-from fxcomp.compressors.triton.randomness import mix
-from fxcomp.compressors.triton.select import DECISION_COLUMNS, settle
-from fxcomp.compressors.triton.send import TALLY_COLUMNS, send
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, mix, tl
+from fxcomp.compressors.triton.send import DECISION_COLUMNS, TALLY_COLUMNS, send, settle
 from fxcomp.compressors.triton.sparse import decode_survivors as decode
+from fxcomp.compressors.triton.sparse import layout_of_survivors
 from fxcomp.compressors.triton.tiles import INFINITY, TILE, Tiles, compensated, cut, magnitude_of, segment_of, tile_of
 
 __all__ = ["decode", "encode"]
@@ -66,7 +63,7 @@ def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> t
     return tiles, first, torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 7), products
 
 
-def encode(compressor: Sidco | SidcoE | SidcoGP, given: EncoderInput, payload: Tensor) -> None:
+def encode(compressor: Sidco, given: EncoderInput, payload: Tensor) -> None:
     device, ratio, count, values = (
         given.bucket.device,
         compressor.ratio,
@@ -80,7 +77,7 @@ def encode(compressor: Sidco | SidcoE | SidcoGP, given: EncoderInput, payload: T
     logs = torch.empty(products, dtype=torch.float64, device=device)
     replace(tiles, table=tiles.table[:first]).launch(_take, *values, given.state, rows, sample)
     arguments = (given.state, rows, count, sample, logs, decisions, fitted)
-    launch(_fit, count, *arguments, FIT=compressor.fit.value, WIDTH=_COLUMNS)
+    launch(_fit, count, *arguments, FIT=compressor.tail_fit.value, WIDTH=_COLUMNS)
     others = replace(tiles, table=tiles.table[first:])
     others.launch(_resample, *values, given.state, rows, count, sample, decisions)
     settle(sample, decisions, tiles, 2 * count)
@@ -155,7 +152,7 @@ def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: conste
 
         other = decisions + (segments + segment) * DECISION_COLUMNS
         is_misled = tl.load(controller + 7) > 0.0
-        other_rank, _ = rank_in_sample(n, k, _resampled_from(n, other_stride, calls), other_stride)
+        other_rank, _ = _rank_in_sample(n, k, _resampled_from(n, other_stride, calls), other_stride)
         tl.store(other, is_misled.to(tl.int32))
         tl.store(other + 2, other_rank.to(tl.int32))
 
@@ -178,7 +175,7 @@ def _resample(table, bucket, residual, state, rows, segments, sample, decisions,
     first = _resampled_from(n, stride, _calls(state, which - segments))
     number = tl.arange(0, SHAPE[1])
     place = first + (in_sample + number) * stride
-    copy_strided(bucket, residual, start, n, place, sample + at + number, (number < size) & is_open)
+    _copy_strided(bucket, residual, start, n, place, sample + at + number, (number < size) & is_open)
 
 
 @jit
@@ -227,3 +224,18 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
     tl.store(controller + 6, bad_windows.to(tl.float32), is_on)
     tl.store(controller + 7, resamples.to(tl.float32), is_on)
     tl.store(controller + 8, calls.to(tl.float32), is_on)
+
+
+@jit
+def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
+    """Write the magnitudes of a segment's values at some places as bits, -1 after its end."""
+    is_there = is_ours & (place < n)
+    value, _ = compensated(bucket, residual, start + place, is_there)
+    tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
+
+
+@jit
+def _rank_in_sample(n, k, first, stride):
+    """Return the rank that the share k / n has in a sample, and the sample's length."""
+    length = (n - first + stride - 1) // stride
+    return tl.maximum((2 * k * length + n) // (2 * n), 1), length

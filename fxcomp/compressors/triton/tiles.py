@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.randomness import stream_of, uniform
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, stream_of, tl, uniform
 
 TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
 COLUMNS = constant(6)

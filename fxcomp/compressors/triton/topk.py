@@ -14,10 +14,8 @@ from torch import Tensor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import TopK, counts
 from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
-from fxcomp.compressors.triton.layout import layout_of_largest
-from fxcomp.compressors.triton.select import BINS, DIGITS, pick
-from fxcomp.compressors.triton.send import send
-from fxcomp.compressors.triton.sparse import decode_sparse
+from fxcomp.compressors.triton.send import BINS, DIGITS, pick, send
+from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
 from fxcomp.compressors.triton.tiles import COLUMNS, TILE, compensated, cut, magnitude_of
 
 _STRETCH = 1 << 16  # values of a program of the histogram, which then adds 2048 bins to the segment's  # assumed

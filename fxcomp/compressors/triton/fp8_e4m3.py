@@ -1,5 +1,0 @@
-"""The bits of `fxcomp/compressors/fp8_e4m3.py`: fp8.py's kernels."""
-
-from fxcomp.compressors.triton.fp8 import decode, encode
-
-__all__ = ["decode", "encode"]
