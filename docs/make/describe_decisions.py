@@ -43,14 +43,14 @@ HEAD = """\
 Made by `PYTHONPATH=tests python docs/make/describe_decisions.py`: edit that file or `describe_race.py` beside it,
 not this page.
 
-A plan says which gradients travel together (buckets) and how each bucket travels (its [strategy](strategies.md)). A
-plan is judged by one number: when the simulated step ends. Bytes do not count, and neither does time on the wire, if
+A plan says which gradients travel together (buckets) and how each bucket travels (its [strategy](strategies.md)). One
+number judges a plan: the end of the simulated step. Bytes do not count, and time on the wire does not count where
 compute hides it. This page decides one small step by hand, with numbers that the code prints.
 
 ## The step
 
-Two hosts of one rank each. Forward and backward take {backward:.0f} ms and make five gradients on the way. A gradient
-is *ready* when compute has made it, if nothing holds compute up. Without a network the step takes {free:.2f} ms,
+There are two hosts of one rank each. Forward and backward take {backward:.0f} ms and make five gradients on the way. A
+gradient is *ready* when compute has made it, if nothing delays compute. Without a network the step takes {free:.2f} ms,
 updates included.
 
 """
@@ -69,8 +69,8 @@ These costs are made up and round. In a real job `compile_step` measures them on
 
 A ring all_reduce of n bytes over p ranks takes 2 (p − 1) latencies, and every rank sends 2 (p − 1) / p · n bytes. With
 p = 2 that is 2 α + n / B. Payloads of int8 and int4 cannot be added up on the wire, so every rank sends its own to all
-others: an all_gather takes α + (p − 1) n / B for payloads of n bytes, and every rank decompresses all p of them. Four
-ways to send the largest gradient, `{largest}`:
+others. Such an all_gather takes α + (p − 1) n / B for payloads of n bytes, and every rank decompresses all p of them.
+These are four ways to send the largest gradient, `{largest}`:
 
 """
 
@@ -94,14 +94,14 @@ A task starts when its stream is free and what it waits for is done. The fastest
 """
 
 ARITHMETIC_WORDS = """
-The arithmetic, in µs. A bucket is *on the wire from* the later of two moments: it is packed and started, or the bucket
-before it has left the link.
+This is the arithmetic, in µs. A bucket is *on the wire from* the later of two moments: it is packed and started, or the
+bucket before it has left the link.
 
 """
 
 DENSE_END = """
 The last bucket arrives at {arrived:,.0f} µs and its update takes {update:,.0f} µs, so the step ends at {end:,.0f} µs.
-Compute is busy for {busy:,.0f} µs of that and waits for {exposed:,.0f} µs. This *exposed* time is what there is to win.
+Compute is busy for {busy:,.0f} µs of that and waits for {exposed:,.0f} µs. It is *exposed*: no plan can save more.
 
 ## The choice
 
@@ -116,15 +116,15 @@ strategy and all others stayed as they are:
 """
 
 ALTERNATIVES_END = """
-Fewer bytes are no gain where compute hides the wire and nothing hides the compressor. Of two plans that are predicted
-to take equally long, the one that loses less wins.
+Fewer bytes are no gain where compute hides the wire and nothing hides the compressor. Of two plans with the same
+predicted step, the one with the smaller error wins.
 """
 
 BUDGET_WORDS = """
 ## The error budget
 
-Compressing loses precision, and a mode bounds how much in total. The error of a strategy is |applied − mean|² / |mean|²
-for Gaussian gradients, before error feedback gives it back. A plan's error weighs each bucket by its elements:
+Compressing loses precision. A mode bounds the total. The error of a strategy is |applied − mean|² / |mean|² for
+Gaussian gradients, before error feedback gives it back. A plan's error weighs each bucket by its elements:
 
 """
 
@@ -136,14 +136,14 @@ BUDGET_END = """
 BOUND = """
 ## Distance from the best plan
 
-A step is at least as long as what each stream must do. Compute runs backward, every update and its share of all
-buckets. The link starts no gradient before it is ready, and compute has work left after the last one has arrived. The
-step is also at least as long as every weighted mean of such sums, in which each element is sent as cheaply as the error
-budget lets it. The best of these means bounds all plans of the mode from below: {bound:,.0f} µs. The chosen step is
+A step is at least as long as the work of each stream. Compute runs backward, every update and its share of all buckets.
+The link starts no gradient before it is ready, and compute has work left after the last one has arrived. Every weighted
+mean of such sums is a bound too, if each element is sent as cheaply as the error budget allows. The best of these means
+bounds all plans of the mode from below: {bound:,.0f} µs. The chosen step is
 {gap:.1f} % longer. The report prints this gap for every plan that was chosen.
 
-The bound is proved but seldom reached, since an element may be cheap for each stream in another way. So small a job can
-also be solved exactly (`tests/helpers/optimum/oracle.py`): {looked_at:,} partial plans later, the best of all takes
+The bound is proved but seldom reached, because an element may be cheap for each stream in another way. A job this small
+can also be solved exactly (`tests/helpers/optimum/oracle.py`). After {looked_at:,} partial plans, the best of all takes
 {best:,.0f} µs, {verdict}.
 """
 

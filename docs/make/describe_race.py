@@ -32,20 +32,19 @@ _NOISE = 0.01  # relative standard deviation of a step's time
 _BEGINS = 2  # steps
 
 GATE = """
-## Is the gain worth following
+## A gain that is worth following
 
 Every cost is off by something: here links by {links}, compute by {compute} and compressors by {compressors} (standard
-deviations; the last two are assumed). What is off for all plans alike decides nothing between them: a slow link delays
-dense too. So the step is simulated in {draws} *draws*. In each, compute, each link and each compressor take longer or
-shorter by a random factor, the same factor for every plan. A plan *wins* a draw if its step is at least {gain} shorter
-than dense in that draw.
+deviations; the last two are assumed). Errors common to all plans cancel: a slow link delays dense too. So the step is
+simulated in {draws} *draws*. In each, compute, each link and each compressor take longer or shorter by a random factor,
+the same factor for every plan. A plan *wins* a draw if its step is at least {gain} shorter than dense in that draw.
 
 """
 
 GATE_END = """
-A plan that wins {trying} of the draws may race; dense and bf16 may always. If the fastest plan wins {following}, it is
-followed until the race is over, or for good where nothing races (`Checks(race="off")`, and `fxcomp explain`, which only
-predicts); if not, dense is.
+A plan that wins {trying} of the draws may race; dense and bf16 always may. The fastest plan is followed if it wins
+{following}, otherwise dense is. That holds until the race is over, or for good where nothing races
+(`Checks(race="off")`, and `fxcomp explain`, which only predicts).
 
 """
 
@@ -67,9 +66,9 @@ Suppose that the table came from another machine, and compressors take {dearer:.
 RACE_END = """
 {sentence}
 
-Losing runners cost what their steps take longer than the winner's. Turns that would cost more than {budget:.0f} steps
-of the winner altogether are cut or left out. What each runner's compressors leave out is kept apart meanwhile, and
-goes out under the plan that stays. `step.explain()` shows the race of your own job; when costs drift it is run again.
+A race costs the time by which the losers' steps are longer than the winner's. Turns that would bring it above
+{budget:.0f} steps of the winner are cut or left out. Each runner has residuals of its own; in the end they go out under
+the plan that stays. `step.explain()` shows the race of your own job. When costs drift, plans race again.
 """
 
 

@@ -29,13 +29,13 @@ HEAD = """\
 Made by `PYTHONPATH=tests python docs/make/describe_strategies.py`: edit that file or `strategy_shapes.py` beside it,
 not this page.
 
-DistributedDataParallel does one thing with a bucket of gradients: it all-reduces it. A *strategy* is a longer way to
-the same end, on which fewer bytes cross the slow links. It is a line of steps, which every rank takes:
+DistributedDataParallel all-reduces a bucket of gradients. A *strategy* reaches the same end by more steps, and sends
+fewer bytes over the slow links. It is a line of steps, and every rank takes them:
 
     reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra
 
-A strategy is legal if every rank ends with the mean of all ranks' gradients, dense, with each gradient in it once.
-Compressors round, so it is the mean up to what they leave out; the bits are the same on all ranks.
+A strategy is legal if every rank ends with the dense mean of all ranks' gradients, with each gradient in it once.
+Compressors round, so the mean lacks what they leave out. All ranks get the same bits.
 
 ## Steps
 
@@ -44,11 +44,11 @@ Compressors round, so it is the mean up to what they leave out; the bits are the
 """
 
 STEPS = {
-    "compress(int4)@gpu": "makes a payload of the values that a rank holds; any compressor of "
+    "compress(int4)@gpu": "makes a payload of the values that a rank holds, by any compressor of "
     "[this list](compressors.md)",
     "decompress@gpu": "makes values of payloads again. Payloads of several ranks for the same values become their mean",
-    "propose(shared_int8)@gpu": "makes what ranks reduce, by the all_reduce that follows, to agree on something before "
-    "they compress, such as one scale for all",
+    "propose(shared_int8)@gpu": "makes a proposal, which the all_reduce that follows reduces. Ranks so agree on "
+    "something before they compress, such as one scale for all",
     "all_reduce@world": "adds up what the ranks hold; every rank gets the sum",
     "reduce_scatter@world": "cuts the bucket into a shard for each rank; every rank gets the sum of its shard",
     "reduce@world": "adds up what the ranks hold; the first rank gets the sum",
@@ -62,12 +62,12 @@ STEPS = {
 """One of each kind, and what it does."""
 
 LEVELS = """
-`@gpu` or `@cpu` is the device of a compression or a decompression: the one that computes gradients, or the host's
+A compression or a decompression names its device. `@gpu` is the device that computes gradients; `@cpu` is the host's
 processor, which works beside it. Values are copied there and back. Without a GPU, `gpu` is the main thread and `cpu`
-the pool: reports print `@main` and `@pool` there, and both spellings are read everywhere. Saved plans have `@gpu` and
-`@cpu`. After the name of a collective stands its level: the ranks that meet in it.
+the pool. Reports print `@main` and `@pool` there; both spellings are read everywhere. Saved plans have `@gpu` and
+`@cpu`. A collective names its level: the ranks that meet in it.
 
-A bucket holds gradients of one type, in which its dense values travel, before compressors and after them.
+The gradients of a bucket have one type. Its dense values travel in that type, before compressors and after them.
 
 | level | ranks that meet | on 2 racks of 2 hosts of 2 ranks |
 |---|---|---|
@@ -82,10 +82,11 @@ LEVEL_WORDS = {
 }
 
 CUTS = """
-Steps that cut the bucket (reduce_scatter, all_to_all, reduce, gather) are undone in the reverse order, once the sum is
-complete: reduce_scatter and all_to_all by all_gather, reduce and gather by broadcast. Shards are as equal as borders
-allow, which never cut a block of a compressor, but for the dense shards that a strategy begins with. Of a small bucket
-some shards are empty. Nothing is padded.
+Once the sum is complete, steps that cut the bucket are undone in the reverse order: reduce_scatter and all_to_all by
+all_gather, reduce and gather by broadcast.
+
+Shards are as equal as possible and never cut a compressor's block. Leading dense shards may be cut anywhere. Of a small
+bucket some shards are empty. Nothing is padded.
 
 ## Rules
 
@@ -121,22 +122,21 @@ BROKEN = (
 READING = """
 ## Reading the pictures
 
-Four ranks, a and b on one host, c and d on another, unless a picture says otherwise. Every column is a rank, every line
-what it holds after a step: whose gradients, and a bar for the part of the bucket.
+There are four ranks, a and b on one host, c and d on another, unless a picture says otherwise. A column is a rank. A
+line says what each rank holds after a step: whose gradients, and a bar for the part of the bucket.
 
     ab   ██··     the sum of a's and b's gradients, for the first half of the bucket
     a,b  ▒▒▒▒     a's payload and b's, side by side, for the whole bucket: decompressing takes their mean
     abcd ▒▒▒▒     a payload of the sum of all four
 
-*rank* is what the busiest rank sends in a step, *uplink* what the busiest host sends to other hosts, both as a share
-of the bucket's dense bytes. A dense ring sends {ring:.2f} of them. Collectives send directly from rank to rank, as
-fxcomp does over gloo, but for all_reduce, which is a ring. *Latencies* are rounds of messages that wait for each other:
-one for a direct collective, 2(p - 1) for a ring of p ranks.
+*rank* is what the busiest rank sends in a step, *uplink* what the busiest host sends to other hosts. Both are shares of
+the bucket's dense bytes; a dense ring sends {ring:.2f} of them. All_reduce is a ring here. All other collectives send
+directly from rank to rank, as fxcomp does over gloo. *Latencies* count rounds of messages that wait for each other: one
+for a direct collective, 2(p - 1) for a ring of p ranks.
 
-*Error* is the relative squared error of the mean, |applied - mean|² / |mean|², for Gaussian gradients that have nothing
-in common, without error feedback. With it there is a *slot* for each compression: it keeps what was left out, and adds
-it to what is compressed at the next step. To know what the mean still lacks, add up what all ranks keep, each times its
-*weight*.
+*Error* is the relative squared error of the mean, |applied - mean|² / |mean|², without error feedback, for independent
+Gaussian gradients. With error feedback each compression has a *slot*, which keeps its residual and adds it at the next
+step. The residuals of all ranks, each times its *weight*, add up to what the mean still lacks.
 
 Numbers are for a bucket of {elements:,} values.
 """
@@ -144,9 +144,10 @@ Numbers are for a bucket of {elements:,} values.
 COUNTS = """
 ## Number of strategies
 
-`fxcomp.plan.space` lists every strategy of a space: levels, collectives, compressors, devices, and how often may be
-compressed. The decision tree of Espresso (Wang et al., EuroSys 2023) is such a space: all ranks at once or host by
-host, sums of payloads never made by the network, and inside hosts no collective that gives every rank the whole sum.
+`fxcomp.plan.space` lists every strategy of a space. A space has levels, collectives, compressors, devices, and a limit
+on the number of compressions. The decision tree of Espresso (Wang et al., EuroSys 2023) is such a space: strategies go
+to all ranks at once or host by host, the network never adds payloads, and inside hosts no collective gives every rank
+the whole sum.
 
 | space | strategies | compressed 0, 1, 2, ... times |
 |---|---|---|
@@ -155,9 +156,9 @@ host, sums of payloads never made by the network, and inside hosts no collective
 MODES = """
 ## Strategies of each mode
 
-A dense bucket is always allowed, over all ranks or level by level. Beside it a mode offers these compressors, in one
-shot or in two, flat and by level, and on either device. Two shots need three ranks or more. *Vectors*: also for buckets
-of biases and norms; *both*: also for buckets that mix them with matrices.
+Every mode offers dense buckets, over all ranks or level by level. It also offers the compressors below, in one shot or
+in two, flat or by level, on either device. Two shots need three ranks or more. *Vectors* means buckets of biases and
+norms, *both* buckets that mix them with matrices.
 
 | mode | first | second shot | for | why |
 |---|---|---|---|---|

@@ -24,12 +24,13 @@ CHAPTERS = (
         "Flat strategies ignore hosts. They are right where a host has one rank, or where links inside and between"
         " hosts are alike. Otherwise each rank of a host sends its own bytes over the same uplink.",
         (
-            Shape("Dense", "What DistributedDataParallel does.", "all_reduce@world"),
+            Shape("Dense", "As DistributedDataParallel does it.", "all_reduce@world"),
             Shape(
                 "One shot",
-                "Every rank gets everybody's payload, and decompresses them all. One compression, one latency, one"
-                " error. But a rank sends its payload to each other rank: bytes grow with the number of ranks, and from"
-                " 2/b ranks on, where a payload has b of the dense bytes, they are more than a dense ring's.",
+                "Every rank gets everybody's payload, and decompresses them all. There is one compression, one latency"
+                " and one error. But a rank sends its payload to each other rank, so bytes grow with the number of"
+                " ranks. If a payload has the share b of the dense bytes, one shot sends more than a dense ring from"
+                " 2/b ranks on.",
                 "compress(int8)@gpu > all_gather@world > decompress@gpu",
             ),
             Shape(
@@ -47,11 +48,11 @@ CHAPTERS = (
             ),
             Shape(
                 "Two shots",
-                "Every rank owns a shard. First it gets everybody's payload of its shard and takes the mean, then it"
+                "Every rank owns a shard. It gets everybody's payload of its shard and takes the mean. Then it"
                 " compresses the mean again and gives it to all. Bytes do not grow with the number of ranks. There are"
                 " two errors, and two residuals: a rank keeps what it left out of its gradient, an owner what it left"
-                " out of its mean. The errors of the first shot average out over the ranks, those of the second do not:"
-                " it is given more bits. The owner decompresses what it has sent, as everybody does, so that all ranks"
+                " out of its mean. The errors of the first shot average out over the ranks; those of the second do not,"
+                " so it gets more bits. The owner decompresses what it has sent, as everybody does, so that all ranks"
                 " end with the same bits.",
                 "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world"
                 " > decompress@gpu",
@@ -64,9 +65,9 @@ CHAPTERS = (
             ),
             Shape(
                 "Payloads of shards, forwarded",
-                "The owner does not decompress: it passes its pile of payloads on, and every rank takes the means. One"
-                " compression and one error, as in one shot, and a few bytes more. The published tree of strategies"
-                " has it.",
+                "The owner does not decompress. It passes its pile of payloads on, and every rank takes the means."
+                " There is one compression and one error, as in one shot, and a few bytes more. The tree of Espresso"
+                " has this shape.",
                 "compress(int8)@gpu > all_to_all@world > all_gather@world > decompress@gpu",
             ),
             Shape(
@@ -76,7 +77,7 @@ CHAPTERS = (
             ),
             Shape(
                 "Only the second shot compressed",
-                "Gradients are added dense, and what is lost is lost of their mean, once.",
+                "Gradients are added dense, and only their mean has an error, once.",
                 "reduce_scatter@world > compress(int8)@gpu > all_gather@world > decompress@gpu",
             ),
         ),
@@ -99,14 +100,15 @@ CHAPTERS = (
             ),
             Shape(
                 "Two shots between hosts, payloads forwarded",
-                "What arrives from the other hosts is passed on inside the host as it is, and decompressed once, at the"
+                "Payloads from the other hosts are passed on inside the host as they are, and decompressed once, at the"
                 " end. From three hosts on this sends less than one shot.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_to_all@inter > decompress@gpu > compress(int8)@gpu"
                 " > all_gather@inter > all_gather@intra > decompress@gpu",
             ),
             Shape(
                 "Linear payloads, all the way",
-                "The gradient is compressed once and travels so over all levels, inside hosts too. The network adds.",
+                "The gradient is compressed once. Its payload travels over all levels, inside hosts too; the network"
+                " adds.",
                 "compress(bf16)@gpu > reduce_scatter@intra > all_reduce@inter > all_gather@intra > decompress@gpu",
             ),
             Shape(
@@ -154,8 +156,8 @@ CHAPTERS = (
     ),
     Chapter(
         "Rack by rack",
-        "Above the hosts the same idea is repeated: add up inside hosts, inside racks, and only then between racks. The"
-        " pictures show the first four of eight ranks, which are one rack.",
+        "The same idea goes on above the hosts: add up inside hosts, then inside racks, and only then between racks."
+        " The pictures show the first four of eight ranks, which are one rack.",
         (
             Shape(
                 "Dense",
