@@ -160,7 +160,7 @@ def in_buckets(kind: str, buckets: str, workload: Workload) -> Plan:
 
 
 def parses(name: str) -> bool:
-    """Tell whether this fxcomp knows a plan's strategy; others are left out."""
+    """Return whether this fxcomp knows a plan's strategy; others are left out."""
     text = STRATEGIES.get(name, name)
     try:
         Strategy.parse(text if "@" in text else "all_reduce@world")

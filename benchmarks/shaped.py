@@ -80,7 +80,7 @@ def ends_well(main: Callable[[], int | None]) -> int:
 
 
 def is_rank() -> bool:
-    """Tell whether this process is a rank that `run` started."""
+    """Return whether this process is a rank that `run` started."""
     return "RANK" in os.environ
 
 

@@ -68,7 +68,7 @@ class Site:
         return Processors(count, min(threads, count))
 
     def make_groups_for(self, plan: Plan) -> None:
-        """Make the process groups that a plan needs beyond those that there are; every rank calls it."""
+        """Make the process groups that a plan still lacks; every rank calls it."""
         self.ranks.extend(self.transport, plan)
 
     def sum_over_ranks(self, value: Tensor) -> None:

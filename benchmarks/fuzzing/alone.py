@@ -255,7 +255,7 @@ class Alone(World):
         return super().eager_gradients(batch)
 
     def may_part(self, step: int, verified: str) -> bool:
-        """Tell whether replicas may differ after a step without an error, as until the next verified step."""
+        """Return whether replicas may differ after a step without an error, as until the next verified step."""
         held = [f.step or 0 for f in self.program.all("alone") if f.name in HELD and (f.step or 0) <= step]
         early = self.program.get("early") in ("trained",)
         return (bool(held) or early) and verified != "1" and not (verified == "2" and step - max(held, default=0) >= 2)

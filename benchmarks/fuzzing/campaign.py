@@ -208,7 +208,7 @@ class Team:
         return job, result
 
     def _ended_alike(self) -> bool:
-        """Tell whether all ranks came to the same end in order, so that they can go on together."""
+        """Return whether all ranks came to the same end in order, so that they can go on together."""
         kinds = {outcome["kind"] for outcome in self.outcomes.values()}
         return len(self.outcomes) == self.ranks and kinds in ({"equal"}, {"refused"}, {"raised"})
 

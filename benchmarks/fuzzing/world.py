@@ -61,7 +61,7 @@ class World:
         return around(None if eager else self.program)
 
     def may_part(self, step: int, verified: str) -> bool:  # noqa: ARG002
-        """Tell whether replicas may differ after a step without an error."""
+        """Return whether replicas may differ after a step without an error."""
         return False
 
     def forward_around(self) -> AbstractContextManager[Any]:

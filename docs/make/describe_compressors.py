@@ -37,21 +37,23 @@ HEAD = f"""\
 
 Made by `python docs/make/describe_compressors.py` from what each compressor declares: edit `facts`, not this page.
 
-A compressor is written as in the first column, in plans and strategies. n is the number of values of one parameter, B a
-block's size, ⌈ ⌉ rounds up. Bits count all that a rank hands to the network, agreement included, for a matrix of
-{SHAPE[0]} × {SHAPE[1]}. A *linear* payload is summed on the wire by all_reduce; others are gathered from all ranks.
-*Passes* is how often encoding reads the gradient from main memory. State is what is kept for a parameter from step to
-step, besides the residual. *Case* says why fxcomp has it: a mode offers it, a published system that we build on needs
-it, or it is the best choice for the job that its paragraph names ([decision 12](decisions/0012-fewer-compressors.md)).
+The first column is a compressor's text in plans and strategies. In formulas n is the number of values of one parameter,
+B a block's size, and ⌈ ⌉ rounds up.
 
-Compressors take fp32 and give fp32. Gradients of another type become fp32 while they are packed, or after a sum inside
-their host; their residuals are fp32. The mean is rounded to the gradients' type once, alike on all ranks. Dense
-gradients travel in their own type. So bf16 gains nothing for gradients in 16 bits, and no mode offers it for them; int8
-halves their bytes, where it leaves a quarter of fp32's.
+- *Bits* count all that a rank sends for a matrix of {SHAPE[0]} × {SHAPE[1]}, agreement included.
+- The network adds *linear* payloads up (all_reduce). All ranks gather the others.
+- *Passes* is how often encoding reads the gradient from main memory.
+- *State* is kept for a parameter from step to step, besides the residual.
+- *Case* is the reason to have it: a *mode* offers it, a published *system* that we build on needs it, or it is the best
+  *choice* for the job that its paragraph names ([decision 12](decisions/0012-fewer-compressors.md)).
+- *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values, on one rank, without error feedback.
+  Error feedback delays it to the next step. An unbiased compressor's errors differ between ranks and average out: the
+  mean over N ranks has ω/N.
 
-ω = |v − decoded|² / |v|² is measured on one compression of {SAMPLE:,} values, on one rank, without error feedback. What
-error feedback carries to the next step is delayed, not lost. An unbiased compressor's errors differ between ranks and
-average out: the mean over N ranks has ω/N.
+Compressors take and give fp32. Gradients of another type become fp32 while they are packed, or after a sum inside their
+host. Their residuals are fp32. The mean is rounded to the gradients' type once, alike on all ranks. Dense gradients
+travel in their own type. So bf16 gains nothing for gradients in 16 bits, and no mode offers it for them. int8 halves
+their bytes; of fp32's it leaves a quarter.
 
 """
 

@@ -212,7 +212,7 @@ class TensorType(NamedTuple):
     """None where it is contiguous."""
     requires_grad: bool
     same_as: int
-    """The first leaf that is the same tensor, which may be itself."""
+    """The first leaf that is this tensor; its own number if none before it is."""
     shares_with: int
     """The first leaf in the same memory, which may be itself: writing into one changes the other."""
     kind: Hashable = PLAIN

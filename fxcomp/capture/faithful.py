@@ -142,7 +142,7 @@ _ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._
 """Ways to the entries of a sparse tensor, of which a traced one has none: their number is data."""
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
-"""Operators that autocast leaves alone, but not the operators that they call."""
+"""Operators that autocast leaves alone while it casts the operators that they call."""
 
 
 _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)

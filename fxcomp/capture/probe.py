@@ -283,7 +283,7 @@ class Draws:
 
 
 def probe_options(owner: Owned) -> dict[str, Any]:
-    """The options that stand-ins are stepped with: those of the group, with a rate that moves them."""
+    """The group's options for stepping stand-ins, with a learning rate that moves them."""
     options = plain_options(owner.options)
     return options if options.get("lr", 1) else options | {"lr": _RATE}
 

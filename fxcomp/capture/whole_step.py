@@ -178,7 +178,7 @@ class GraphBuilder:
         return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
 
     def add_count(self, count: Node) -> None:
-        """Add a batch's count to that of its group, which comes in."""
+        """Add a batch's count to the count of its group so far."""
         with self.graph.inserting_after(self._last_input()):
             so_far = self.input("count", count.meta["val"], Source(InputKind.COUNT))
         with self.graph.inserting_after(count if count.op != "placeholder" else so_far):

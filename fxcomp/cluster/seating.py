@@ -188,7 +188,7 @@ class Seating:
         return len(set(self._racks()))
 
     def place_along(self, axes: Collection[Axis], rank: int) -> int:
-        """Number a rank among those that lie beside it along some axes."""
+        """Number a rank among its neighbours along some axes."""
         rack, host = self._racks()[self.placement[rank]], self.group(Level.RACK, rank).index(rank)
         place = 0
         for axis, at in ((Axis.RACKS, rack), (Axis.RACK, host), (Axis.HOST, self.local_rank(rank))):
@@ -221,7 +221,7 @@ class Seating:
         return self._known[level]
 
     def _keys(self, level: Level) -> Sequence[Any]:
-        """Say for each rank what those that it meets at a level have in common."""
+        """Name for each rank the group that it meets at a level."""
         places, racks = self._places(), self._racks()
         match level:
             case Level.INTRA:

@@ -47,7 +47,7 @@ def carriers_of(gm: GraphModule) -> frozenset[str]:
 
 
 def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
-    """Count what is copied if a collective carries; None for those that cannot."""
+    """Count the bytes that are copied if this collective carries the digest; None if it cannot."""
     if kind == "all_reduce":
         # A count of elements arrives before anything changes.
         return -1 if info(node).role is Role.COUNT else 0
@@ -83,7 +83,7 @@ class Program:
     numbers: Numbers = AS_WRITTEN
     """Numbers that lines take in the place of those in the emitted source."""
     carriers: frozenset[str] = frozenset()
-    """The collectives that take along what ranks compare."""
+    """The collectives that carry the digest."""
 
     @property
     def source(self) -> str:

@@ -49,7 +49,7 @@ class _ListWriter:
         self._statements: list[Statement] = []
 
     def add(self, node: Node) -> None:
-        """Append what does for all parameters what a node does for one."""
+        """Append the line that does for all parameters the work of one node."""
         is_operator = compat.is_operator(node.target)
         used = {self._names[each] for each in node.all_input_nodes}
         if not is_operator and not self._lists.intersection(node.all_input_nodes):
@@ -107,7 +107,7 @@ class _ListWriter:
         return self._call(name, self._scalar(other), arguments, {})
 
     def _scalar(self, value: Any) -> str:
-        """Tell the form of an operator that takes one number, and that which takes one for each parameter."""
+        """Name the operator's form: for one number, or for one number a parameter."""
         return "ScalarList" if isinstance(value, Node) and value in self._lists else "Scalar"
 
     def _is_listed_tensor(self, value: Any) -> bool:

@@ -55,7 +55,7 @@ def names_links(arguments: argparse.Namespace) -> bool:
 
 
 def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None) -> tuple[Cluster, tuple[str, ...]]:
-    """Make the cluster, and a note that names what was assumed. Measured links replace default ones."""
+    """Make the cluster, and a note that names the assumptions. Measured links replace default ones."""
     text = arguments.cluster or CLUSTER
     inter = Link.parse(arguments.inter) if arguments.inter else None
     intra = Link.parse(arguments.intra, alpha_us=INTRA_ALPHA_US) if arguments.intra else None

@@ -45,7 +45,7 @@ def dispatch_mode() -> str | None:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Ask if hooks are around this thread that see what autograd saves."""
+    """Return whether hooks for saved tensors are around this thread."""
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -177,7 +177,7 @@ def multiplies_in_tf32(*, is_convolution: bool) -> bool:
 
 
 class _Direct:
-    """A namespace of operators that finds what each attribute stands for once."""
+    """A namespace of operators that looks each attribute up once."""
 
     def __init__(self, find: Callable[[str], Any]):
         self._find = find

@@ -67,7 +67,7 @@ def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> ShapeGuard | None:
 
 
 def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, int]]:
-    """Pair what a fake tensor has with what a real one has, all that a graph may depend on.
+    """Pair each property of a fake tensor with the real one's, all that a graph may depend on.
 
     A plain offset is no part of it: tensors of one size begin at any place of their memory.
     """

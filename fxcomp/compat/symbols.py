@@ -1,4 +1,4 @@
-"""Numbers and sizes that stand for others while tracing."""
+"""Symbols that stand for numbers and sizes while tracing."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -38,7 +38,7 @@ class TailFit(Enum):
 
 
 class Moments(NamedTuple):
-    """Of what exceeds a level, above that level."""
+    """Of values beyond a level, counted from that level."""
 
     above: int
     mean: float

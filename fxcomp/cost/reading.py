@@ -126,7 +126,7 @@ def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
 
 
 def wrong(place: str, expected: str, value: object) -> BadOption:
-    """Make the error for a value that is not what it must be."""
+    """Make the error for a wrong value."""
     text = "null" if value is None else repr(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return BadOption(f"{place or 'it'} must be {expected}, not {shown}")

@@ -135,7 +135,7 @@ class CostTable(MemoryPrices):
         return min(1.0, taken.overlap_speed(self.collective_us(kind, level, size, cluster)))
 
     def _transport(self, kind: CollectiveKind) -> TransportCost | None:
-        """Find what a collective takes of the processors: what is sent straight takes what a gather does."""
+        """Find the processor time of a collective; one that is sent straight takes that of a gather."""
         gather, all_reduce = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE
         found = self.transport.get(kind)
         if found is None and kind is not all_reduce:

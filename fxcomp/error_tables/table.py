@@ -142,7 +142,7 @@ class ErrorTable:
 
     @property
     def looks(self) -> int:
-        """The most looks that any gradient's errors are of."""
+        """The largest number of looks that any row averages."""
         return max((row.samples for row in self.rows.values()), default=0)
 
     def to_json(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _lagging(row: ErrorRow, compressor: Compressor, error: float) -> float:
 
 
 def _alone(rows: Mapping[str, ErrorRow]) -> list[str]:
-    """Note a gradient beside which all others weigh nothing."""
+    """Note a gradient that outweighs all others."""
     name = max(rows, key=lambda each: rows[each].squares, default=None)
     if name is None or len(rows) == 1 or rows[name].squares == 0:
         return []

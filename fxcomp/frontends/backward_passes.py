@@ -152,7 +152,7 @@ class BackwardPasses(ABC):
 
     @abstractmethod
     def _go_on(self) -> None:
-        """Go on with what is followed now, which may be another plan."""
+        """Go on with the plan that is followed now."""
 
     # A pass
 

@@ -39,7 +39,7 @@ class _PlanPart:
 
 
 def fitted(decision: Decision, layout: Layout) -> Decision:
-    """Fit a decision's plan, and those that it is compared with."""
+    """Fit a decision's plan, and the plans that it is compared with."""
     plan, choice = fit(decision.plan, layout), decision.choice
     if choice is None:
         return replace(decision, plan=plan)

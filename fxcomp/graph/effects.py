@@ -1,4 +1,4 @@
-"""List what an emitted step does as events on streams: what each line reads and writes, and what it comes after.
+"""List an emitted step as events on streams: the reads and writes of each line, and the events before it.
 
     region_0            compute   reads the batch, parameters     writes its results
     pack_0              compute   reads gradients                 writes the buffer of %pack_0
@@ -117,7 +117,7 @@ class _EventWriter:
         return Stream.COMPUTE.value if self.memories.is_asynchronous else HOST
 
     def start(self) -> None:
-        """Begin a step: what compression keeps is what the step before has left."""
+        """Begin a step: residuals are those of the step before."""
         self._add("start", HOST, makes=(node for node in self.memories.inputs if not _is_live(node)))
 
     def add(self, piece: Region | Node) -> None:
@@ -277,7 +277,7 @@ _CARRIED = (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _is_live(node: Node) -> bool:
-    """Tell an input that means what lies there now; what compression keeps is what came in."""
+    """Return whether an input means the present content of its memory; a residual means what came in."""
     source = info(node).source
     return node.op == "get_attr" or (source is not None and source.kind not in _CARRIED)
 
@@ -290,6 +290,6 @@ def _looked_at(node: Node, inside: Collection[Node]) -> Node:
 
 
 def _read_by(node: Node, line: Line) -> list[Node]:
-    """Find the values that a line reads: not those that it puts others in the place of."""
+    """Find the values that a line reads, without those that it only replaces."""
     replaced = {"mask_velocity": 1, "restore": 0, "keep": 0}.get(line.method)
     return [source for source in node.all_input_nodes if replaced is None or source is not node.args[replaced]]

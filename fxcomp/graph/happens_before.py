@@ -22,7 +22,7 @@ from fxcomp.graph.ops import WAIT
 
 @dataclass(frozen=True, slots=True)
 class DataRace:
-    """Two lines that touch the same memory, and nothing says which comes first; or one that comes too late."""
+    """Two lines that touch the same memory in no order, or one that comes too late."""
 
     first: str
     second: str

@@ -22,7 +22,7 @@ PLAIN = (*BODY, Role.UNPACK, Role.CLIP, Role.UPDATE)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes that run as one function, the values that they need, and those that others need of them."""
+    """Nodes that run as one function, with its arguments and its results."""
 
     name: str
     nodes: tuple[Node, ...]

@@ -155,7 +155,7 @@ def finished(turns: Turns[T]) -> T:
 
 
 def assert_whole(gm: GraphModule, made_by: str) -> GraphModule:
-    """Check what must hold of every graph that a pass returns."""
+    """Check the invariants of every graph that a pass returns."""
     gm.graph.lint()
     violations = check(gm)
     assert not violations, f"{made_by} broke the graph: " + "; ".join(map(str, violations))

@@ -91,7 +91,7 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
 
 
 def _work_of(node: Node) -> OperatorWork | None:
-    """Return what prices a plain operator, which its node remembers; None for one that is free."""
+    """Return the work of a plain operator, which its node remembers; None for one that is free."""
     if info(node).work is None and _is_priced_by_work(node):
         update_info(node, work=work(node))
     return info(node).work

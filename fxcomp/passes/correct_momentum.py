@@ -92,7 +92,7 @@ def _readers(gm: GraphModule, number: int) -> list[Node]:
 
 
 def _splits_dense(node: Node) -> bool:
-    """Tell a collective that splits what nobody has compressed yet: what it sends is no payload."""
+    """Return whether a collective splits values that are not compressed yet: it sends no payload."""
     source: Any = node.args[0]
     while source.target is TURN or info(source).role is Role.COPY:
         source = source.args[0]

@@ -133,7 +133,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
 
 
 def _starts_early(node: Node, strategy: Strategy) -> bool:
-    """Tell a line that starts during backward: not those after the last collective for which the main thread waits."""
+    """Return whether a line starts during backward, before the last collective for which the main thread waits."""
     stage, is_final = info(node).stage, info(node).stage == len(strategy.collectives)
     return stage < strategy.started_stages and not (is_final and node.target in (H2D, CAST))
 

@@ -133,7 +133,7 @@ CLASSIC = ErrorFeedback()
 
 
 def check_is_feedback(options: object) -> None:
-    """Refuse what is no ErrorFeedback, such as a dict of its options."""
+    """Refuse anything but an ErrorFeedback, such as a dict of its options."""
     if not isinstance(options, ErrorFeedback):
         raise BadOption(
             f"feedback is an ErrorFeedback, not a {type(options).__name__}.\n"

@@ -139,7 +139,7 @@ class Standing:
     proposed: Compressor | None = None
     """Whose proposal is to be reduced next."""
     agreed: tuple[Compressor, Level] | None = None
-    """For whom the ranks have agreed on something, and which ranks."""
+    """The compressor that the ranks have agreed for, and these ranks."""
 
     @property
     def is_complete(self) -> bool:
@@ -196,7 +196,7 @@ def misfit(held: Standing, step: Step) -> str | None:
 
 
 def after(held: Standing, step: Step) -> Standing:
-    """Return what is held after a step that fits."""
+    """Return the state after a step that fits."""
     match step:
         case Propose():
             return replace(held, proposed=step.compressor)
@@ -220,7 +220,7 @@ def after(held: Standing, step: Step) -> Standing:
 
 
 def fitting(held: Standing, steps: Sequence[Step]) -> list[Step]:
-    """Select the steps that fit what is held."""
+    """Select the steps that fit the state."""
     return [step for step in steps if misfit(held, step) is None]
 
 

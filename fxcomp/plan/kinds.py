@@ -122,7 +122,7 @@ class CollectiveKind(Enum):
 
     @property
     def is_in_place(self) -> bool:
-        """It overwrites what it is given, as all others do not."""
+        """It overwrites its input; all others leave it."""
         return self is CollectiveKind.ALL_REDUCE
 
     @property
@@ -132,7 +132,7 @@ class CollectiveKind(Enum):
 
     @property
     def joined_by(self) -> CollectiveKind:
-        """The collective that puts together what this one splits."""
+        """The collective that undoes this split."""
         return _JOINED_BY[self]
 
 

@@ -33,7 +33,7 @@ _SHOWN = 3  # names in an error
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern, and what the parameters that it decides travel by."""
+    """A pattern, and the strategy of the parameters that it decides."""
 
     pattern: str
     text: str
@@ -107,7 +107,7 @@ class Pins:
         return tuple(dict.fromkeys(found))
 
     def rule_for(self, name: str) -> Rule | None:
-        """Find the rule that decides about a parameter: the last one that matches."""
+        """Find a parameter's rule: the last one that matches."""
         return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
 
     def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:

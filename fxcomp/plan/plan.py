@@ -134,7 +134,7 @@ class Plan:
         return {name: tuple(sorted(parts, key=lambda part: (part.start, part.stop))) for name, parts in found.items()}
 
     def labels(self, bucket: Bucket) -> tuple[str, ...]:
-        """Name what travels in a bucket; of a gradient that is cut, `fc.weight[0:65536]`."""
+        """Name a bucket's gradients; a part of one is `fc.weight[0:65536]`."""
         sizes = self.sizes
         return tuple(
             name if len(extent) == sizes[name] else f"{name}[{extent.start}:{extent.stop}]"

@@ -215,7 +215,7 @@ def _is_retuned(before: Step, after: Step) -> bool:
 
 
 def _lines_of(compressor: Compressor) -> tuple[object, ...]:
-    """Name what decides which lines a compressor needs, and which values each rank keeps."""
+    """Return the key of the lines that a compressor needs and the values that each rank keeps."""
     return (
         compressor.grain,
         compressor.feedback,

@@ -97,13 +97,13 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> str:
-    """Name what else changes the numbers: torch, Python, and which kernels are built."""
+    """Name the versions that change the numbers: torch, Python, and the kernels that are built."""
     kernels = f"kernels {fingerprint()}" if kernels_available() else "no kernels"
     return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
 
 
 def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
-    """Measure what nobody told: compressors that a mode may choose or that are pinned, and the links.
+    """Measure the costs that were not given: compressors that may be chosen or are pinned, and the links.
 
     A given cluster's links are not measured.
     """

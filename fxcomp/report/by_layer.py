@@ -1,4 +1,4 @@
-"""Attribute a plan's error to layers: what each one spends, what that saves on the wire, and what else it could do.
+"""Attribute a plan's error to layers: what each spends, what that saves on the wire, and its alternatives.
 
     spent = squares * error                     of a gradient or a part of one; a share of the whole gradient's squares
     saved = wire time dense - wire time         of a bucket, shared out by elements
@@ -155,7 +155,7 @@ class _Account:
 
 
 class _Others:
-    """Finds what a layer's buckets could do instead, and what that would make of the step and of the error."""
+    """The alternatives of a layer's buckets, with the step and the error that each would give."""
 
     def __init__(self, explanation: Explanation, account: _Account) -> None:
         self._explanation, self._plan, self._account = explanation, explanation.plan, account

@@ -48,7 +48,7 @@ def _source(explanation: Explanation) -> str:
 
 
 def _split(layers: Sequence[Layer], explanation: Explanation) -> tuple[list[Layer], list[Layer]]:
-    """Tell the layers that count from those that are counted together."""
+    """Separate the layers with a row of their own from those that share one."""
     budget = explanation.allowed or 0.0
     saved_us = sum(layer.saved_us for layer in layers)
 

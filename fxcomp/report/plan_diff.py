@@ -125,7 +125,7 @@ class PlanDiff:
     """Buckets leave, or gradients lie in them, in another order."""
     numbers: tuple[tuple[str, float, float], ...]
     spent: tuple[tuple[str, float, float], ...] = ()
-    """Errors that both files have and that differ: those that differ most first."""
+    """Errors that differ between the files, the largest differences first."""
 
     @property
     def is_empty(self) -> bool:
@@ -197,7 +197,7 @@ def _parts(plan: Plan) -> dict[str, list[_Part]]:
 
 
 def _partners(pieces: Sequence[ComparedPiece]) -> dict[int, int]:
-    """Match buckets one to one, those that have the most in common first."""
+    """Match buckets one to one, those with the most in common first."""
     common = Counter[tuple[int, int]]()
     for piece in pieces:
         common[piece.before, piece.after] += piece.elements

@@ -296,7 +296,7 @@ def _strategies(explanation: Explanation) -> Pairs:
 
 
 def _pinned(explanation: Explanation) -> Table:
-    """The patterns that decide something, and what they decide."""
+    """The patterns that decide something, with their decisions."""
     sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     columns = (
         Column("pattern", is_text=True),

@@ -245,7 +245,7 @@ class Conversation:
             pause = min(2 * pause, longest)
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
-        """List the ranks that have not answered, those that come after this one first."""
+        """List the ranks that have not answered, from the one after this rank on."""
         missing = [rank for rank, key in keys.items() if not self.store.check([f"{self.name}/{key}"])]
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 

@@ -36,7 +36,7 @@ class ExchangeKind(Enum):
 
 
 IN_PLACE = (ExchangeKind.ALL_REDUCE, ExchangeKind.BROADCAST, ExchangeKind.REDUCE)
-"""Collectives that overwrite what is sent."""
+"""Collectives that overwrite their input."""
 
 
 def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -68,7 +68,7 @@ _dist: Any = dist  # half of its arguments have no types
 def _run(
     kind: ExchangeKind, out: list[Tensor], sent: list[Tensor], group: Any, how: str, numbers: Sequence[int]
 ) -> None:
-    """Run the collective; `out` holds what is overwritten, or what is received."""
+    """Run the collective; `out` holds the tensors that it overwrites or receives."""
     match kind:
         case ExchangeKind.ALL_REDUCE:
             for value in out:

@@ -164,7 +164,7 @@ class Translated:
 
     def __init__(self, who: str) -> None:
         self.who = who
-        """The rank that is missing, or those of which one is."""
+        """The missing rank, or the ranks of which one is missing."""
 
     def __enter__(self) -> None:
         return

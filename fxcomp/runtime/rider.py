@@ -59,7 +59,7 @@ class Rider:
     """Called with the level at which it was found not to be the same, and how many steps later."""
     digest: int = 0
     carriers: frozenset[str] = frozenset()
-    """The lines that take it along, in the program that runs."""
+    """The running program's lines that carry it."""
     _bits: Bytes = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
     """The bits and their complements; `_sent` has them as a tensor of the same memory, and copies on devices."""
     _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))

@@ -339,7 +339,7 @@ class Runtime:
         self.take_counters()
 
     def drop(self) -> None:
-        """Leave a step alone in which something was raised: what goes on of it touches nothing that is used again."""
+        """Abandon a step that raised: what still runs of it touches nothing that is used again."""
         self.pool.drop()
         self.forget_buffers()
         self.take_counters()

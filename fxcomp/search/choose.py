@@ -56,7 +56,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen plan, and what the others would have cost."""
+    """The chosen plan, and the costs of the others."""
 
     plan: Plan
     step_us: float

@@ -1,4 +1,4 @@
-"""Ask for a plan: of what, and what it may be.
+"""The question to the search: a workload, and the limits of its plans.
 
 Say what a plan may be: its mode or error budget, what is pinned, and how much may come in bursts.
 """

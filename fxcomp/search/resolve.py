@@ -33,7 +33,7 @@ from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.search.workload import Workload
 
 WORTH_MOVING = 0.02
-"""Of the step: what other buckets must save, which need another program."""
+"""Of the step: other buckets, which need another program, must save so much."""
 
 _ROUNDS = 8  # prices that are tried
 _ROUND = Limits(evaluations=600, options=5, pairs=False, borders=False)

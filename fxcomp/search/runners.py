@@ -48,7 +48,7 @@ DENSE, BF16, FASTEST = "dense", "bf16", "fastest"
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A plan that may race: what is predicted of it, and once it has raced what was measured."""
+    """A plan that may race, with its prediction and, after the race, its measurement."""
 
     name: str
     plan: Plan

@@ -230,7 +230,7 @@ class GradientState:
             value.mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Multiply what was left out by the learning rate then over the one now, so that it weighs what it weighed.
+        """Rescale residuals by lr_old / lr_new.
 
         `names` has the parameters of each parameter group. A rate of zero is passed over.
         """

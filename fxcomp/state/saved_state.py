@@ -383,7 +383,7 @@ def _warn(text: str) -> None:
 
 
 def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, exchange: Exchange) -> None:
-    """Load what fits; what all ranks must share, those that have none of it take over from one that has."""
+    """Load what fits. Of values that ranks share, a rank without them takes those of a rank that has them."""
     reset = exchange.attempt("loading what compressors remember", lambda: kept.take_back(states))
     shared = kept.shared()
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}

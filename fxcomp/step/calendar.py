@@ -108,7 +108,7 @@ class Calendar:
         return max(0, sum(first <= step for first in self.warm_from) - 1)
 
     def is_warm_at(self, step: int) -> bool:
-        """Tell a step that follows the plan that stays, or one that races with it."""
+        """Return whether a step follows the plan that stays, or one that races with it."""
         return step >= self.warm_from[-1]
 
     def is_quiet_at(self, step: int) -> bool:

@@ -71,7 +71,7 @@ class Explainer:
         )
 
     def _budget(self, errors: ErrorTable) -> Budget | None:
-        """Count the budget in the errors that were measured last; before that, in those that the plan was chosen by."""
+        """Count the budget in the errors measured last; before any, in those that chose the plan."""
         budget = self._terms.budget
         return budget if budget is None or not errors.is_measured else Budget(budget.asked, errors)
 

@@ -1,4 +1,4 @@
-"""Own what steps follow: a plan, or a few that take turns, each with what is kept of gradients under it.
+"""Own the plan that steps follow, or a few that take turns, each with its state of gradients.
 
 carry_to            another decision: all that is kept changes hands           every rank talks
 line_up             other plans, to take turns with the one in force
@@ -56,7 +56,7 @@ class Trained:
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A plan that steps follow, and what is kept of gradients under it."""
+    """A plan that steps follow, and the state of gradients under it."""
 
     decision: Decision
     number: int
@@ -132,7 +132,7 @@ class Follower:
         self.racing = (self.now, *others)
 
     def take_turn(self, number: int) -> None:
-        """Follow a plan that was lined up; what others keep stays where it is.
+        """Follow a plan that was lined up; the states of the others stay where they are.
 
         Nothing is sent, but for velocities of momentum correction, which go on under each plan: every rank calls it.
         """
@@ -145,7 +145,7 @@ class Follower:
             hand_over(held, velocities, self.trained_sizes, self.exchange("racing"), "velocities")
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
-        """End the race on a plan that stays; what is owed under the others goes out with the next gradients.
+        """End the race on a plan that stays; the others' residuals go out with the next gradients.
 
         Returns the others.
         """
@@ -156,7 +156,7 @@ class Follower:
         return others
 
     def start_over(self) -> None:
-        """Follow the plan that was in force again; forget what others left out, because a state is loaded."""
+        """Follow the plan that was in force again; forget the others' residuals, because a state is loaded."""
         if self.racing:
             self.take_turn(0)
             for other in self.racing[1:]:
@@ -177,7 +177,7 @@ class Follower:
     # State
 
     def state_dict(self, under: Followed, plan: Plan, steps: int) -> dict[str, Any]:
-        """Copy what this rank keeps under a plan, and what it owes under those that race with it."""
+        """Copy this rank's state under a plan, and its residuals under the plans that race with it."""
         assert under.state is not None, "it has been followed"
         whole = replace(under.state, owed=dict(under.state.owed))
         self._take_over(whole, under, [each for each in self.racing if each is not under])

@@ -65,7 +65,7 @@ class Monitor:
     # Beginning again
 
     def forget(self, step: int) -> None:
-        """Begin again at a step: what others took says nothing of those to come."""
+        """Begin again at a step: earlier times say nothing of those to come."""
         self._calendar.followed_from = step
         self.times.forget()
         if self.watch is not None:
@@ -90,7 +90,7 @@ class Monitor:
     # Against the prediction
 
     def against_prediction(self, step: int) -> Drift:
-        """Find the costs that are wrong, and whether that calls for another plan."""
+        """Find the costs that have drifted, and decide whether to plan again."""
         findings = self.compare(step)
         fresh = [finding for finding in findings if finding.cause not in self._noted]
         self._noted.update(finding.cause for finding in fresh)
@@ -102,7 +102,7 @@ class Monitor:
         return Drift(findings, note, bool(findings) and is_automatic)
 
     def compare(self, step: int) -> tuple[Finding, ...]:
-        """Find the costs that are wrong, by numbers that all ranks share."""
+        """Find the costs that have drifted, by numbers that all ranks share."""
         assert self.watch is not None, "asked only where something is timed"
         predicted, costs = self._predicted, self._force.decision.costs
         numbers = [predicted.step_us, costs.error, *self.watch.rows(step, predicted, self._compared)]

@@ -95,7 +95,7 @@ class PlanInForce:
 
     @property
     def standing(self) -> Program:
-        """The first capture under the plan that stays: what predictions are of."""
+        """The first capture under the plan that stays; predictions are about it."""
         return self._standing[self._follower.now.number]
 
     @property
@@ -219,7 +219,7 @@ class PlanInForce:
             self._go_on()
 
     def settle_on(self, number: int) -> None:
-        """End the race on a plan that stays; what was left out under the others goes out with the next step."""
+        """End the race on a plan that stays; the others' residuals go out with the next step."""
         self.take_turn(number)
         self._scale_to_rates()
         for loser in self._follower.settle_on(number):
@@ -245,7 +245,7 @@ class PlanInForce:
     # State
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Copy what this rank keeps: under the plan in force, and what is owed under plans that race with it."""
+        """Copy this rank's state under the plan in force, and its residuals under plans that race with it."""
         if self._follower.racing:
             self._scale_to_rates()
         return self._follower.state_dict(self._follower.now, self.plan, steps)

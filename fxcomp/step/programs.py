@@ -1,4 +1,4 @@
-"""Captures of one step for different batches and surroundings: find what fits, make what is missing, drop what is old.
+"""Captures of one step for different batches and surroundings: find one, make one, drop old ones.
 
     batch, plan, guard's key  ── seen before ────────────► that program, if values give the answers that Python saw
                               └─ other lengths, same family ► a symbolic program of it whose guard holds, likewise
@@ -172,7 +172,7 @@ class Programs:
             known.clear()
 
     def forget_plan(self, plan: int) -> None:
-        """Forget what follows a plan that is followed no more."""
+        """Forget the programs of a plan that is followed no more."""
         others = [program for key, program in self._of_key.items() if key[2].plan == plan]
         for program in others:
             self._drop(program)

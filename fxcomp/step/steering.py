@@ -184,7 +184,7 @@ class Steering(Observer):
             self._line_up(step, "racing again")
 
     def _plan_again(self, findings: Sequence[Finding], step: int) -> bool:
-        """Decide by a table that is put right, and follow that. Returns whether the plan changed."""
+        """Decide by a corrected table, and follow that. Returns whether the plan changed."""
         topic = "planning again"
         table = self._ranks.attempt(f"{topic}: correcting the costs", lambda: self._monitor.corrected_costs(findings))
         before = self._in_force.plan

@@ -85,7 +85,7 @@ class FindsUnused:
 
 @dataclass(frozen=True, slots=True)
 class _ArrivingFlags:
-    """The collective that tells what is used somewhere, and the memory that it fills."""
+    """The collective that finds the parameters used on any rank, and the memory that it fills."""
 
     work: Work
     used: Tensor

@@ -1,4 +1,4 @@
-"""Check that kernels and operators do what the reference does, and refuse what it does not take.
+"""Check that kernels and operators equal the reference, and refuse the inputs that it refuses.
 
 Run a compressor beside its reference, and compare bits.
 """

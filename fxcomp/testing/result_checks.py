@@ -79,7 +79,7 @@ def errors_telescope(compressor: Compressor) -> None:
 
 
 def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: int = 24, ranks: int = 2) -> float:
-    """Measure how far what was sent plus what is left is from what was put in, relative to the latter's norm."""
+    """Return |sent + residual − input| / |input|."""
     elements = sum(segments)
     replicas = replicas_of(compressor, segments, ranks, feedback=True)
     sent, put_in = torch.zeros(elements, dtype=torch.float64), torch.zeros(elements, dtype=torch.float64)

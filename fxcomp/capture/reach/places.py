@@ -1,4 +1,4 @@
-"""Places that hold values which traced Python can read: modules, objects and collections.
+"""Places of values that traced Python can read: modules, objects and collections.
 
 A place tells what it holds, under which label, and which live views and slots show cheaply that it holds something
 else.

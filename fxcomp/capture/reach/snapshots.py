@@ -128,7 +128,7 @@ def _columns(slots: Sequence[tuple[Any, str, int]]) -> tuple[tuple[Any, ...], tu
 
 
 def _differing(before: Sequence[Any], now: Iterable[Any]) -> Iterator[tuple[int, bool]]:
-    """Number the objects that are others than before, each with whether both are plain."""
+    """Yield (index, both_plain) for each changed object."""
     for i, (old, new) in enumerate(zip(before, now, strict=True)):
         if old is not new:
             yield i, has_no_parts(old) and has_no_parts(new)

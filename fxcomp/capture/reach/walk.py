@@ -238,7 +238,7 @@ _CACHED = type(cache(lambda: None))
 
 
 def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | None:
-    """Make the place that a value is; None for one that holds nothing, or into which nobody looks."""
+    """Make the place for a value; None if it holds nothing, or nothing that guards follow."""
     kind = cast("Any", type(value))
     if isinstance(value, nn.Module):
         return ModulePlace(name, value, id(value) in trained)

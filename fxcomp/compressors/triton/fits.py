@@ -18,7 +18,7 @@ EXPONENTIAL, GAMMA = constant(0), constant(1)
 
 @jit
 def _moments_above(sample, size, level):
-    """Return count, mean and variance of what exceeds a level, above that level."""
+    """Return count, mean and variance of values beyond a level, counted from that level."""
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     found = tl.zeros([LANES], tl.int32)

@@ -70,7 +70,7 @@ class Limits(NamedTuple):
     borders: bool = True
     """Change the buckets themselves, and not their options alone."""
     price: float = 0.0
-    """The time that an element's loss counts for, in us: what is least is the step and that."""
+    """The price of an element's error, in us: the search minimises the step plus all of it."""
 
 
 MOST_CELLS = 64

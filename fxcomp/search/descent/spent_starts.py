@@ -42,7 +42,7 @@ class Effort(NamedTuple):
     tails: int
     """Options that a kick gives to the end of the last bucket."""
     prices: int
-    """Prices of what is lost that are tried."""
+    """The number of prices for error that are tried."""
 
 
 ALONE = Effort(

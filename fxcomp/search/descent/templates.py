@@ -184,7 +184,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 
 
 class _Price(float):
-    """A price that remembers what was asked."""
+    """A price that remembers its answers."""
 
     asked: tuple[tuple[Question, Size], ...]
 

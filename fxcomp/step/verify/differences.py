@@ -58,7 +58,7 @@ class Differences:
             self.suspects[name] = max((off, said), self.suspects.get(name, (0.0, "")))
 
     def judge_suspects(self, rounding: Mapping[str, float]) -> dict[str, float]:
-        """Note a difference that is more than rounding, which moves each gradient so far; return what is allowed."""
+        """Note a difference beyond rounding, which moves each gradient so far; return the tolerance."""
         allowed = {name: ROUNDINGS * rounding.get(name, 0.0) for name in self.suspects}
         for name, (off, said) in self.suspects.items():
             if not off <= allowed[name]:

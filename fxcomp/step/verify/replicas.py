@@ -43,7 +43,7 @@ class Replicas:
         return [*bits, *(not bit for bit in bits)]
 
     def check(self, anywhere: Sequence[bool], step: int) -> None:
-        """Raise ReplicasDiffer, on all ranks, if what holds anywhere says that they differ."""
+        """Raise ReplicasDiffer on all ranks if any rank found a difference."""
         if any(one and zero for one, zero in zip(anywhere[:BITS], anywhere[BITS:], strict=True)):
             raise ReplicasDiffer(
                 f"{self._difference()}: replicas have drifted apart before step {step}.\n"

@@ -120,7 +120,7 @@ class UpdateCheck:
         return 1.0 if limit is None else min(1.0, limit / (math.sqrt(self._arrived) + 1e-6))
 
     def _check_clipping(self) -> None:
-        """Check that the gradients that reached the updates are those that arrived, clipped."""
+        """Check that updates got the gradients that arrived, clipped."""
         arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
         wanted = self._clipping * arrived
         noise = max(CLIPPED, *(HALF.get(each.parameter.dtype, 0.0) for each in self._training.owned))
