@@ -1,4 +1,4 @@
-"""What fxcomp is compared with: plain data parallelism, its communication hooks, and no network at all.
+"""Contestants to compare fxcomp with: plain data parallelism, its communication hooks, and no network at all.
 
 A *contestant* owns a fresh copy of the job's model and optimizer, and makes one training step when called.
 """
@@ -58,7 +58,7 @@ class Contestant:
 
     @property
     def is_synchronised(self) -> bool:
-        """Whether ranks wait for each other inside the step."""
+        """Return whether ranks wait for each other inside the step."""
         return self.name not in FREE
 
     def next_step(self) -> int:

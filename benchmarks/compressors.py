@@ -160,7 +160,7 @@ def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record,
 
 
 def torch_ms_of(compressor: Compressor, bench: Bench) -> float | None:
-    """How long torch's own means take to encode as much, in ms; None where it has none."""
+    """Time torch's own encoding of as much, in ms; None where it has none."""
     name, work = torch_alternative(compressor, bench) or ("", None)
     if work is None:
         return None

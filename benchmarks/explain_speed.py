@@ -33,7 +33,7 @@ DEEP = Path(__file__).parents[1] / "examples" / "deep.py"
 JOBS = {"resnet": f"{DEEP}:job", "gpt": f"{DEEP}:gpt"}
 CLUSTER = "128x8, intra 100gbit@5us, inter 10gbit"
 LIMIT_S = 5.0
-"""What the report promises, on an otherwise idle machine."""
+"""The promise of the report, on an otherwise idle machine."""
 DECIDED = {314: 0.15, 3000: 1.5}
 """Numbers of gradients, and how many seconds a choice among their plans may take."""
 DECIDED_FOR = ("2x1", "8x8")

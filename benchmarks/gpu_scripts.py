@@ -122,7 +122,7 @@ def largest_distance(name: str, device: torch.device, steps: int) -> tuple[bool,
 
 
 SHARDED = {"dense": 0.0, "int8": 1e-3, "int4": 5e-3, "topk(0.1)": 5e-2}
-"""How far parameters of a fully_shard model may be from native ones, by the plan of its gradients."""
+"""Tolerances of a fully_shard model's parameters against native ones, by the plan of its gradients."""
 
 
 def sharded_distance(plan: str, device: torch.device, steps: int) -> tuple[bool, str]:

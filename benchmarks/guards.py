@@ -43,7 +43,7 @@ REPEATS = 20
 Ask = Callable[[], Any]
 Change = Callable[[int], Any]
 Cases = Mapping[tuple[str, str], tuple[Ask, Change]]
-"""What is asked, and what happens before each time, by part and case."""
+"""Questions, and the change before each of them, by part and case."""
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""How large the house is: code, files, classes, names, floors, and what to open for a change.
+"""Measure the size of the house: code, files, classes, names, floors, and what to open for a change.
 
     python benchmarks/house.py                            the tree that this file stands in
     python benchmarks/house.py --before f8a962b           beside another commit

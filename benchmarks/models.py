@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 class Normed(nn.Module):
-    """A small layer behind its norm, added to what comes in."""
+    """A small layer after its norm, added to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

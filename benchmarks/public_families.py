@@ -33,7 +33,7 @@ TASKS = {
     "time series": "TIME_SERIES_PREDICTION",
     "questions": "QUESTION_ANSWERING",
 }
-"""What models are trained for, and the library's table of such models. A family counts once, under the first."""
+"""Purposes of models, and the library's table of such models. A family counts once, under the first."""
 
 VOCABULARY, ROWS, LENGTH, IMAGE, CLASSES = 96, 2, 16, 32, 2
 SOUND = 4800
@@ -65,7 +65,7 @@ class Family:
         return model.train()
 
     def batch(self, model: Any, seed: int) -> dict[str, Any]:
-        """What the model's forward pass takes, and what it should have said."""
+        """Make inputs of the model's forward pass, with labels."""
         draw = torch.Generator().manual_seed(seed)
         return _batch(self, model, draw)
 
@@ -156,14 +156,14 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r".*(pad|bos|eos|sep|cls|mask|start|end|image|video|audio|boi|eoi|boa|eoa)_token_(id|index)", 5),
     (r"relative_attention_num_buckets", 8),
 )
-"""What a number of a configuration becomes, by its name; the first rule that matches. Smaller numbers stay."""
+"""New values for numbers of a configuration, by name; the first rule that matches. Smaller numbers stay."""
 
 
 SWITCHED_OFF: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?layerdrop", 0.0),  # a draw decides whether a layer runs
     (r"mask_(time|feature)_prob", 0.0),  # NumPy draws what is masked
 )
-"""What a compiled step refuses by name, and these models train without."""
+"""Options that a compiled step refuses by name, and that these models train without."""
 
 
 def shrunken(config_class: Any, overrides: Mapping[str, Any]) -> Any:
@@ -275,7 +275,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "speecht5": _NO_STRINGS,
     "moonshine": _DECODER,
 }
-"""What no rule knows: numbers that must fit each other."""
+"""Exceptions from the rules: numbers that must fit each other."""
 
 
 # Batches
@@ -369,6 +369,6 @@ def _labels(family: Family, batch: Mapping[str, Any], draw: torch.Generator) -> 
 
 
 def _horizon(family: Family) -> int:
-    """How far ahead a model of time series looks."""
+    """Count the steps that a model of time series looks ahead."""
     config = family.config
     return int(getattr(config, "prediction_length", None) or getattr(config, "horizon_length", 8))

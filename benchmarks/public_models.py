@@ -116,7 +116,7 @@ def kept(path: Path) -> dict[tuple[str, str], Record]:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How many of each result."""
+    """Count each result."""
     counts = Counter(record.result for record in records)
     return ", ".join(f"{counts[result]} {result}" for result in RESULTS if counts[result])
 

@@ -48,7 +48,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a family is trained."""
+    """The way to train a family."""
 
     frontend: Frontend = "compile_step"
     plan: str = "dense"
@@ -67,7 +67,7 @@ COMPILED = Way()
 
 @dataclass(frozen=True)
 class Record:
-    """How one family went."""
+    """The result of one family."""
 
     family: str
     ranks: int
@@ -188,7 +188,7 @@ _RUNS: Mapping[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def run_eagerly(model: nn.Module, batches: Sequence[Any], rank: int, ranks: int, hook: Any = None) -> dict[str, Any]:
-    """What plain PyTorch gives, under DistributedDataParallel where there are several ranks."""
+    """Train with plain PyTorch, under DistributedDataParallel where there are several ranks."""
     # A family may leave parameters out of its loss.
     net: Any = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ranks > 1 else model
     if hook is not None:

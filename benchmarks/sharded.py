@@ -65,7 +65,7 @@ class Contestant:
     job: Job
     model: nn.Module
     ours: Any
-    """What fxcomp does for it; None for native ones."""
+    """fxcomp's part in it; None for native ones."""
     steps: int = 0
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ class Groups:
         return result
 
     def gather(self, value: object) -> list[Any]:
-        """What rank 0 of each group gives here, by group: the same on every rank."""
+        """Gather the values of rank 0 of each group, by group: the same on every rank."""
         key = self._next_key()
         if dist.get_rank() == 0:
             self._store.set(f"{key} {self.mine}", json.dumps(value))

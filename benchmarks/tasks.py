@@ -27,7 +27,7 @@ WORKERS = 4
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. Parameters are one flat tensor, and so is each worker's gradient."""
+    """A training task. Parameters are one flat tensor, and so is each worker's gradient."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]

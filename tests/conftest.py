@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def starts_ranks(item: pytest.Item) -> bool:
-    """Tell whether a test lies in a file that starts ranks, which many of its tests may share."""
+    """Return whether a test lies in a file that starts ranks, which many of its tests may share."""
     return any(hasattr(getattr(item, "module", None), name) for name in ("run_ranks", "try_ranks", "run_alone"))
 
 

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "csrc" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-MODULES = [path for folder in ("fxcomp", "docs/make", "examples") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
+FOLDERS = ("fxcomp", "benchmarks", "docs/make", "examples")
+MODULES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 WIDTH = 120
 BANNED = re.compile(r"\b(behind|anew)\b", re.IGNORECASE)  # after, again
 OPENING = re.compile(r"(##+ )?(What|How|Whether|Tell (that|whether|if))\b")

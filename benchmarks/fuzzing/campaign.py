@@ -178,7 +178,7 @@ class Team:
             self._gather()
         self.job, self.started, self.outcomes = job, time.monotonic(), dict[int, dict[str, Any]]()
         self.ran += 1
-        # A fresh store and group for each program: what one leaves behind must not reach the next.
+        # A fresh store and group for each program: leftovers of one must not reach the next.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if self.ranks > 1 else None
         port = self.store.port if self.store is not None else 0
         for rank, pipe in enumerate(self.pipes):

@@ -60,7 +60,7 @@ def _write_parameter(world: World, r: random.Random) -> None:
 
 
 def _parameter_data(world: World, r: random.Random) -> None:
-    """Put other memory behind a parameter; it stays the same object."""
+    """Give a parameter other memory; it stays the same object."""
     parameter = r.choice(list(world.model.parameters()))
     parameter.data = parameter.data * 0.8
 

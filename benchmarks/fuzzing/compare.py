@@ -129,7 +129,7 @@ def _leaves_differ(x: Any, y: Any, tolerance: float) -> str:
 
 
 def _is_odd(x: Tensor) -> bool:
-    """Whether a tensor of a batch is of a kind that has no comparison."""
+    """Return whether a tensor of a batch is of a kind that has no comparison."""
     is_plain = type(x) in (Tensor, nn.Parameter, nn.Buffer) and x.layout == torch.strided
     return not is_plain or x.is_meta or x.is_quantized or x.is_nested
 

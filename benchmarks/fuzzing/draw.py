@@ -24,7 +24,7 @@ SMALL = 1_000_000
 """From this seed on programs are small, and each is about one theme."""
 
 BETWEEN = ("seed", "evaluate", "train_pass", "checkpoint", "load_model", "clear_optimizer", "option")
-"""What may happen between two steps of any small program."""
+"""Events between two steps of any small program."""
 
 PLANS = ("int8", "topk(0.05)", "sign", "bf16", "powersgd(2)", "int4")
 
@@ -72,7 +72,7 @@ def draw(seed: int, ranks: int = 1) -> Program:
 
 
 def theme_of(seed: int, ranks: int) -> str:
-    """What a program is about; empty for a whole one."""
+    """Name a program's theme; empty for a whole one."""
     return themes_of(ranks)[seed % len(themes_of(ranks))] if seed >= SMALL else ""
 
 
@@ -88,7 +88,7 @@ def _draw_small(r: random.Random, theme: str, add: Add, ranks: int) -> int:
 
 
 def _draw_blocks(r: random.Random, kind: str, add: Callable[..., None]) -> None:
-    """One to four blocks that fit one behind the other."""
+    """Draw one to four blocks that fit one after the other."""
     for number in range(r.choice((1, 2, 2, 3, 4))):
         slot, sort = f"block.{number}", r.random()
         if sort < 0.01:

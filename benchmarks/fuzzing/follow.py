@@ -22,7 +22,7 @@ from fuzzing.world import World, equal_models
 from fxcomp.errors import FxcompError, VerificationFailed
 
 FINDINGS = ("wrong", "unverified", "foreign", "unraised", "hung", "died", "generator")
-"""How a program must not end."""
+"""Forbidden ends of a program."""
 
 
 class CompilingDrewError(Exception):
@@ -31,7 +31,7 @@ class CompilingDrewError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a program ended on one rank.
+    """The end of a program on one rank.
 
     equal      every step did what eager PyTorch does
     refused    one of our errors
@@ -57,13 +57,13 @@ class Outcome:
 
 
 class Ranks:
-    """What ranks tell each other outside of collectives, so that a rank that has failed strands nobody."""
+    """Messages of ranks outside of collectives, so that a rank that has failed strands nobody."""
 
     def __init__(self, store: dist.Store | None, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks
 
     def share(self, topic: str, mine: str) -> list[str]:
-        """What every rank says about a topic."""
+        """Gather every rank's word on a topic."""
         if self.store is None:
             return [mine]
         self.store.set(f"fuzz/{topic}/{self.rank}", mine)
@@ -160,7 +160,7 @@ class _Run:
         return copy.deepcopy((self.ours.model, self.ours.optimizer)), self.ours.generator_state
 
     def _twin_differs(self, twin: Any, step: int) -> str:
-        """What a fresh capture does otherwise than one that is used again."""
+        """Describe a difference between a fresh capture and one that is used again."""
         if twin is None or self.ours.group > 1:
             return ""
         (model, optimizer), state = twin
@@ -232,7 +232,7 @@ class _Run:
         return step
 
     def _replicas_differ(self, step: int) -> Outcome | None:
-        """Whether ranks part."""
+        """Compare the ranks' replicas."""
         if self.program.ranks == 1 or self.ours.micro or self.ours.may_part(step, str(_verify(self.program))):
             return None
         tensors = [*self.ours.model.parameters(), *self.ours.model.buffers()]
@@ -242,7 +242,7 @@ class _Run:
 
 
 def _verify(program: Program) -> Any:
-    """How often the step verifies itself: mostly never, so that guards alone stand between us and a wrong step."""
+    """Choose the verified steps: mostly none, so that guards alone stand between us and a wrong step."""
     default = fxcomp.Checks().verify
     chosen = program.get("verify")
     if (program.has("plan") and not program.theme) or chosen == "1":

@@ -19,7 +19,7 @@ WORDS = 11
 CLASSES = 5
 
 INPUTS = {"rows": "rows", "bytes": "rows", "tokens": "series", "series": "series", "images": "images"}
-"""What a batch holds, and the shape of what its stem makes of it."""
+"""Contents of batches, and the shapes that their stems make of them."""
 
 TRAITS = (
     "tied",

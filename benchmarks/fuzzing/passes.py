@@ -39,7 +39,7 @@ TOLERANCE = 2e-6
 """Of gradients of about one: sums over passes and over ranks come in another order."""
 
 FINDINGS = ("wrong", "foreign")
-"""How a sentence must not end."""
+"""Forbidden ends of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def frontends(plan: str = "dense") -> dict[str, Speaker]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a sentence ended.
+    """The end of a sentence.
 
     equal      gradients were DistributedDataParallel's
     whole      its own are apart on the ranks somewhere, where ours followed the rule, which averages more

@@ -42,7 +42,7 @@ class Program:
     steps: int
     features: tuple[Feature, ...]
     theme: str = ""
-    """What a small program is about; a whole one has none."""
+    """A small program's theme; a whole one has none."""
 
     def __str__(self) -> str:
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""

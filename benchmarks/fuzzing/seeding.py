@@ -19,7 +19,7 @@ WIDTH = 4
 
 
 class Generators:
-    """What drawing may need: generators and numbers that live longer than a step."""
+    """Sources to draw from: generators and numbers that live longer than a step."""
 
     def __init__(self, seed: int):
         self.own, self.other = torch.Generator(), torch.Generator()

@@ -1,4 +1,4 @@
-"""What surrounds a step and may change what its operators do: entered at the first step, later, or in turn."""
+"""Surroundings of a step that may change its operators: entered at the first step, later, or in turn."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Around(World):
         return torch.randn(3, WIDTH, generator=g), torch.randn(3, generator=g)
 
     def around(self, step: int, *, eager: bool) -> AbstractContextManager[Any]:
-        """What surrounds this step's call; what would forbid eager gradients stays outside of it."""
+        """Enter this step's surroundings, but for those that would forbid eager gradients."""
         self.within = [f.name for f in self.program.all("within")] if self._is_inside(step) else []
         chosen = [n for n in self.within if not eager or n not in ("no_grad", "inference_mode", *_AUTOCASTS)]
         return _entered(chosen)

@@ -1,4 +1,4 @@
-"""What small programs are about, one theme each."""
+"""Themes of small programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzzing.world import World
 
 
 class Theme(NamedTuple):
-    """How a theme's programs are drawn, and what they train."""
+    """The way to draw a theme's programs, and their models."""
 
     draw: Callable[[random.Random, Add, int], int]
     """Adds features; returns the number of steps."""

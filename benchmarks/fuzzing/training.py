@@ -142,7 +142,7 @@ def plainly(optimizer: torch.optim.Optimizer) -> Generator[None]:
 
 
 def apply_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-    """What follows the backward pass."""
+    """Clip, step and clear, after the backward pass."""
     if clip is not None:
         torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], clip)
     with plainly(optimizer):

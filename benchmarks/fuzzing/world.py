@@ -41,7 +41,7 @@ class World:
         self.micro = 0
         """Micro-batches since the last step."""
         self.parted = False
-        """Whether eager replicas may differ from here on, because one changed something alone."""
+        """True once eager replicas may differ, because one changed something alone."""
         self.finish_building()
 
     # What small programs have of their own
@@ -57,7 +57,7 @@ class World:
         """Change something, on this rank perhaps alone."""
 
     def around(self, step: int, *, eager: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """What surrounds a step; around eager's only what changes its numbers."""
+        """Enter a step's surroundings; around eager's only those that change its numbers."""
         return around(None if eager else self.program)
 
     def may_part(self, step: int, verified: str) -> bool:  # noqa: ARG002
@@ -65,11 +65,11 @@ class World:
         return False
 
     def forward_around(self) -> AbstractContextManager[Any]:
-        """What surrounds eager's forward pass alone, as a user does it with autocast."""
+        """Enter the surroundings of eager's forward pass alone, as a user does it with autocast."""
         return around(self.program if self.program.get("around") == "autocast" else None)
 
     def more(self) -> Any:
-        """What is compared beside model, optimizer and result."""
+        """Return the values to compare beside model, optimizer and result."""
         return None
 
     @contextmanager
@@ -107,7 +107,7 @@ class World:
     # Eager
 
     def eager_gradients(self, batch: Any) -> Any:
-        """What loss_fn returns; gradients are in `.grad`."""
+        """Return loss_fn's result; gradients are in `.grad`."""
         if self.micro == 0:
             self.optimizer.zero_grad()
         is_recurrent = any(isinstance(module, nn.LSTM) for module in self.model.modules())
@@ -147,7 +147,7 @@ class World:
 
 @contextmanager
 def around(program: Program | None) -> Generator[None]:
-    """What surrounds the calls in the user's program."""
+    """Enter the surroundings of the calls in the user's program."""
     match program.get("around") if program is not None else "":
         case "no_grad":
             with torch.no_grad():
@@ -163,6 +163,6 @@ def around(program: Program | None) -> Generator[None]:
 
 
 def equal_models(ours: nn.Module, theirs: nn.Module) -> bool:
-    """Whether two models start alike."""
+    """Return whether two models start alike."""
     pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

@@ -166,7 +166,7 @@ def test_hosts_that_differ_add_up_on_their_first_ranks(shape: str):
 
 
 def forwards_unequal_piles(strategy: Strategy) -> bool:
-    """Tell that payloads gathered inside hosts travel between them, as many as each host has ranks."""
+    """Return whether payloads gathered inside hosts travel between them, as many as each host has ranks."""
     pairs = pairwise(strategy.steps)
     return any(step == GATHERED_INSIDE and not isinstance(then, Decompress) for step, then in pairs)
 

@@ -98,7 +98,7 @@ def test_a_dense_step_trains_as_ddp_with_a_scaler(accumulate: int, fused: bool):
 
 
 def eager_is_not_finite(model: nn.Module, mine: torch.amp.GradScaler, batch: tuple[Tensor, Tensor]) -> bool:
-    """Tell if some gradient of some rank is not finite in eager PyTorch, at the present scale."""
+    """Return whether some gradient of some rank is not finite in eager PyTorch, at the present scale."""
     twin = copy.deepcopy(model)
     (half_loss(twin, batch) * mine.get_scale()).backward()
     found = torch.tensor(
