@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden texts anew; then read the diff")
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts again; then read the diff")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 

@@ -129,7 +129,7 @@ def test_the_checkpoint_of_another_model_says_what_differs():
 
 
 def of_another_plan(name: str) -> str:
-    """What a report says after a state of int8 was loaded under another plan."""
+    """Return the report after a state of int8 was loaded under another plan."""
     step = compiled("int8")
     step(JOB.batch(0, dist.get_rank()))
     other = compiled(name)

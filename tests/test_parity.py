@@ -165,7 +165,7 @@ def follow_eager(case: Case) -> Numbers:
         reference_optimizer.step()
         _advance(schedulers[1])
         expected.append(loss.item())
-    # DDP hands out rank 0's buffers before a forward pass, a compiled step behind it.
+    # DDP hands out rank 0's buffers before a forward pass, a compiled step after it.
     for buffer in reference.buffers():
         dist.broadcast(buffer, 0)
     return Numbers(

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "csrc" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-FOLDERS = ("fxcomp", "benchmarks", "docs/make", "examples")
+FOLDERS = ("fxcomp", "benchmarks", "docs/make", "examples", "tests")
 MODULES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 WIDTH = 120
 BANNED = re.compile(r"\b(behind|anew)\b", re.IGNORECASE)  # after, again

@@ -1,4 +1,4 @@
-"""Ranks start warm and alike, tell what went wrong in them, and leave nothing behind."""
+"""Ranks start warm and alike, tell what went wrong in them, and leave nothing."""
 
 from __future__ import annotations
 

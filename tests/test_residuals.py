@@ -133,7 +133,7 @@ def test_between_hosts_each_ranks_shard_balances():
 
 
 def moves_by_the_mean(sum_instead_of_mean: bool) -> bool:
-    """Whether one int8 step moves parameters by the mean; if asked, decoded values miss the division by the ranks."""
+    """Return whether one int8 step moves parameters by the mean; a planted bug leaves out the division by ranks."""
     job, rank = JOBS["mlp"], dist.get_rank()
     model = job.build()
     optimizer = OPTIMIZERS["plain"](model.parameters())

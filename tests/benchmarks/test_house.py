@@ -1,4 +1,4 @@
-"""What the house is counted by: each row is a number, and a change moves it."""
+"""The counts of the house: each row is a number, and a change moves it."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ from fxcomp.errors import CaptureFailed
 
 
 class Layers(nn.Module):
-    """A stack whose layers are left out by a draw, with dropout behind: a draw too few or too many would show."""
+    """A stack whose layers are left out by a draw, with dropout after them: a draw too few or too many would show."""
 
     def __init__(self, skips: Callable[[], Any]):
         super().__init__()

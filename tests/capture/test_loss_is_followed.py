@@ -1,4 +1,4 @@
-"""What a loss function reads is watched, wherever it lies: a change is followed as eager follows it."""
+"""Guards see the values that a loss function reads, wherever they lie: a change is followed as in eager."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def with_default() -> tuple[Any, Callable[[Any], None]]:
 
 
 class Trainer:
-    """Holds much that the loss does not read, and a weight behind a property."""
+    """Holds much that the loss does not read, and a weight that a property returns."""
 
     def __init__(self) -> None:
         self.state = types.SimpleNamespace(weight=0.5)

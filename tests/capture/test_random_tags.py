@@ -1,4 +1,4 @@
-"""Whether an operator draws is read from its arguments, not from its tag alone."""
+"""An operator's arguments say if it draws, not its tag alone."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_pieces_together_are_what_each_is_alone(compressor: Compressor):
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("compressor", CUT, ids=str)
 def test_the_mean_of_pieces_is_the_mean_of_each(compressor: Compressor, ranks: int):
-    """Payloads of all ranks for a piece lie behind each other, then those of the next piece."""
+    """Payloads of all ranks for a piece lie one after the other, then those of the next piece."""
     payloads = []
     for rank in range(ranks):
         residual, state = kept(compressor)

@@ -91,7 +91,7 @@ def test_ranks_that_share_a_processor_were_measured_sharing_it():
 def test_a_transport_that_waits_for_its_turn_is_slow_only_beside_compute():
     tasks = [Task("send", Stream.INTER, 10.0, load=0.2, overlap_speed=0.5), Task("a", Stream.COMPUTE, 10.0)]
     send, compute = simulate(tasks, ONE).spans
-    # 0.2 processors at half speed: compute runs at 0.9, and the other half of the transfer at full speed behind it.
+    # 0.2 processors at half speed: compute runs at 0.9, and the other half of the transfer at full speed after it.
     assert compute.end_us == pytest.approx(10 / 0.9)
     assert send.end_us == pytest.approx(10 / 0.9 + 10 - 0.5 * 10 / 0.9)
     assert [span.end_us for span in simulate(tasks, Processors(2.0, 1.0)).spans] == [10.0, 10.0]

@@ -199,7 +199,7 @@ def test_sizes_near_the_ends_of_fp32_change_no_error_of_what_scales(size: float)
 
 
 def test_values_that_overflow_in_fp16_are_no_cheap_loss():
-    """What rounds to infinity is in no residual, which would look like no loss."""
+    """Values that round to infinity are in no residual, which would look like no loss."""
     table = measure({"g": 1e6 * drawn(0)})
     assert table.error_of("g", parse_compressor("fp16")).value >= 1
     assert table.error_of("g", parse_compressor("bf16")).value < 1e-5

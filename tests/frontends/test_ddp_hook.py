@@ -147,7 +147,7 @@ BRANCHES = Plan(
 
 
 def unused() -> list[tuple[bool, bool, bool]]:
-    """Whether the right branch has moved, is owed something, and is owed what it was, after each pass."""
+    """Return if the right branch has moved, is owed something, and is owed as before, after each pass."""
     torch.manual_seed(3)
     model = Branches()
     hook = fxcomp.ddp_hook(compress=BRANCHES)
@@ -169,7 +169,7 @@ def unused() -> list[tuple[bool, bool, bool]]:
 
 
 def infinite() -> tuple[bool, float, float]:
-    """Whether an infinity of rank 1 shows here, how far residuals have moved in that pass, and in another."""
+    """Return if an infinity of rank 1 shows here, and the way of residuals in that pass and in another."""
     hook, model = fxcomp.ddp_hook(compress=MIXED), JOBS["mlp"].build()
     ddp = wrapped(model, hook)
     moved, shown = [], []
@@ -189,7 +189,7 @@ def infinite() -> tuple[bool, float, float]:
 
 
 def scaled() -> tuple[float, float, list[float]]:
-    """What is lost of the sum of gradients, the largest of it, and the scales, while the scale falls and rises."""
+    """Return the loss of the sum of gradients, its largest, and the scales, while the scale falls and rises."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     hook, model = fxcomp.ddp_hook(scaler=scaler, compress=MIXED), JOBS["mlp"].build()
     ddp, scales = wrapped(model, hook), []
@@ -218,7 +218,7 @@ def scaled() -> tuple[float, float, list[float]]:
 
 
 def shared() -> str:
-    """What a hook says that is registered with two models."""
+    """Return the error of a hook that is registered with two models."""
     hook = fxcomp.ddp_hook(compress="dense")
     for _ in range(2):
         ddp = wrapped(JOBS["mlp"].build(), hook)
@@ -235,7 +235,7 @@ def residuals(hook: fxcomp.DdpHook) -> list[Tensor]:
 
 
 def resumed() -> bool:
-    """Whether training that is saved and loaded goes on bit for bit."""
+    """Return if training that is saved and loaded goes on bit for bit."""
     job, halves = JOBS["mlp"], []
     model = job.build()
     hook, saved = fxcomp.ddp_hook(compress=MIXED), {}
@@ -276,7 +276,7 @@ def test_a_closed_hook_says_what_to_set_up_again():
 
 
 def resumed_by_name(name: str) -> tuple[bool, bool]:
-    """Whether what int4 left out is kept one pass after it was loaded under a plan of this name, and the plan."""
+    """Return if int4's residuals are kept one pass after loading under a plan of this name, and the plan."""
     job, model = JOBS["mlp"], JOBS["mlp"].build()
     before = fxcomp.ddp_hook(compress="int4")
     ddp = wrapped(model, before)

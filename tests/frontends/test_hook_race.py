@@ -35,7 +35,7 @@ def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tu
 
 
 def compressor_of(plan: Plan | None) -> str:
-    """What most of a plan's elements are compressed by."""
+    """Name the compressor of most of a plan's elements."""
     assert plan is not None, "there is a plan by now"
     return str(max(plan.buckets, key=lambda bucket: bucket.elements).strategy.compressor or "dense")
 
@@ -75,7 +75,7 @@ class Job:
         return job is None or job.decision is None or self.hook.is_racing
 
     def lost(self) -> float:
-        """What is neither sent nor owed, of the largest that was sent."""
+        """Return the part that is neither sent nor owed, of the largest that was sent."""
         state, owed = self.hook.state_dict(), torch.zeros_like(self.made).view(-1)
         for piece in state["residuals"].get("2.weight", ()):
             weight = piece["weight"][0] / piece["weight"][1] * dist.get_world_size()
@@ -153,7 +153,7 @@ def test_bf16_races_and_a_state_of_the_race_is_followed_under_the_plan_in_force(
 
 
 def taken_back() -> float:
-    """How far a residual that was kept under a scale of the loss is from itself in a step without one."""
+    """Return the distance of a residual kept under a scale of the loss from one without."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     hook = fxcomp.ddp_hook(costs=CostTable(), scaler=scaler, compress="topk(0.1)")
     job = Job("dense", hook)

@@ -1,4 +1,4 @@
-"""What compression leaves out of plain FSDP: through turns with dense, infinities, saved states and closing.
+"""Residuals of plain FSDP: through turns with dense, infinities, saved states and closing.
 
 Ranks report numbers, which the tests judge.
 """

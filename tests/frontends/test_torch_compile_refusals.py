@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="fxcomp")` refuses, and what it keeps right although it looks like that.
+"""Refusals of `torch.compile(model, backend="fxcomp")`, and cases that only look like them.
 
 All cases share a spawn: ranks report error texts and numbers, which the tests judge.
 """

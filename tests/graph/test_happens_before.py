@@ -1,4 +1,4 @@
-"""What a step reads was written before, and is not overwritten meanwhile; planted races are named by both lines."""
+"""Steps read values after they are written, before they are overwritten; planted races are named by both lines."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def send_what_is_freed(gm: GraphModule) -> None:
 
 
 def decompress_beside_the_pool(gm: GraphModule) -> None:
-    """What the pool waits for is decompressed on the main thread."""
+    """Decompress on the main thread what the pool waits for."""
     update_info(node_named(gm, "mean_0"), stream=Stream.COMPUTE)
 
 
@@ -223,7 +223,7 @@ def test_a_race_is_a_broken_graph_and_names_both_lines():
 
 
 def test_what_a_line_overwrites_is_not_read_as_it_was():
-    """A residual is read by the proposal; behind the compressor it is another one."""
+    """A residual is read by the proposal; after the compressor it is another one."""
     gm = clone(final("powersgd"))
     encode = node_named(gm, "compress_0")
     propose = next(node for node in gm.graph.nodes if info(node).role is Role.PROPOSE)

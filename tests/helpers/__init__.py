@@ -1,1 +1,1 @@
-"""What tests share: jobs, ranks, graphs and plans by hand, and comparisons with eager. Tests import it as `helpers`."""
+"""Shared by tests: jobs, ranks, graphs and plans by hand, and comparisons with eager. Tests import it as `helpers`."""

@@ -15,7 +15,7 @@ CONTEXT = 2
 
 
 def before_after(pass_: Callable[..., GraphModule], gm: GraphModule, *args: Any) -> tuple[str, GraphModule]:
-    """The changed lines, and the graph behind the pass, which has been checked."""
+    """The changed lines, and the graph after the pass, which has been checked."""
     before = rows(gm)
     after = pass_(clone(gm), *args)
     after.graph.lint()

@@ -117,7 +117,7 @@ _ROUNDED = {
 
 
 def _left_out(kept: float, count: int, power: float) -> float:
-    """Return the share of squares behind the first `kept` of `count`, if the k-th square is k to the -power."""
+    """Return the share of squares after the first `kept` of `count`, if the k-th square is k to the -power."""
     if kept >= count:
         return 0.0
     return 1 - _sum(kept, power) / _sum(count, power)

@@ -16,7 +16,7 @@ from fxcomp.step.compiled_step import CompiledStep
 
 
 def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
-    """Edit a copy of the final graph, emit it anew, and let the step run that from now on."""
+    """Edit a copy of the final graph, emit it again, and let the step run that from now on."""
     program = step.in_force.program
     gm = clone(step.graph())
     edit(gm)

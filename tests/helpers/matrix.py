@@ -32,7 +32,7 @@ CLIPS: dict[str, dict[str, float]] = {"none": {}, "norm": {"max_grad_norm": 0.5}
 LOSS_BOUND = {"dense": 1e-3, "compressed": 1e-2}
 """Of the loss of eager DDP: dense where sums have another order, and compressed."""
 MISSED_BOUND = {"fp32": 1e-5, "16 bits": 0.05, "signs": 0.1, "compressed": 0.2}
-"""How far parameters may end from eager DDP's, as a share of the way that those went. Sums in another order differ by
+"""The largest distance from eager DDP's parameters, as a share of their way. Sums in another order differ by
 roundings, of 16 bits by larger ones; an optimizer that takes signs may turn the smallest updates around."""
 ROWS = 64
 Batch = tuple[Tensor, Tensor]
@@ -67,7 +67,7 @@ PRECISIONS = ("fp32", *AUTOCAST, "bf16 parameters")
 
 @dataclass(frozen=True)
 class Cell:
-    """What is combined."""
+    """A combination of options."""
 
     optimizer: str
     precision: str
@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def has_one_order(self) -> bool:
-        """Tell whether eager DDP and the step add up the same numbers in the same order and type."""
+        """Return whether eager DDP and the step add up the same numbers in the same order and type."""
         return self.ranks == 2 and self.accumulate == 1 and self.clip != "norm"
 
 
@@ -102,7 +102,7 @@ def pairs(ranks: int) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has seen of a cell."""
+    """A rank's findings in a cell."""
 
     apart: float = 0.0
     """From eager DDP: the largest distance of a parameter over the steps."""

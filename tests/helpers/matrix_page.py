@@ -29,7 +29,7 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True)
 class Record:
-    """What has become of a cell; distances are of rank 0."""
+    """The result of a cell; distances are of rank 0."""
 
     cell: Cell
     verdict: str

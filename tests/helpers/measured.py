@@ -1,4 +1,4 @@
-"""What compressors lose by their references, and error tables of several ranks in one process."""
+"""Errors of compressors by their references, and error tables of several ranks in one process."""
 
 from __future__ import annotations
 

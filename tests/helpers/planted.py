@@ -84,7 +84,7 @@ def exchange(original: Callable[..., Any], mutant: Callable[..., Any]) -> None:
 
 
 def wrap(owner: Any, name: str, mutant: Callable[..., Any]) -> None:
-    """Let `mutant` answer for a module's function or a method; the original comes first, behind `self`."""
+    """Let `mutant` answer for a module's function or a method; the original comes first, after `self`."""
     bound = functools.partialmethod if isinstance(owner, type) else functools.partial
     setattr(owner, name, bound(mutant, getattr(owner, name)))
 

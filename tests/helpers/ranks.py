@@ -182,7 +182,7 @@ def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | Non
 
 
 def _alone(result: Connection, work: Callable[..., Any], arguments: Any) -> None:
-    torch.set_num_threads(torch.get_num_threads())  # torch's own threads, lost by forking, are made anew by one thread
+    torch.set_num_threads(torch.get_num_threads())  # torch's own threads, lost by forking, are made again by one thread
     try:
         outcome = Outcome(value=work(*arguments))
     except BaseException as error:

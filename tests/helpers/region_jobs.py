@@ -168,7 +168,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is combined."""
+    """A combination of options."""
 
     model: str
     plan: str
@@ -244,7 +244,7 @@ def _batch(case: Case, generator: torch.Generator, rows: int, length: int) -> tu
 
 @dataclass
 class Trained:
-    """What came of a few steps."""
+    """The results of a few steps."""
 
     losses: list[float]
     parameters: list[Tensor]
@@ -318,7 +318,7 @@ def eagerly(case: Case) -> Trained:
 
 
 def missed(one: Trained, other: Trained, case: Case) -> float:
-    """How far two have ended from each other, as a share of the way that one has gone."""
+    """Return the distance between two ends, as a share of the way that one has gone."""
     start = nn.utils.parameters_to_vector(build(case).parameters()).detach()
     ends = [torch.cat([each.flatten() for each in found.parameters]) for found in (one, other)]
     return float((ends[1] - ends[0]).norm() / (ends[0] - start).norm())

@@ -135,7 +135,7 @@ class Beside:
         self._keeps_books = all(isinstance(each, Summing) for each in step.training.optimizers)
         self._due = torch.zeros(flat(self._model).numel(), dtype=torch.float64)
         self.wrong: list[str] = []
-        """What went otherwise than in eager PyTorch, at which step."""
+        """Differences from eager PyTorch, with their steps."""
         self.off = 0.0
         """Of the books, relative to all gradients; the most so far."""
         self.scales: set[float] = set()
@@ -188,7 +188,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def is_same_everywhere(*values: Tensor | float) -> bool:
-    """Tell if values are the same on all ranks, to the bit; every rank calls it."""
+    """Return whether values are the same on all ranks, to the bit; every rank calls it."""
     mine = torch.cat([torch.as_tensor(value, dtype=torch.float64).flatten() for value in values]).view(torch.int64)
     first = mine.clone()
     dist.broadcast(first, 0)

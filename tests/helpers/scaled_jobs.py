@@ -71,10 +71,10 @@ class Faults:
 
 @dataclass
 class Found:
-    """What a job found on a rank."""
+    """The findings of a job on a rank."""
 
     wrong: list[str]
-    """What went otherwise than in eager PyTorch."""
+    """Differences from eager PyTorch."""
     off: float
     """Of all gradients: the most that was missing in the sum of what was applied and what is owed."""
     skipped: int

@@ -73,7 +73,7 @@ def compressed(plan: Any, model: nn.Module | None = None, **options: Any) -> tup
 
 
 def owed_of(scatter: fxcomp.ShardScatter) -> dict[str, Tensor]:
-    """What this rank's next gradients bring, by parameter."""
+    """Return the residuals that this rank's next gradients bring, by parameter."""
     return {name: pieces[0]["values"] for name, pieces in scatter.state_dict()["residuals"].items()}
 
 

@@ -1,4 +1,4 @@
-"""Updates come behind a look at all that arrived, and what compression changed can be taken back."""
+"""Updates come after a test of all that arrived, and what compression changed can be taken back."""
 
 from helpers.before_after import before_after
 from helpers.graphs import TWO, TWO_BY_TWO, one_bucket, two_buckets

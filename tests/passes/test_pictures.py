@@ -23,7 +23,7 @@ def pictures(path: Path) -> list[list[str]]:
 
 
 def is_shown(picture: list[str], golden: str) -> bool:
-    """Whether a text has all lines of a picture, in order."""
+    """Return whether a text has all lines of a picture, in order."""
     lines = iter(map(words, golden.splitlines()))
     return all(line in lines for line in picture)
 

@@ -1,4 +1,4 @@
-"""What `compress=` takes, and what cannot go together."""
+"""Values of `compress=`, and those that cannot go together."""
 
 import re
 from pathlib import Path

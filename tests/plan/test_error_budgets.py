@@ -1,4 +1,4 @@
-"""How much a plan may lose, as users say it."""
+"""Error budgets, as users say them."""
 
 import pytest
 from helpers.drawn_errors import drawn_table

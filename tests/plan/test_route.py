@@ -82,7 +82,7 @@ def test_every_rank_cuts_alike_and_holds_what_was_sent_to_it(text: str, shape: s
 
 
 def is_brought(leg: Send, held: int) -> bool:
-    """Whether a rank holds what its part in the collective takes."""
+    """Return whether a rank holds what its part in the collective takes."""
     if not leg.parts:
         return True
     brings = (

@@ -1,4 +1,4 @@
-"""What a job measured of its own step serves the next job that takes the same one."""
+"""A job's measurements of its step serve the next job that takes the same step."""
 
 from __future__ import annotations
 

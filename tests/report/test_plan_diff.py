@@ -126,7 +126,7 @@ def test_few_lines_tell_many_changes_unless_all_are_asked_for():
 
 
 def reported(saved: Plan, step_ms: float, sent: int) -> dict[str, Any]:
-    """What a program needs of `explain --json`."""
+    """Make the parts of `explain --json` that a program needs."""
     buckets = [
         {"names": saved.labels(b), "sizes": b.sizes, "wire_bytes": sent, "strategy": str(b.strategy)}
         for b in saved.buckets

@@ -1,4 +1,4 @@
-"""How each module's gradients travel under plain FSDP: the shortest step within the limit, none as short loses less."""
+"""Plans of plain FSDP, module by module: the shortest step within the limit, none as short loses less."""
 
 from __future__ import annotations
 

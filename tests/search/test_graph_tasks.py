@@ -147,7 +147,7 @@ def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured]
 
 
 class InBf16(nn.Module):
-    """Its gradients are cast before compressors, behind them, and around velocities."""
+    """Its gradients are cast before compressors, after them, and around velocities."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What strategies lose of a workload, against the error of whole plans."""
+"""Errors of strategies on a workload, against the error of whole plans."""
 
 import pytest
 from helpers.drawn_errors import drawn_table

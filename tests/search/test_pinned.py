@@ -1,4 +1,4 @@
-"""What is pinned by hand stays so in every plan, in buckets of its own, and what it loses is spent."""
+"""Pinned gradients stay so in every plan, in buckets of their own, and spend their error."""
 
 import math
 

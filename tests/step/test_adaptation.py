@@ -71,7 +71,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 
 def owed(force: PlanInForce) -> dict[str, Tensor]:
-    """What all ranks together have yet to bring, by parameter."""
+    """Sum all ranks' residuals, by parameter."""
     found = force.state.owed_here(force.inputs.sizes, dist.get_world_size())
     for value in found.values():
         dist.all_reduce(value)

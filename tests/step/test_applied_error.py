@@ -1,4 +1,4 @@
-"""What a step's plan really lost, from sketches."""
+"""The real error of a step's plan, from sketches."""
 
 from __future__ import annotations
 

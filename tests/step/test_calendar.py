@@ -1,4 +1,4 @@
-"""What a step is for: one thing at most, by what ranks have agreed on and the step's number."""
+"""A step is for one thing at most, by what ranks have agreed on and its number."""
 
 import itertools
 from dataclasses import replace

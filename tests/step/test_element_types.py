@@ -75,7 +75,7 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "plain": plain}
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank found."""
+    """The findings of a rank."""
 
     fingerprint: str
     losses: tuple[float, ...]
@@ -114,7 +114,7 @@ def train(case: Case) -> Trained:
 
 @dataclass(frozen=True)
 class Case:
-    """What a model is trained with."""
+    """The options that a model is trained with."""
 
     dtype: torch.dtype
     strategy: str

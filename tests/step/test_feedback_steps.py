@@ -107,7 +107,7 @@ def test_dense_steps_equal_ddp_then_less_and_less_is_sent():
 
 
 def resumed() -> list[bool]:
-    """A state saved behind the warm-up, loaded into a fresh step, goes on where it was."""
+    """A state saved after the warm-up, loaded into a fresh step, goes on where it was."""
     rank = dist.get_rank()
     step, fresh = (compiled(["int4"], "plain", ErrorFeedback(), warmup=Warmup(dense_steps=2)) for _ in range(2))
     for i in range(3):

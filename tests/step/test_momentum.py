@@ -313,7 +313,7 @@ STEPS = 22
 
 
 def switched_back(strategies: list[Strategy], others: list[Strategy], cluster: Any) -> dict[str, Any]:
-    """A compressed plan becomes dense; the mean velocity over all ranks before and behind it, and what was owed."""
+    """A compressed plan becomes dense; the mean velocity over all ranks before and after it, and what was owed."""
     step, dense = (compiled(plan, 1, cluster=cluster, verify=7) for plan in (strategies, others))
     for i in range(STEPS):
         step(JOB.batch(i, dist.get_rank()))

@@ -1,4 +1,4 @@
-"""What is pinned by hand stays pinned while a job runs: in a race, after planning again, and in a loaded state."""
+"""Pinned gradients stay pinned while a job runs: in a race, after planning again, and in a loaded state."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_plans_race_with(options: dict[str, Any], first: int):
 
 
 def captures(lengths: int) -> tuple[int, int]:
-    """How often a job with batches of several lengths was captured again in a race, and of how many plans."""
+    """Count the captures of a job with batches of several lengths in a race, and their plans."""
     again, seen = StepCapture.again, list[int]()
 
     def counted(capture: StepCapture, batch: Any, varying: Mapping[int, frozenset[int]]) -> Any:
@@ -296,7 +296,7 @@ def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dens
 
 
 def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict[str, Any]:
-    """How far Σ updates + owed is from Σ gradients after each step of a race, in today's learning rates if they count.
+    """Measure Σ updates + owed − Σ gradients after each step of a race, in today's learning rates if they count.
 
     With momentum correction Σ velocities stands for Σ gradients. The loss is linear in the parameters, so gradients do
     not depend on them. In the middle a state is saved; two steps later it is loaded again, with the parameters of then.

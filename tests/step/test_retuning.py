@@ -55,7 +55,7 @@ def compiled(plan: Plan, **options: Any) -> CompiledStep:
 
 
 def owed(step: CompiledStep) -> dict[str, Tensor]:
-    """What all ranks together have left out of the mean gradient."""
+    """Sum all ranks' residuals of the mean gradient."""
     found: dict[str, Tensor] = {}
     for name, size in step.plan.sizes.items():
         found[name] = torch.zeros(size)
@@ -137,7 +137,7 @@ def test_a_running_step_goes_on_like_one_compiled_with_the_new_parameters(
 
 
 def factors() -> list[list[float]]:
-    """What PowerSGD remembers of the one matrix, at each rank in turn."""
+    """Return PowerSGD's memory of the one matrix, at each rank in turn."""
     step = compiled(plan_of([LOW_RANK], "powersgd(2)"))
     found: list[list[float]] = []
     for number, text in enumerate(["powersgd(2)", "powersgd(4)", "powersgd(1)"]):

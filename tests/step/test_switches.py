@@ -1,4 +1,4 @@
-"""What outlives a switch of plans, and what a device took while one is judged."""
+"""State that outlives a switch of plans, and device times while one is judged."""
 
 from __future__ import annotations
 

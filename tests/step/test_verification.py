@@ -79,7 +79,7 @@ def test_steps_are_sampled_unless_told_otherwise():
 
 @contextmanager
 def unseen_change(step: CompiledStep, holder: list[float], value: float) -> Generator[None]:
-    """Change a value that tracing took for a constant, behind the guards' back."""
+    """Change a value that tracing took for a constant, unseen by guards."""
     before, key = holder[0], StepGuard(step.training).key()
     holder[0] = value
     with pytest.MonkeyPatch.context() as patch:

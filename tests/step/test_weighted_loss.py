@@ -20,7 +20,7 @@ from fxcomp.errors import LossNotScalar, StepChanged
 JOB = JOBS["transformer"]
 IGNORED = -100
 KEPT = ((3, 9), (7, 1), (0, 4), (10, 10), (2, 0), (5, 6))
-"""How many of ten tokens each of two ranks keeps, call by call."""
+"""Tokens of ten that each of two ranks keeps, call by call."""
 
 
 def summed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> WeightedLoss:

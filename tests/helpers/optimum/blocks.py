@@ -66,7 +66,7 @@ class Blocks:
         return sum(us for stage in (*self.stages, self.final) for _, us in stage) + self.update_us
 
     def is_within(self, other: Blocks) -> bool:
-        """Tell that giving `other`'s place to this one cannot lengthen any step.
+        """Return whether giving `other`'s place to this one cannot lengthen any step.
 
         Each of its blocks has one of `other`'s to itself, in the same stage and order, on the same stream and no
         shorter. So it is what remains of `other` where blocks are shortened and left out, and a longest path never
@@ -79,7 +79,7 @@ class Blocks:
 
 
 def stage_within(one: Stage, other: Stage) -> bool:
-    """Tell that the blocks of a stage fit one by one into those of another, in order."""
+    """Return whether the blocks of a stage fit one by one into those of another, in order."""
     rest = iter(other)
     return all(any(stream == at and us <= most for at, most in rest) for stream, us in one)
 

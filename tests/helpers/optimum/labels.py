@@ -131,7 +131,7 @@ class Label:
         return clocks[COMPUTE] + self.waiting_us + workload.finish_us
 
     def dominates(self, other: Label, *, limits: bool) -> bool:
-        """Tell that whatever may follow `other` may follow this one, and ends no later.
+        """Return whether whatever may follow `other` may follow this one, and ends no later.
 
         No clock is later here. Each bucket on its way is no later and fits into the one of the same age there, whatever
         it has still to do. A bucket that only `other` has on its way arrives there at this time at the earliest, and

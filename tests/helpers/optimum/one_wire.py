@@ -117,7 +117,7 @@ class _Wire:
         raise AssertionError("a dense plan loses nothing")
 
     def _left(self) -> tuple[Numbers, Numbers]:
-        """Bound what is left behind each gradient, by the steps of error that it may still have."""
+        """Bound the rest after each gradient, by the steps of error that it may still have."""
         work: Numbers = np.full((self.count + 1, GRID + 1), np.inf)
         last: Numbers = np.full((self.count + 1, GRID + 1), np.inf)
         work[self.count] = last[self.count] = 0.0

@@ -1,6 +1,6 @@
 """Bound a partial plan's step from below by what its streams must still do.
 
-A stream runs one block at a time, so a step takes at least what any stream has behind it and must still do, and at
+A stream runs one block at a time, so a step takes at least what any stream has done and must still do, and at
 least every weighted mean of such sums. Of each mean the least that the rest of the atoms can add is a shortest path:
 over the places where a row may be cut, each bucket as cheap as its cheapest strategy.
 """
@@ -24,7 +24,7 @@ _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class _Left(NamedTuple):
-    """The remainder behind one place."""
+    """The remainder after one place."""
 
     last: int
     """The last atom that is dealt."""
@@ -77,7 +77,7 @@ class Rest:
         )
 
     def _sums(self, label: Label, last: int) -> list[float]:
-        """Sum for each stream what it has behind it, and what is known to come; but for compute, with a tail."""
+        """Sum for each stream its work so far and the work known to come; but for compute, with a tail."""
         sums = list(label.clocks)
         for bucket in label.flying:
             for stage in bucket.left:

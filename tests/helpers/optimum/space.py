@@ -114,7 +114,7 @@ class Rows:
         return self.atoms[atom].gradient.ready_us if atom >= 0 else 0.0
 
     def can_end(self, place: tuple[int, ...]) -> bool:
-        """Tell that what is left can leave after what is dealt."""
+        """Return whether the remaining buckets can still launch in order."""
         last = self.last_of(place)
         return all(
             stop == len(row.members) or row.members[-1] > last for row, stop in zip(self.rows, place, strict=True)
@@ -168,7 +168,7 @@ def _most_lost(losses: Losses, choices: Sequence[Strategy]) -> float:
 
 
 def shares_processors(costs: CostTable) -> bool:
-    """Tell that work on one stream may slow work on another: the pool's threads, or the network's software."""
+    """Return whether work on one stream may slow work on another: the pool's threads, or the network's software."""
     processors = costs.processors
     if math.isinf(processors.count):
         return False
