@@ -7,8 +7,7 @@ import pytest
 import torch
 from helpers.compressor_cases import WITH_KERNELS
 
-from fxcomp.compressors import TopK, kernels
-from fxcomp.errors import BadPayload
+from fxcomp.compressors import kernels
 
 
 @WITH_KERNELS
@@ -70,11 +69,3 @@ def test_kernels_that_do_not_load_are_not_called(monkeypatch: pytest.MonkeyPatch
         assert kernels.describe().startswith("compression on the CPU: plain torch (_kernels.abi3.so does not load: ")
     finally:
         kernels._library.cache_clear()
-
-
-@WITH_KERNELS
-def test_a_payload_with_places_outside_its_segment_is_refused() -> None:
-    payload = torch.zeros(TopK(0.01).payload_elements((100,)), dtype=torch.uint8)
-    payload[4:6] = torch.tensor([100, 1])  # behind the value: place 100 of 0..99, in the first block
-    with pytest.raises(BadPayload, match="a payload names places outside its segment"):
-        TopK(0.01).decode(payload, 1, (100,), torch.zeros(100))

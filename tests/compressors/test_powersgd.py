@@ -1,18 +1,15 @@
 """Ranks that agree on a subspace, simulated in one process: what low rank gives, and that nobody drifts apart."""
 
-import math
 from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.compressor_cases import WITH_KERNELS
-from helpers.ranks import run_ranks
 from torch import Tensor
 
 from fxcomp.compressors import BadCompressor, PowerSGD, compressor_of, kernels, parse_compressor
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
-from fxcomp.testing.rounds import Replica, agree, average, encode, fresh_state, replicas_of
+from fxcomp.testing.rounds import Replica, average, fresh_state
 from fxcomp.testing.samples import gaussian
 
 SHAPES = ((60, 50), (60,), (3, 4), (), (40, 6, 5, 3))
@@ -189,56 +186,6 @@ def test_a_value_that_is_not_finite_on_one_rank_is_seen_by_all_and_forgotten(val
     assert all(replica.state is not None and replica.state.isfinite().all() for replica in replicas)
 
 
-def _on_two_ranks(steps: int) -> list[list[float]]:
-    """The mean, the state and the local residual after some steps, by gloo's own sums."""
-    rank, compressor = dist.get_rank(), PowerSGD(2).bound_to(SHAPES, 2)
-    replica, out = _ranks(PowerSGD(2), 2)[rank], torch.empty(sum(SEGMENTS))
-    for step in range(steps):
-        bucket = gaussian(sum(SEGMENTS), 2 * step + rank) / 2
-        agreed = agree(compressor, [bucket], [replica], SEGMENTS)
-        assert agreed is not None
-        dist.all_reduce(agreed)
-        payload = encode(compressor, bucket, replica, SEGMENTS, agreed)
-        dist.all_reduce(payload)
-        compressor.decode(payload, 1, SEGMENTS, out, agreed)
-        replica.state = payload
-    assert replica.state is not None
-    return [out.tolist(), replica.state.tolist()]
-
-
-def test_real_ranks_decode_the_same_bits() -> None:
-    first, second = run_ranks(2, _on_two_ranks, 3)
-    assert first == second
-    replicas = _ranks(PowerSGD(2), 2)
-    for step in range(3):
-        buckets = [gaussian(sum(SEGMENTS), 2 * step + rank) for rank in range(2)]
-        mean = average(PowerSGD(2), buckets, replicas, SEGMENTS, SHAPES)
-    assert first[0] == mean.tolist()
-
-
-def _least_squares(compressor: PowerSGD | None) -> float:
-    """The loss after 60 steps relative to its start: a 40 * 30 weight, four ranks with rows of their own."""
-    inputs = [gaussian(60 * 30, rank).view(60, 30) / 60**0.5 for rank in range(4)]
-    target, weight = gaussian(1200, 99).view(40, 30), torch.zeros(40, 30)
-    replicas = None if compressor is None else replicas_of(compressor, (1200,), 4, feedback=True)
-    for _ in range(60):
-        gradients = [((x @ (weight - target).T).T @ x).flatten() for x in inputs]
-        if compressor is None or replicas is None:
-            mean = torch.stack(gradients).mean(dim=0)
-        else:
-            mean = average(compressor, gradients, replicas, (1200,))
-        weight = weight - 0.3 * mean.view(40, 30)
-    start = sum((x @ target.T).square().sum() for x in inputs)
-    return float(sum((x @ (weight - target).T).square().sum() for x in inputs) / start)
-
-
-def test_training_with_error_feedback_reaches_the_dense_loss_at_a_rank_that_suits_the_step_size() -> None:
-    """A lower rank keeps back more, which acts like a delay: it is slower at the same step size."""
-    losses = [_least_squares(compressor) for compressor in (None, PowerSGD(8), PowerSGD(6), PowerSGD(4))]
-    for loss, most in zip(losses, (1e-9, 1e-9, 1e-4, 0.1), strict=True):
-        assert loss < most
-
-
 def test_the_text_has_the_rank_only() -> None:
     bound = PowerSGD(4).bound_to(SHAPES, 2)
     assert str(bound) == "powersgd(4)"
@@ -256,16 +203,6 @@ def test_all_ranks_start_from_the_same_factors() -> None:
     assert states[1] is not None
     assert_same_bits(states[0], states[1])
     assert states[0][:100].unique().numel() > 60
-
-
-def test_a_round_of_several_matrices_and_a_vector_adds_up() -> None:
-    shapes = ((40, 60), (80,), (30, 50))
-    segments = tuple(map(math.prod, shapes))
-    replicas = replicas_of(PowerSGD(2).bound_to(shapes, 2), segments, 2, feedback=True)
-    gradients = [torch.randn(sum(segments), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    mean = average(PowerSGD(2), gradients, replicas, segments, shapes)
-    left_out = torch.stack([r.residual for r in replicas if r.residual is not None]).sum(dim=0)
-    torch.testing.assert_close(mean + left_out, (gradients[0] + gradients[1]) / 2, rtol=0, atol=1e-5)
 
 
 @WITH_KERNELS

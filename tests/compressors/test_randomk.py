@@ -7,10 +7,9 @@ from torch import Tensor
 
 from fxcomp.compressors import Bias, Feedback, RandomK, randomness
 from fxcomp.compressors.randomk import draw_places
-from fxcomp.testing.kernel_checks import assert_same_bits
 from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.rounds import average, replicas_of
-from fxcomp.testing.samples import gaussian, heavy
+from fxcomp.testing.samples import gaussian
 
 SIZES = [
     (1, 1),
@@ -88,17 +87,6 @@ def test_on_average_it_loses_one_minus_the_ratio_or_its_inverse_minus_one(ratio:
     assert relative_error(RandomK(ratio, scaled=True), values, draws=40) == pytest.approx(1 / ratio - 1, rel=0.1)
 
 
-@pytest.mark.parametrize("ratio", [0.5, 0.1])
-def test_scaled_it_is_unbiased(ratio: float) -> None:
-    """The projection on v, over 500 draws: below 5 standard errors but for 6e-7, near a normal distribution."""
-    values = heavy(3000).clamp(-20, 20)
-    compressor = RandomK(ratio, scaled=True)
-    replicas = replicas_of(compressor, (3000,), feedback=False)
-    errors = torch.stack([average(compressor, [values], replicas, (3000,)) - values for _ in range(500)]).double()
-    projections = errors @ values.double()
-    assert projections.mean().abs() < 5 * projections.std() / 500**0.5
-
-
 @WITH_KERNELS
 def test_under_feedback_where_it_is_forbidden_the_residual_is_still_what_was_left_out() -> None:
     compressor, bucket = RandomK(0.25, scaled=True), gaussian(1000)
@@ -106,15 +94,3 @@ def test_under_feedback_where_it_is_forbidden_the_residual_is_still_what_was_lef
     decoded = average(compressor, [bucket], replicas, (1000,))
     assert replicas[0].residual is not None
     torch.testing.assert_close(decoded + replicas[0].residual, bucket)
-
-
-@pytest.mark.parametrize("bad", [0, 499, 999])
-def test_a_value_that_is_not_sent_is_seen_when_it_is_not_finite(bad: int) -> None:
-    bucket, old = gaussian(1000), 0.1 * gaussian(1000, 7)
-    bucket[bad] = torch.inf
-    replicas = replicas_of(RandomK(0.01), (1000,), feedback=True)
-    replicas[0].residual = old.clone()
-    decoded = average(RandomK(0.01), [bucket], replicas, (1000,))
-    assert decoded[0].isnan()
-    for place in (0, bad):
-        assert_same_bits(replicas[0].residual[place], old[place])

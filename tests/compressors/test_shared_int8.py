@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.compressor_cases import WITH_KERNELS
-from helpers.ranks import run_ranks
 from torch import Tensor
 
 from fxcomp.compressors import BadCompressor, Bias, Feedback, SharedInt8, parse_compressor
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
-from fxcomp.testing.samples import SAMPLES, gaussian, laplace
+from fxcomp.testing.samples import SAMPLES, gaussian
 
 SEGMENTS = (1000, 0, 1, 66_000, 513)
 
@@ -93,16 +91,6 @@ def _all_of(compressor: SharedInt8, bucket: Tensor, residual: Tensor | None) -> 
     return [x for x in (agreed, payload, new_residual, state, out) if x is not None]
 
 
-@WITH_KERNELS
-def test_the_number_of_threads_changes_no_bit() -> None:
-    compressor, bucket = _shared(3), gaussian(sum(SEGMENTS))
-    one = _all_of(compressor, bucket, bucket.flip(0))
-    torch.set_num_threads(3)
-    for actual, expected in zip(_all_of(compressor, bucket, bucket.flip(0)), one, strict=True):
-        assert_same_bits(actual, expected)
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 63, 127])
 def test_the_sum_of_the_codes_never_overflows_and_is_the_mean(ranks: int) -> None:
     """All ranks have the same largest value: the worst case for the sum."""
@@ -134,27 +122,6 @@ def test_a_rank_loses_as_much_as_the_docstring_says(ranks: int, stochastic: bool
     compressor.decode(payload, 1, segments, out, agreed)
     left_out = ((values - out).square().sum() / values.square().sum()).item()
     assert left_out == pytest.approx(factor / compressor.levels**2, rel=0.15)
-
-
-@pytest.mark.parametrize("values", [gaussian(2048), laplace(2048)], ids=["gaussian", "laplace"])
-def test_stochastic_rounding_is_right_on_average(values: Tensor) -> None:
-    """A mean of 400 draws is as far off as chance allows; each rank draws from a stream of its own."""
-    compressor, segments, draws = _shared(16), (2048,), 400
-    agreed = _agree(compressor, [values], segments)
-    states = [_states(compressor, segments, rank) for rank in range(2)]
-    sums, first = [torch.zeros(2048, dtype=torch.float64) for _ in range(2)], torch.empty(0)
-    payload, out = torch.empty(2048, dtype=torch.int8), torch.empty(2048)
-    for draw in range(draws):
-        for rank in range(2):
-            compressor.encode(values, None, payload, segments, states[rank], agreed)
-            compressor.decode(payload, 1, segments, out, agreed)
-            sums[rank] += out
-            if draw == 0:
-                first = out - values if rank == 0 else torch.stack([first, out - values])
-    error = (sums[0] / draws - values).square().sum()
-    expected = 1.9 / compressor.levels**2 / draws * values.square().sum()
-    assert error < 1.3 * max(1.0, float(first[0].square().sum() / values.square().sum()) * 49 / 1.9) * expected
-    assert abs(torch.corrcoef(first)[0, 1]) < 0.1
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -192,53 +159,6 @@ def test_sent_and_left_telescope_over_all_ranks(ranks: int, stochastic: bool) ->
     assert (sent + left - put_in).norm() < 2e-6 * put_in.norm()
 
 
-def _least_squares(compressor: SharedInt8 | None, ranks: int, feedback: bool) -> float:
-    """The loss after 60 steps, relative to where it began: each rank has rows of its own."""
-    segments = (512,)
-    rows = [gaussian(128 * 512, seed=rank).view(128, 512) / 512**0.5 for rank in range(ranks)]
-    target = gaussian(512, seed=99)
-    residuals = [torch.zeros(512) for _ in range(ranks)] if feedback else None
-    states = None if compressor is None else [_states(compressor, segments, rank) for rank in range(ranks)]
-    weight = torch.zeros(512)
-    for _ in range(60):
-        gradients = [row.T @ (row @ (weight - target)) for row in rows]
-        if compressor is None:
-            weight = weight - torch.stack(gradients).mean(dim=0)
-        else:
-            weight = weight - _exchange(compressor, gradients, residuals, segments, states)[0]
-    loss = sum((row @ (weight - target)).square().sum() for row in rows)
-    return float(loss / sum((row @ target).square().sum() for row in rows))
-
-
-@pytest.mark.parametrize("stochastic", [True, False])
-@pytest.mark.parametrize("ranks", [4, 24])
-def test_training_with_error_feedback_reaches_the_dense_loss(ranks: int, stochastic: bool) -> None:
-    dense = _least_squares(None, ranks, feedback=False)
-    compressed = _least_squares(_shared(ranks, stochastic=stochastic), ranks, feedback=True)
-    assert compressed < 1.02 * dense + 1e-4
-
-
-def _on_two_ranks(gradients: list[Tensor]) -> list[float]:
-    """Decode the mean on a rank, by gloo's own maximum and sum."""
-    rank, compressor, segments = dist.get_rank(), _shared(2), (5000,)
-    bucket = gradients[rank] / 2
-    agreed, payload, out = torch.empty(10), torch.empty(5000, dtype=torch.int8), torch.empty(5000)
-    compressor.propose(bucket, None, segments, None, agreed)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    compressor.encode(bucket, None, payload, segments, _states(compressor, segments, rank), agreed)
-    dist.all_reduce(payload)
-    compressor.decode(payload, 1, segments, out, agreed)
-    return out.tolist()
-
-
-def test_real_ranks_sum_bytes_and_decode_the_same_bits() -> None:
-    gradients = [gaussian(5000, seed=rank) for rank in range(2)]
-    first, second = run_ranks(2, _on_two_ranks, gradients)
-    assert first == second
-    simulated, _ = _exchange(_shared(2), gradients, None, (5000,))
-    assert first == simulated.tolist()
-
-
 def test_more_ranks_than_levels_are_refused() -> None:
     with pytest.raises(BadCompressor) as caught:
         SharedInt8().bound_to([(10,)], 128)
@@ -272,15 +192,3 @@ def test_sizes_are_the_formulas() -> None:
     compressor = _shared(8)
     assert compressor.payload_bytes((1000, 7)) == 1007
     assert compressor.proposal_bytes((1000, 7, 0)) == 4 * 3
-
-
-def test_the_ops_pass_opcheck() -> None:
-    compressor, segments = _shared(2, 64), (600, 0, 41)
-    bucket, residual, state = gaussian(641), gaussian(641, seed=1), _states(compressor, segments, 0)
-    assert compressor.propose_op is not None
-    torch.library.opcheck(compressor.propose_op, (bucket, residual, segments, *compressor.parameters), {"state": state})
-    agreed = compressor.propose_op(bucket, residual, segments, *compressor.parameters, state=state)
-    keywords = {"state": state, "agreed": agreed}
-    torch.library.opcheck(compressor.compress_op, (bucket, residual, segments, *compressor.parameters), keywords)
-    payload, *_ = compressor.compress_op(bucket, residual, segments, *compressor.parameters, **keywords)
-    torch.library.opcheck(compressor.decompress_op, (payload, 1, segments, *compressor.parameters), {"agreed": agreed})

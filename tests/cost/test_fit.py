@@ -2,15 +2,13 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
-from fxcomp.cost.fit import _non_negative, fit, left_out_errors, medians, student
-from fxcomp.cost.piecewise import Fit, Piece, Sample, interpolate
-from fxcomp.errors import BadOption
+from fxcomp.cost.fit import fit
+from fxcomp.cost.piecewise import Fit, Piece, Sample
 
 SIZES = [2.0**k for k in range(10, 27)]
 
@@ -132,60 +130,6 @@ def test_the_order_of_samples_does_not_matter():
     assert fit(shuffled) == fit(samples)
 
 
-def test_a_fit_goes_to_json_and_back():
-    for samples in (sampled(switched), sampled(line)[:3]):
-        found = fit(samples)
-        assert Fit.from_json(found.to_json()) == found
-    with pytest.raises(BadOption, match=r"the fit\.pieces must be a list of one entry or more"):
-        Fit.from_json({**fit(sampled(line)).to_json(), "pieces": []})
-
-
 def test_noise_is_how_far_samples_of_a_size_lie_apart():
     assert fit(sampled(line, noise=0.0)).noise == 0.0
     assert 0.01 < fit(sampled(line, noise=0.05, repeats=9)).noise < 0.1
-
-
-def test_medians_are_by_size_and_never_nothing():
-    assert medians([(4, 3.0), (2, 0.0), (4, 1.0), (4, 100.0)]) == [(2.0, 1e-3), (4.0, 3.0)]
-
-
-def test_errors_at_sizes_left_out_tell_a_wrong_model_from_a_right_one():
-    samples = sampled(bent, noise=0.0)
-    one = left_out_errors(samples, lambda rest: fit(rest, most_pieces=1).at)
-    several = left_out_errors(samples, lambda rest: fit(rest).at)
-    assert len(one) == len(several) == len(SIZES)
-    assert sum(several) < sum(one) / 2
-    assert left_out_errors([(1, 2.0), (1, 3.0)], lambda rest: fit(rest).at) == []
-
-
-def test_interpolation_lies_on_lines_and_never_falls():
-    points = [(100, 5.0), (200, 9.0), (400, 7.0), (800, 9.5)]
-    assert [interpolate(points, n) for n in (1, 100, 150, 300)] == [5.0, 5.0, 7.0, 9.0]
-    assert interpolate(points, 1500) == pytest.approx(9.5 + 700 * 4.5 / 700)
-    assert interpolate([(100, 5.0)], 200) == 10.0
-
-
-def test_least_squares_without_negative_coefficients_is_the_best_of_all_subsets():
-    draws = np.random.default_rng(0)
-    for _ in range(100):
-        rows, targets = draws.normal(size=(8, 4)), draws.normal(size=8)
-        found = _non_negative(rows, targets)
-        assert (found >= 0).all()
-        best = min(loss(rows, targets, subset) for subset in range(16))
-        assert float(np.sum((rows @ found - targets) ** 2)) == pytest.approx(best)
-
-
-def loss(rows: np.ndarray, targets: np.ndarray, subset: int) -> float:
-    """Of the subset's unconstrained solution, if it has no coefficient below 0."""
-    columns: Sequence[int] = [k for k in range(4) if subset >> k & 1]
-    solution = np.linalg.lstsq(rows[:, columns], targets, rcond=None)[0]
-    if (solution < 0).any():
-        return math.inf
-    return float(np.sum((rows[:, columns] @ solution - targets) ** 2))
-
-
-def test_students_quantiles_are_those_of_a_table():
-    table = {1: 12.706, 10: 2.228, 11: 2.201, 20: 2.086, 60: 2.000, 10**6: 1.960}
-    for degrees, value in table.items():
-        assert student(degrees) == pytest.approx(value, abs=2e-3)
-    assert student(0) == math.inf

@@ -284,10 +284,10 @@ def refusals() -> dict[str, str]:
 
     def refused(case: str, model: nn.Module, replicas: Any = replicate, **options: Any) -> None:
         with suppress_to(found, case):
-            fxcomp.average_replicas(model, replicas, **gathered(**options))
+            fxcomp.average_replicas(model, replicas, costs=CostTable(), **gathered(**options))
 
     def raised(case: str, model: nn.Module) -> None:
-        outer = fxcomp.average_replicas(model, replicate)
+        outer = fxcomp.average_replicas(model, replicate, costs=CostTable())
         with suppress_to(found, case):
             loss_of(model, 0).backward()
         outer.close()

@@ -26,8 +26,6 @@ from fxcomp.frontends import torch_compile as backend
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
 
-STEPS = 10
-
 TWO_BUCKETS = Plan(
     (Bucket(("2.bias", "2.weight"), (10, 3000), DENSE), Bucket(("0.bias", "0.weight"), (300, 6000), DENSE))
 )
@@ -58,14 +56,15 @@ def train(
     *,
     stretch: Callable[[int], int] = lambda _: 0,
     micro: int = 1,
+    steps: int = 4,
 ) -> Trained:
-    """Some steps of SGD, of `micro` accumulated backward passes each."""
+    """Some steps of SGD, of `micro` accumulated backward passes each: all lengths come, and gradients from weights."""
     model = job.build()
     call = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first: list[Tensor] = []
     losses: list[float] = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         for part in range(micro):
             loss = cross_entropy(call, job.batch(step * micro + part, dist.get_rank(), job.length + stretch(step)))
@@ -158,14 +157,14 @@ def test_dense_training_equals_ddp():
 
 def compressed(name: str) -> tuple[str, float, float, float]:
     """The fingerprint, how far the loss is from dense, the distance to dense, and what the residuals hold."""
-    dense = train(JOBS[name], own_options)
+    dense = train(JOBS[name], own_options, steps=10)
     job, models = JOBS[name], []
 
     def wrap(model: nn.Module) -> Callable[..., Any]:
         models.append(model)
         return compiled(model, plan="int8(block=1024)", model=model)
 
-    lossy = train(job, wrap)
+    lossy = train(job, wrap, steps=10)
     kept = backend.compiled_model(models[0])
     left_out, saved = kept.state.residuals.arena.clone(), kept.state_dict()
     for _ in range(2):

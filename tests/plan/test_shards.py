@@ -27,19 +27,6 @@ def test_each_border_is_the_allowed_place_nearest_to_equal_shards(sizes: list[in
         assert border == min(places, key=lambda place: (abs(parts * place - index * whole), place))
 
 
-@given(SIZES, PARTS, GRAINS)
-def test_shards_are_in_order_and_hold_everything_once(sizes: list[int], parts: int, grain: int):
-    borders = cut_points(sizes, parts, grain)
-    assert (borders[0], borders[-1]) == (0, sum(sizes))
-    assert all(low <= high for low, high in pairwise(borders))
-
-
-@given(SIZES, PARTS, GRAINS)
-def test_no_shard_is_larger_than_its_part_by_a_grain(sizes: list[int], parts: int, grain: int):
-    for low, high in pairwise(cut_points(sizes, parts, grain)):
-        assert abs((high - low) * parts - sum(sizes)) <= grain * parts
-
-
 @pytest.mark.parametrize(
     ("sizes", "parts", "grain", "borders"),
     [

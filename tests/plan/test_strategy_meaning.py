@@ -108,14 +108,6 @@ def test_every_published_path_keeps_to_its_meaning(shape: str, turn: int):
         check(choices[(number + turn) % len(choices)], SHAPES, cluster(shape))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-@pytest.mark.parametrize("shape", ["2x1", "2x2"])
-def test_every_published_path_keeps_to_its_meaning_with_each_compressor(shape: str, compressor: str):
-    for strategy in published(compressor):
-        check(strategy, SHAPES, cluster(shape))
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("compressor", ["int4(block=16)", "topk(0.05)"])
 @pytest.mark.parametrize("shape", ["3x1", "2x3", "3x2", "2x2x2"])

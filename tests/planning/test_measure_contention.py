@@ -18,7 +18,6 @@ from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cluster.link import Link
 from fxcomp.cost.contention import TransportCost
-from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.pipeline import Compiler
@@ -103,26 +102,6 @@ def test_contention_is_found_and_explains_both_steps(captured: Any, planted: flo
     again = measurements(captured, replace(SHARED, contention=found.factor))
     for ours, theirs in zip(again, seen, strict=True):
         assert ours.step_us == pytest.approx(theirs.step_us, rel=0.05)
-
-
-def on_links(times: float, contention: float = 1.0) -> CostTable:
-    """The same processor time on slow links that take so many times as long."""
-    links = {
-        (kind, "2x1"): MeasuredCollective.line(kind, 2, 5.0 * times, 0.01 / times)
-        for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
-    }
-    return replace(SHARED, collectives=links, contention=contention)
-
-
-@pytest.mark.parametrize("planted", [1.0, 3.0])
-def test_a_link_slower_than_its_table_is_an_error_and_no_contention(captured: Any, planted: float):
-    table = on_links(1.0)
-    graph = dense_step(captured, table)
-    truth = contention_of(table, graph, CLUSTER, measurements(captured, on_links(1.0, planted)))
-    found = contention_of(table, graph, CLUSTER, measurements(captured, on_links(1.15, planted)))
-    assert found.factor == pytest.approx(truth.factor, rel=0.1)
-    assert truth.error < 0.02
-    assert found.error == pytest.approx(1 - 1 / 1.15, abs=0.02)
 
 
 def test_the_larger_of_both_errors_is_told(captured: Any):

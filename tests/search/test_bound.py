@@ -16,7 +16,6 @@ from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, predict_us
-from fxcomp.search.least_work import line_below
 from fxcomp.search.workload import Gradient, Workload
 
 EAGER = replace(COSTS, error=0.0)
@@ -105,20 +104,3 @@ def test_the_bound_of_a_few_elements_and_of_none_is_below_their_plan(hosts: tupl
 
 def test_one_rank_alone_is_bound_by_its_own_work():
     assert bound_us(layers(3), EAGER, cluster(1, 1, "1gbit"), Mode.BALANCED) == layers(3).free_us
-
-
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
-        ((Piece(0.0, 10.0, 2.0),), (10.0, 2.0)),
-        ((Piece(0.0, 10.0, 2.0), Piece(50.0, 60.0, 1.0)), (10.0, 1.5)),  # flatter: a chord
-        ((Piece(0.0, 10.0, 0.0), Piece(50.0, -15.0, 0.5)), (0.0, 0.2)),  # steeper: the last line would begin below 0
-        ((Piece(0.0, 10.0, 0.0), Piece(50.0, 5.0, 0.1)), (5.0, 0.1)),
-        ((Piece(0.0, 10.0, 0.0), Piece(50.0, 90.0, 0.0)), (0.0, 0.2)),  # a jump
-    ],
-)
-def test_a_line_is_below_a_price_and_touches_it(pieces: tuple[Piece, ...], expected: tuple[float, float]):
-    fit = Fit(pieces, 0.0, 100.0, 0)
-    fixed, slope = line_below(fit.at, fit.breaks, 100.0)
-    assert (fixed, slope) == pytest.approx(expected)
-    assert all(fixed + slope * size <= fit.at(size) * (1 + 1e-9) for size in range(1, 101))

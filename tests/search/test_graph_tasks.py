@@ -18,7 +18,8 @@ from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.contention import TransportCost
-from fxcomp.cost.timeline import simulate
+from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.dump import dump
 from fxcomp.pipeline import Compiler
@@ -27,6 +28,7 @@ from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import HOSTS, RACKS, Device, Strategy
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.workload import Workload
 
 SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
 FAST = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 12.0))
@@ -140,10 +142,18 @@ def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured]
     job, captured = step
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
-    workload = Compiler(cluster, skip_nonfinite=skip).analyze(captured.graph, COSTS)
-    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
-    emitted = Compiler(cluster, 0, skip_nonfinite=skip).emit(captured, plan, COSTS).timeline.step_time_us
-    assert emitted == pytest.approx(searched, rel=0.01)
+    assert_agree(Compiler(cluster, 0, skip_nonfinite=skip), captured, plan)
+
+
+def assert_agree(
+    compiler: Compiler, captured: Captured, plan: Plan, costs: CostTable = COSTS
+) -> tuple[Workload, Timeline, Timeline]:
+    """Compare the predicted steps; return the workload, the search's timeline and the graph's."""
+    workload = compiler.analyze(captured.graph, costs)
+    searched = simulate(plan_tasks(workload, plan, costs, compiler.cluster), costs.processors)
+    emitted = compiler.emit(captured, plan, costs).timeline
+    assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
+    return workload, searched, emitted
 
 
 class InBf16(nn.Module):
@@ -172,12 +182,8 @@ def test_search_and_graph_agree_on_casts(in_bf16: tuple[nn.Module, Captured], na
     model, captured = in_bf16
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(model, strategies, per_bucket), captured)
-    compiler = Compiler(cluster, 0, ErrorFeedback(momentum=momentum))
-    workload = compiler.analyze(captured.graph, COSTS)
+    workload, *_ = assert_agree(Compiler(cluster, 0, ErrorFeedback(momentum=momentum)), captured, plan)
     assert {gradient.element_type for gradient in workload.gradients} == {ElementType.BF16}
-    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
-    program = compiler.emit(captured, plan, COSTS)
-    assert program.timeline.step_time_us == pytest.approx(searched, rel=0.01)
 
 
 @pytest.mark.one_in(3)
@@ -189,12 +195,8 @@ def test_search_and_graph_agree_on_what_a_live_scale_saves(name: str):
     captured = capture(training, JOBS["mlp"].batch(0))
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(model, strategies, per_bucket), captured)
-    compiler = Compiler(cluster, skip_nonfinite=True)
-    workload = compiler.analyze(captured.graph, COSTS)
+    workload, *_ = assert_agree(Compiler(cluster, skip_nonfinite=True), captured, plan)
     assert workload.saves_residuals
-    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
-    emitted = compiler.emit(captured, plan, COSTS).timeline.step_time_us
-    assert emitted == pytest.approx(searched, rel=0.01)
 
 
 def test_a_program_of_bf16_gradients_follows_other_parameters(in_bf16: tuple[nn.Module, Captured]):
@@ -217,11 +219,7 @@ def test_search_and_graph_agree_where_gradients_are_cut(step: tuple[str, Capture
         for k, bucket in enumerate(whole.buckets)
         for place, (start, stop) in enumerate(pairwise((0, bucket.elements // 3, bucket.elements)))
     ]
-    plan = Plan(tuple(parts))
-    workload = Compiler(cluster).analyze(captured.graph, COSTS)
-    searched = simulate(plan_tasks(workload, plan, COSTS, cluster)).step_time_us
-    emitted = Compiler(cluster).emit(captured, plan, COSTS).timeline.step_time_us
-    assert emitted == pytest.approx(searched, rel=0.01)
+    assert_agree(Compiler(cluster), captured, Plan(tuple(parts)))
 
 
 @pytest.mark.one_in(4)
@@ -233,9 +231,7 @@ def test_search_and_graph_agree_where_each_rank_keeps_its_own_momentum(
     job, captured = step
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
-    compiler = Compiler(cluster, feedback=ErrorFeedback(momentum=0.9), skip_nonfinite=skip)
-    searched = simulate(plan_tasks(compiler.analyze(captured.graph, COSTS), plan, COSTS, cluster)).step_time_us
-    assert compiler.emit(captured, plan, COSTS).timeline.step_time_us == pytest.approx(searched, rel=0.01)
+    assert_agree(Compiler(cluster, feedback=ErrorFeedback(momentum=0.9), skip_nonfinite=skip), captured, plan)
 
 
 ON_ONE_PROCESSOR = replace(
@@ -252,11 +248,7 @@ def test_search_and_graph_agree_where_processors_are_shared(step: tuple[str, Cap
     job, captured = step
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
-    workload = Compiler(cluster).analyze(captured.graph, ON_ONE_PROCESSOR)
-    tasks = plan_tasks(workload, plan, ON_ONE_PROCESSOR, cluster)
-    searched = simulate(tasks, ON_ONE_PROCESSOR.processors)
-    emitted = Compiler(cluster, 0).emit(captured, plan, ON_ONE_PROCESSOR).timeline
-    assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
+    _, searched, emitted = assert_agree(Compiler(cluster, 0), captured, plan, ON_ONE_PROCESSOR)
     slowed_us = searched.slowed_us(Stream.COMPUTE)
     assert emitted.slowed_us(Stream.COMPUTE) == pytest.approx(slowed_us, rel=0.15, abs=5.0)
     if len(plan.buckets) > 1:
