@@ -163,9 +163,9 @@ class Around(World):
         return torch.randn(3, WIDTH, generator=g), torch.randn(3, generator=g)
 
     def around(self, step: int, *, eager: bool) -> AbstractContextManager[Any]:
-        """Enter this step's surroundings, but for those that would forbid eager gradients."""
+        """Enter this step's surroundings, but for autocast around eager's backward pass."""
         self.within = [f.name for f in self.program.all("within")] if self._is_inside(step) else []
-        chosen = [n for n in self.within if not eager or n not in ("no_grad", "inference_mode", *_AUTOCASTS)]
+        chosen = [n for n in self.within if not eager or n not in _AUTOCASTS]
         return _entered(chosen)
 
     def forward_around(self) -> AbstractContextManager[Any]:

@@ -57,8 +57,9 @@ class World:
         """Change something, on this rank perhaps alone."""
 
     def around(self, step: int, *, eager: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Enter a step's surroundings; around eager's only those that change its numbers."""
-        return around(None if eager else self.program)
+        """Enter a step's surroundings; around eager's only those that change its numbers, or that it refuses."""
+        is_told = self.program.get("around") in ("no_grad", "inference_mode")
+        return around(self.program if is_told or not eager else None)
 
     def may_part(self, step: int, verified: str) -> bool:  # noqa: ARG002
         """Return whether replicas may differ after a step without an error."""

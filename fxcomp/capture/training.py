@@ -79,8 +79,7 @@ class LossScale:
 
     def tell(self, *, skipped: bool) -> None:
         """Let `scaler.update` know whether the step was left out, on all ranks."""
-        with torch.inference_mode(False):  # `update` adds these up outside of it
-            found_inf = torch.full((), float(skipped), device=self.device)
+        found_inf = torch.full((), float(skipped), device=self.device)
         for optimizer in self.optimizers:
             compat.mark_stepped(self.scaler, optimizer, found_inf)
 

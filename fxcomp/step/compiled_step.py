@@ -16,7 +16,7 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import FxcompError, UnsupportedFeature
+from fxcomp.errors import FxcompError, UnsupportedFeature, UnsupportedMode
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.report.plan_diff import note_on_another_plan
@@ -46,6 +46,11 @@ WHOLE = None, Use.TURN, Use.TIMED
 _TO_DYNAMO = (
     "an fxcomp step is compiled already, with its backward pass and optimizer, and cannot be part of another graph."
     " Call it outside of torch.compile; or leave out fullgraph=True, and the graph ends before it"
+)
+
+_GRADIENTS_ARE_OFF = (
+    "gradients are off around the compiled step (torch.no_grad() or torch.inference_mode()), and a step trains.\n"
+    "  Call it outside of them; to evaluate, call the model, or loss_fn(model, batch)."
 )
 
 
@@ -109,6 +114,8 @@ class CompiledStep:
     def _call(self, batch: Any, *, last: bool) -> Any:
         self._lockstep.enter(self.steps, goes_on=self._group.has_begun)
         try:
+            if not torch.is_grad_enabled():
+                raise UnsupportedMode(_GRADIENTS_ARE_OFF)
             if self._loss_scale is not None:
                 self._loss_scale.check_updated()
                 self._group.check_scale()
@@ -126,7 +133,7 @@ class CompiledStep:
         program = self.in_force.find_micro(batch, kind, leaves)
         inputs, runtime = self.in_force.inputs, self.in_force.runtime
         begin = self.monitor.times.look()
-        with torch.inference_mode(False), torch.no_grad(), compat.without_autocast():
+        with torch.no_grad(), compat.without_autocast():
             arguments = inputs.of(program, leaves, self.in_force.state)
             self._lockstep.has_begun = True
             loss, aux = program.run(runtime, arguments)
@@ -145,12 +152,10 @@ class CompiledStep:
         step = StepUnderWay(self.steps, use, self.in_force, batch, is_like_first)
         watching = [each for each in self._observers if use in each.wants]
         begin = self.monitor.times.look()
-        # What autocast does is in the graph; what inference mode makes could not be trained any more.
-        with torch.inference_mode(False):
-            for each in watching:
-                each.before(step)
-            with torch.no_grad(), compat.without_autocast():
-                result = self._run(step, leaves, watching)
+        for each in watching:
+            each.before(step)
+        with torch.no_grad(), compat.without_autocast():  # what autocast does is in the graph
+            result = self._run(step, leaves, watching)
         is_like_first = self._group.is_like_first and is_like_first
         self._steps_unlike_first += not is_like_first
         took = self._group.took((begin, self.monitor.times.look()))

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
@@ -279,9 +277,8 @@ class PlanInForce:
             check_momentum(self._compiler.feedback, optimizer)  # its options may have changed
             check_rates(self._compiler.feedback, optimizer)
         self.inputs.expect_other_state()
-        with torch.inference_mode(False):
-            captured = self._capture.again(batch, varying)
-            return self._compiler.emit(captured, self.plan, self.decision.costs)
+        captured = self._capture.again(batch, varying)
+        return self._compiler.emit(captured, self.plan, self.decision.costs)
 
     def _adopt(self, program: Program, number: int) -> None:
         """Take over the first capture's program under the plan of a number."""

@@ -100,12 +100,13 @@ def test_an_operator_that_autocast_reaches_into_is_refused():
     fxcomp.compile_step(model, loss, sgd(model), torch.randn(2, 4), checks=fxcomp.Checks(verify=1))(torch.randn(2, 4))
 
 
-def test_a_step_may_be_compiled_in_inference_mode():
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad])
+def test_a_step_may_be_compiled_with_gradients_off(around: Any):
     model, batch = nn.Linear(4, 4), torch.randn(3, 4)
     before = model.weight.detach().clone()
-    with torch.inference_mode():
+    with around():
         step = fxcomp.compile_step(model, squares, sgd(model), batch)
-        step(batch)
+    step(batch)
     assert not torch.equal(model.weight, before)
 
 

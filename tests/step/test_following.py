@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import fxcomp
+from fxcomp import errors
 from fxcomp.errors import CaptureFailed, StepChanged, UnsupportedParameter, UnsupportedResult
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -197,16 +200,47 @@ def test_a_learning_rate_in_a_tensor_stays_live():
     pair.check()
 
 
-def test_inference_mode_and_no_grad_around_the_call_change_nothing():
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_step_with_gradients_off_around_it_trains_nothing_and_the_next_one_trains(around: Any):
     pair = Pair(linear(), sgd(momentum=0.9))
-    for i, around in enumerate((torch.inference_mode, torch.no_grad, torch.enable_grad)):
-        batch = rows(i, 6 + i, 4)
-        with around():
-            pair.step(batch)
-        pair.eager_optimizer.zero_grad()
-        square(pair.eager, batch).backward()
-        pair.eager_optimizer.step()
+    pair.train(rows(0))
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    with around(), pytest.raises(errors.UnsupportedMode, match=r"(?s)gradients are off.*a step trains.*call the model"):
+        pair.step(rows(1))
+    assert all(map(torch.equal, before, pair.model.parameters()))
+    with around(), torch.inference_mode(False), torch.enable_grad():
+        pair.train(rows(2))
+    pair.train(rows(3))
     pair.check()
+
+
+def gradients_off(everywhere: bool) -> list[str]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    step = fxcomp.compile_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4),
+        compress="dense", checks=fxcomp.Checks(verify="never"),
+    )  # fmt: skip
+    said: list[str] = []
+    for number in range(3):
+        is_off = number == 1 and (everywhere or rank == 1)
+        try:
+            with torch.set_grad_enabled(not is_off):
+                step(torch.full((2, 4), float(rank)))
+            said.append("trained")
+        except errors.FxcompError as error:
+            said.append(type(error).__name__)
+    return [*said, str(model.weight.tolist())]
+
+
+def test_ranks_that_all_have_gradients_off_go_on_and_one_alone_stops_all():
+    first, second = run_ranks(2, gradients_off, True)
+    assert first == second
+    assert first[:3] == ["trained", "UnsupportedMode", "trained"]
+    first, second = run_ranks(2, gradients_off, False)
+    assert first[:3] == ["trained", "PeerFailed", "RanksApart"]
+    assert second[:3] == ["trained", "UnsupportedMode", "RanksApart"]
 
 
 def test_auxiliary_results_keep_what_is_no_tensor():

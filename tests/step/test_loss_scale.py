@@ -233,18 +233,6 @@ def test_a_scale_that_changes_inside_a_group_is_refused_and_the_sums_are_forgott
     assert torch.equal(flat(model), flat(twin))
 
 
-def test_a_step_in_inference_mode_tells_what_update_can_add_up():
-    model, mine = network(), scaler()
-    halves = [torch.optim.SGD(list(model.parameters())[k::2], lr=0.1) for k in range(2)]
-    step = fxcomp.compile_step(model, half_loss, halves, batch_at(1, 0), scaler=mine)
-    for number in (1, 0, 2):
-        with torch.inference_mode():
-            step(batch_at(number, 0))
-        mine.update()
-    assert step.skipped_steps == 1
-    assert mine.get_scale() == 2.0**11
-
-
 def test_two_steps_may_share_a_scaler_that_is_updated_once():
     mine, models = scaler(), [network(), network()]
     steps = [fxcomp.compile_step(each, half_loss, adamw(each), batch_at(1, 0), scaler=mine) for each in models]
